@@ -52,7 +52,14 @@ $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	if command -v npm > /dev/null; then npm install --silent --prefix $(@D) $$(cat $<) && touch $@; \
 	else echo "npm is not installed: Codex, Claude Code and opencode are left out"; fi
 
-agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents langchain mini-swe-agent openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
+$(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
+	mkdir -p $(@D)
+	if python3.12 -m venv $(@D); then \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'harbor>=0.25,<0.26' && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< && touch $@; \
+	else rm -rf $(@D); echo "Python 3.12 is not installed: Harbor is left out"; fi
+
+agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents harbor langchain mini-swe-agent openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py tests/e2e/test_terminal_tasks.py
 
 check: $(ALL)  ## format, lint, types (strict) and layers

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,18 @@ from unbroken.cli import main
 from unbroken.client import AsyncClient
 from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
+from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.runs.collector import Sampler
+from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
 from unbroken.types import SamplingParams
 
 pytestmark = needs_bubblewrap
+ROOT = Path(__file__).parents[2]
+CLIENTS = Path(__file__).parent / "clients"
 TASK_WORD = "{instruction}"
 RANDOM_TEST = """#!/bin/bash
 echo "{\\"reward\\": 0.1$RANDOM, \\"words\\": $(wc -w < words.txt)}" > /logs/verifier/reward.json
@@ -52,6 +58,11 @@ async def attempt(
         logs=folder / "agents",
     )
     problems = PackageProblems(f"harbor:{task}", settings, seed=0).make(evaluation=False)
+    return await sample(folder, player, problems, size=size)
+
+
+async def sample(folder: Path, player: Player, problems: Problems, *, size: int = 1) -> list[Trajectory]:
+    """Attempts of problem 0 with a scripted model."""
     engine = scripted_engine(player, context_length=2**16)
     renderer: Any = None
     async with (
@@ -107,6 +118,32 @@ async def test_i4_codex_solves_a_task_in_a_sandbox(tmp_path: Path) -> None:
     """`make agents` installs it. Its own sandbox is off: it is in one."""
     words = [TASK_WORD if word == TASK else word for word in CODEX.command("{anthropic_base_url}", tmp_path)]
     await check_solved(tmp_path, words, {"HOME": "/root"}, readable=[VENVS / "npm"])
+
+
+@pytest.mark.clients
+async def test_i4_a_trial_of_harbor_has_a_session_as_its_agents_model(tmp_path: Path) -> None:
+    """`make agents` installs Harbor. Its container is a sandbox of ours here; all else of the trial is its own."""
+    player = Player(write_notes)
+    task = write_notes_task(tmp_path / "notes")
+    python = find_python("harbor")
+
+    async def attempt(session: AgentSession) -> AgentOutcome:
+        words = [str(CLIENTS / "harbor_trial.py"), json.dumps(asdict(session)), str(task), str(tmp_path / "trials")]
+        paths = os.pathsep.join([str(ROOT / "src"), str(CLIENTS)])
+        process = await asyncio.create_subprocess_exec(
+            str(python), *words, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+        )
+        output, _ = await process.communicate()
+        printed = json.loads(output.splitlines()[-1])
+        assert (printed["name"], printed["instruction"]) == ("notes", TASK + "\n")
+        reward, metrics = printed["found"]
+        return AgentOutcome(reward=reward, metrics=metrics)
+
+    problems = Problems(agent=lambda number: AgentTask(agent=attempt, task={"instruction": TASK}))
+    (done,) = await sample(tmp_path, player, problems)
+    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert dict(done.reward_parts) == {"agent_timed_out": 0.0, "agent_failed": 0.0}
+    assert count_trained(export_samples(done.tree, 1.0), player.turns) == (6, 0)
 
 
 async def check_solved(folder: Path, words: list[str], variables: dict[str, str], *, readable: list[Path]) -> None:

@@ -1,15 +1,16 @@
-"""How tasks are run on this machine: the fields of `environment_arguments`."""
+"""How tasks are run: the fields of `environment_arguments`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.harbor.building import RunInstructions
-from unbroken.integrations.harbor.processes import ProcessLimits
-from unbroken.integrations.harbor.sandbox import SandboxKind
+from unbroken.integrations.harbor.containers import ContainerConfig
+from unbroken.integrations.harbor.local.building import RunInstructions
+from unbroken.integrations.harbor.local.processes import ProcessLimits
+from unbroken.integrations.harbor.local.sandbox import SandboxKind
 from unbroken.rollout.limits import is_duration
 
 
@@ -33,9 +34,12 @@ class Keep(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalConfig:
-    """Tasks without containers."""
+class TerminalConfig:
+    """Tasks on this machine, or in containers."""
 
+    containers: ContainerConfig | None = None
+    """Instead of this machine. `sandbox`, `network`, `run`, `readable`, `accept`, `check`, `keep`, `work_folder` and
+    `limits` are then Harbor's matter, and must be left out."""
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
     network: Network = Network.NONE
     run: RunInstructions = RunInstructions.REFUSE
@@ -62,9 +66,23 @@ class LocalConfig:
     limits: ProcessLimits = field(default_factory=ProcessLimits)
 
     def __post_init__(self) -> None:
+        if self.containers is not None:
+            self._check_containers()
         if self.agent_timeout_s is not None and not is_duration(self.agent_timeout_s):
             raise InvalidInputError(
                 f"agent_timeout_s must be a finite number of seconds > 0, got {self.agent_timeout_s!r}"
             )
         if not all(path.is_absolute() for path in self.readable):
             raise InvalidInputError(f"readable must be absolute paths, got {[str(path) for path in self.readable]}")
+
+    def _check_containers(self) -> None:
+        of_this_machine = {field.name: field for field in fields(self) if field.name in _OF_THIS_MACHINE}
+        for name, each in of_this_machine.items():
+            default = each.default_factory() if callable(each.default_factory) else each.default
+            if getattr(self, name) != default:
+                raise InvalidInputError(f"{name} must be left out with containers, got {getattr(self, name)!r}")
+
+
+_OF_THIS_MACHINE = (
+    "sandbox", "network", "run", "readable", "accept", "check", "keep", "work_folder", "limits",
+)  # fmt: skip

@@ -1,23 +1,22 @@
-"""A folder of terminal tasks as rows for a run: each is attempted by a command-line agent on this machine."""
+"""A folder of terminal tasks as rows for a run: each is attempted by a command-line agent."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.harbor.config import LocalConfig
-from unbroken.integrations.harbor.local import LocalRunner
-from unbroken.integrations.harbor.task import TerminalTask, describe_files, find_task_folders, read_task
-from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
+from unbroken.integrations.harbor.config import TerminalConfig
+from unbroken.integrations.harbor.runner import RunnableTask, TaskRunner
+from unbroken.integrations.harbor.task import describe_files, find_task_folders
+from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.agents.tasks import describe_rows
 
 
 class TerminalTasks:
     """The tasks of a folder, for training and for evaluation."""
 
-    def __init__(self, folder: Path, runner: LocalRunner, config: LocalConfig, *, max_attempt_s: float) -> None:
+    def __init__(self, folder: Path, runner: TaskRunner, config: TerminalConfig, *, max_attempt_s: float) -> None:
         """Take the folder of a data set, or of one task.
 
         Args:
@@ -38,11 +37,10 @@ class TerminalTasks:
             InvalidInputError: there are none, or one cannot be run here.
         """
         folders = self._find_evaluated() if evaluation else self._find_trained()
-        tasks = [read_task(folder, accept=self._config.accept, host=os.environ) for folder in folders]
+        tasks = [self._runner.read(folder) for folder in folders]
         for task in tasks:
-            self._runner.check(task)
             self._check_time(task)
-        return TerminalRows(tasks, self._runner)
+        return TerminalRows(tasks)
 
     def _find_evaluated(self) -> list[Path]:
         config = self._config
@@ -61,8 +59,8 @@ class TerminalTasks:
             raise InvalidInputError("evaluation_tasks must leave tasks to train on, but match all of them")
         return left
 
-    def _check_time(self, task: TerminalTask) -> None:
-        limit = self._config.agent_timeout_s or task.fields.agent_timeout_s
+    def _check_time(self, task: RunnableTask) -> None:
+        limit = task.agent_timeout_s
         if limit is not None and limit >= self._max_attempt_s:
             raise InvalidInputError(
                 f"rollouts.limits.timeout_s must be longer than the agent of task {task.folder} may take, "
@@ -74,10 +72,9 @@ class TerminalTasks:
 class TerminalRows:
     """Tasks as rows."""
 
-    def __init__(self, tasks: Sequence[TerminalTask], runner: LocalRunner) -> None:
-        """Take the tasks and what attempts them."""
+    def __init__(self, tasks: Sequence[RunnableTask]) -> None:
+        """Take the tasks."""
         self._tasks = tasks
-        self._runner = runner
         rows = [{"name": task.folder.name, "files": describe_files(task.folder)} for task in tasks]
         self.source = describe_rows(rows, num_rows=len(rows), package="harbor")
 
@@ -87,8 +84,4 @@ class TerminalRows:
     def make_task(self, index: int) -> AgentTask:
         """See `TaskRows`."""
         task = self._tasks[index]
-
-        async def attempt(session: AgentSession) -> AgentOutcome:
-            return await self._runner.attempt(task, session)
-
-        return AgentTask(agent=attempt, task={"task": task.name, "instruction": task.instruction})
+        return AgentTask(agent=task.attempt, task={"task": task.name, "instruction": task.instruction})

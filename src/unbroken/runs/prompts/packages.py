@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.agents.command import CommandReward
@@ -21,6 +21,10 @@ from unbroken.runs.collector import Problems
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.settings.build import build, read_table
 from unbroken.runs.settings.fields import section_of
+
+if TYPE_CHECKING:
+    from unbroken.integrations.harbor.config import TerminalConfig
+    from unbroken.integrations.harbor.runner import TaskRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,16 @@ def _load_verifiers(name: str, settings: PackageSettings) -> TaskEnvironment:
 
 
 def _load_harbor(name: str, settings: PackageSettings) -> TaskEnvironment:
-    from unbroken.integrations.harbor import LocalConfig, LocalRunner, TerminalTasks
+    from unbroken.integrations.harbor import TerminalConfig, TerminalTasks
+
+    section = section_of(TerminalConfig, prefix="environment_arguments.")
+    config: TerminalConfig = build(section, read_table(settings.arguments, section, source="", folder=None))
+    runner = _make_container_runner(config, settings) if config.containers else _make_local_runner(config, settings)
+    return TerminalTasks(Path(name), runner, config, max_attempt_s=settings.limits.timeout_s)
+
+
+def _make_local_runner(config: TerminalConfig, settings: PackageSettings) -> TaskRunner:
+    from unbroken.integrations.harbor import LocalRunner
 
     agent = settings.agent
     if agent is None or not agent.command:
@@ -88,10 +101,21 @@ def _load_harbor(name: str, settings: PackageSettings) -> TaskEnvironment:
         )
     if agent.reward is not CommandReward.NONE:
         raise InvalidInputError("agent.reward must be left out with tasks of Harbor, whose tests give the reward")
-    section = section_of(LocalConfig, prefix="environment_arguments.")
-    config: LocalConfig = build(section, read_table(settings.arguments, section, source="", folder=None))
-    runner = LocalRunner(agent.command, variables=agent.environment, config=config, logs=settings.logs)
-    return TerminalTasks(Path(name), runner, config, max_attempt_s=settings.limits.timeout_s)
+    return LocalRunner(agent.command, variables=agent.environment, config=config, logs=settings.logs)
+
+
+def _make_container_runner(config: TerminalConfig, settings: PackageSettings) -> TaskRunner:
+    from unbroken.integrations.harbor.containers import ContainerRunner
+
+    if settings.agent is not None:
+        raise InvalidInputError("agent must be left out with environment_arguments.containers, which have their own")
+    assert config.containers is not None
+    return ContainerRunner(
+        config.containers,
+        trials=settings.logs or Path("trials"),
+        agent_timeout_s=config.agent_timeout_s,
+        reward=config.reward,
+    )
 
 
 PACKAGES = {"verifiers": Package(load=_load_verifiers), "harbor": Package(load=_load_harbor, takes_agent=True)}

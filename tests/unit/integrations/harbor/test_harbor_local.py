@@ -18,10 +18,10 @@ import pytest
 
 from support.terminal_tasks import DOCKERFILE, needs_bubblewrap, write_task
 from unbroken.errors import InvalidInputError, TaskError
-from unbroken.integrations.harbor import Keep, LocalConfig, LocalRunner, Network, TerminalTasks, read_task
-from unbroken.integrations.harbor.building import RunInstructions
-from unbroken.integrations.harbor.processes import ProcessLimits
-from unbroken.integrations.harbor.sandbox import SandboxKind, find_file, make_folder
+from unbroken.integrations.harbor import Keep, LocalRunner, Network, TerminalConfig, TerminalTasks, read_task
+from unbroken.integrations.harbor.local.building import RunInstructions
+from unbroken.integrations.harbor.local.processes import ProcessLimits
+from unbroken.integrations.harbor.local.sandbox import SandboxKind, find_file, make_folder
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession
 
 SOLVE = "wc -w < words.txt > /app/count.txt"
@@ -40,7 +40,7 @@ def make_session(port: int = 9) -> AgentSession:
 
 async def attempt(folder: Path, script: str, *, port: int = 9, **config: Any) -> AgentOutcome:
     """One attempt of the task in `folder` by a script of bash."""
-    settings = LocalConfig(**{"check": False, "keep": Keep.ALL, **config})
+    settings = TerminalConfig(**{"check": False, "keep": Keep.ALL, **config})
     runner = LocalRunner(["bash", "-c", script], config=settings, logs=folder.parent / "logs")
     task = read_task(folder)
     runner.check(task)
@@ -122,39 +122,48 @@ async def test_with_the_tasks_network_a_public_task_reaches_this_machine(
 
 
 @needs_bubblewrap
-async def test_an_agent_that_takes_too_long_is_ended_with_all_its_processes_and_verified(task: Path) -> None:
+async def test_an_agent_that_takes_too_long_is_ended_with_all_its_processes_and_verified(task: Path, mark: int) -> None:
     started = time.monotonic()
     outcome = await attempt(
-        task, f"{SOLVE}; (setsid sleep 1000 &); (trap '' TERM; sleep 1001) & sleep 1002", agent_timeout_s=1.0
+        task,
+        f"{SOLVE}; (setsid sleep {mark}1 &); (trap '' TERM; sleep {mark}2) & sleep {mark}3",
+        agent_timeout_s=1.0,
     )
     assert time.monotonic() - started < 20
     assert (outcome.reward, outcome.metrics["agent_timed_out"], outcome.metrics["agent_failed"]) == (1.0, 1.0, 0.0)
     await asyncio.sleep(0.2)
-    assert not [line for line in _list_commands() if line.startswith("sleep 100")]
+    assert _list_sleeping(mark) == []
 
 
-def _list_commands() -> list[str]:
+@pytest.fixture
+def mark() -> int:
+    """A number of seconds that no other test sleeps."""
+    return 10_000_000 + time.time_ns() % 1_000_000
+
+
+def _list_sleeping(mark: int | str) -> list[str]:
+    """The commands `sleep MARK...` that run on this machine."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
-    return found
+    return [command for command in found if command.startswith(f"sleep {mark}")]
 
 
 @needs_bubblewrap
-async def test_a_cancelled_attempt_leaves_no_process(task: Path) -> None:
-    working = asyncio.create_task(attempt(task, "(setsid sleep 1003 &); sleep 1004"))
+async def test_a_cancelled_attempt_leaves_no_process(task: Path, mark: int) -> None:
+    working = asyncio.create_task(attempt(task, f"(setsid sleep {mark}1 &); sleep {mark}2"))
     for _ in range(200):
         await asyncio.sleep(0.1)
-        if any(line.startswith("sleep 1003") for line in _list_commands()):
+        if _list_sleeping(f"{mark}1"):
             break
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
     await asyncio.sleep(0.2)
-    assert not [line for line in _list_commands() if line.startswith("sleep 100")]
+    assert _list_sleeping(mark) == []
 
 
 @needs_bubblewrap
@@ -244,7 +253,7 @@ async def test_an_environment_is_built_and_checked_once(tmp_path: Path) -> None:
     task = write_task(tmp_path / "task", Dockerfile=f"{DOCKERFILE}RUN date +%N > /built; {marks} || true\n")
     runner = LocalRunner(
         ["bash", "-c", f"{SOLVE}; cat /built"],
-        config=LocalConfig(run=RunInstructions.SANDBOX, keep=Keep.ALL),
+        config=TerminalConfig(run=RunInstructions.SANDBOX, keep=Keep.ALL),
         logs=tmp_path / "logs",
     )
     read = read_task(task)
@@ -296,11 +305,11 @@ def test_a_program_that_the_sandbox_hides_is_refused_with_what_to_do(tmp_path: P
     program.chmod(0o755)
     with pytest.raises(InvalidInputError, match=rf"needs {program}, which the sandbox hides.*readable"):
         LocalRunner([str(program)])
-    LocalRunner([str(program)], config=LocalConfig(readable=(tmp_path,)))
+    LocalRunner([str(program)], config=TerminalConfig(readable=(tmp_path,)))
     with pytest.raises(InvalidInputError, match="must begin with a program, got 'no-such-agent'"):
         LocalRunner(["no-such-agent"])
     with pytest.raises(InvalidInputError, match="readable must name what exists"):
-        LocalRunner(["bash"], config=LocalConfig(readable=(tmp_path / "missing",)))
+        LocalRunner(["bash"], config=TerminalConfig(readable=(tmp_path / "missing",)))
 
 
 async def test_without_a_sandbox_paths_begin_with_a_variable(tmp_path: Path) -> None:
@@ -318,7 +327,7 @@ def test_tasks_are_split_for_evaluation_and_their_time_must_fit(tmp_path: Path) 
         write_task(tmp_path / name)
 
     def split(**config: Any) -> list[int]:
-        made = LocalConfig(**config)
+        made = TerminalConfig(**config)
         tasks = TerminalTasks(tmp_path / "data", LocalRunner(["bash"], config=made), made, max_attempt_s=600)
         return [len(tasks.rows(evaluation=evaluation)) for evaluation in (False, True)]
 
@@ -327,7 +336,7 @@ def test_tasks_are_split_for_evaluation_and_their_time_must_fit(tmp_path: Path) 
     assert split(evaluation=Path("../other"), tasks=("a",)) == [1, 1]
     with pytest.raises(InvalidInputError, match="evaluation_tasks must leave tasks to train on"):
         split(evaluation_tasks=("*",))
-    config = LocalConfig()
+    config = TerminalConfig()
     tasks = TerminalTasks(tmp_path / "data", LocalRunner(["bash"], config=config), config, max_attempt_s=60)
     with pytest.raises(InvalidInputError, match=r"rollouts\.limits\.timeout_s must be longer than the agent of task"):
         tasks.rows(evaluation=False)
@@ -352,20 +361,20 @@ def test_no_link_is_followed_out_of_a_root(tmp_path: Path) -> None:
 
 
 @needs_bubblewrap
-def test_a_killed_runner_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_runner_leaves_no_process(tmp_path: Path, mark: int) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); "
-        "from unit_harbor import attempt; asyncio.run(attempt(Path(sys.argv[1]), 'sleep 1005'))"
+        f"from unit_harbor import attempt; asyncio.run(attempt(Path(sys.argv[1]), 'sleep {mark}1'))"
     )
     task = write_task(tmp_path / "task")
     (tmp_path / "unit_harbor.py").write_text(Path(__file__).read_text())
     process = subprocess.Popen([sys.executable, "-c", code, str(task), str(tmp_path)])
     deadline = time.monotonic() + 60
-    while not any(line.startswith("sleep 1005") for line in _list_commands()):
+    while not _list_sleeping(mark):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
     time.sleep(0.5)
-    assert not any(line.startswith("sleep 1005") for line in _list_commands())
+    assert _list_sleeping(mark) == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.harbor.sandbox import Sandbox
+from unbroken.integrations.harbor.local.sandbox import Sandbox
 
 
 def find_program(command: Sequence[str], sandbox: Sandbox) -> str:

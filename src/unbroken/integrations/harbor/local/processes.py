@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, TaskError
-from unbroken.integrations.harbor.bridge import PORT, Bridge
-from unbroken.integrations.harbor.sandbox import Sandbox
+from unbroken.integrations.harbor.local.bridge import PORT, Bridge
+from unbroken.integrations.harbor.local.sandbox import Sandbox
 from unbroken.rollout.agents.processes import read_end, run_process
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")

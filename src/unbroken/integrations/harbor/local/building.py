@@ -10,8 +10,8 @@ from pathlib import Path
 from unbroken.errors import InvalidInputError, TaskError
 from unbroken.integrations.harbor.dockerfile import Copy, Run
 from unbroken.integrations.harbor.fields import NetworkMode
-from unbroken.integrations.harbor.processes import Command, ProcessLimits, run_command
-from unbroken.integrations.harbor.sandbox import Sandbox, make_folder
+from unbroken.integrations.harbor.local.processes import Command, ProcessLimits, run_command
+from unbroken.integrations.harbor.local.sandbox import Sandbox, make_folder
 from unbroken.integrations.harbor.task import TerminalTask
 from unbroken.rollout.agents.processes import read_end
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unbroken.errors import TaskError
-from unbroken.integrations.harbor.processes import Command, ProcessLimits, run_command
-from unbroken.integrations.harbor.sandbox import Sandbox, find_file, make_folder
+from unbroken.integrations.harbor.local.processes import Command, ProcessLimits, run_command
+from unbroken.integrations.harbor.local.sandbox import Sandbox, find_file, make_folder
+from unbroken.integrations.harbor.runner import check_reward, choose_reward
 from unbroken.integrations.harbor.task import TerminalTask
 from unbroken.rollout.agents.processes import read_end
 
@@ -110,23 +109,12 @@ def _remove(folder: Path) -> None:
 
 
 def _parse_text(text: str, key: str) -> Verdict:
-    return Verdict(reward=_check(text.strip()), metrics={})
+    return Verdict(reward=check_reward(text.strip()), metrics={})
 
 
 def _parse_json(text: str, key: str) -> Verdict:
     found = json.loads(text)
     if not isinstance(found, dict):
-        return Verdict(reward=_check(found), metrics={})
-    numbers = {str(name): _check(value) for name, value in found.items()}
-    if key not in numbers:
-        raise ValueError(
-            f"it must have {key!r}, or environment_arguments.reward must name one of {', '.join(numbers) or 'none'}"
-        )
-    return Verdict(reward=numbers.pop(key), metrics=numbers)
-
-
-def _check(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError("a reward must be a finite number")
-    return number
+        return Verdict(reward=check_reward(found), metrics={})
+    reward, metrics = choose_reward(found, key)
+    return Verdict(reward=reward, metrics=metrics)

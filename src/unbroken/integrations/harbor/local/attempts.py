@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import tempfile
 import weakref
@@ -13,15 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError, TaskError
-from unbroken.integrations.harbor.bridge import Bridge, move_session
-from unbroken.integrations.harbor.building import build_root, check_plan, copy_root
-from unbroken.integrations.harbor.config import Keep, LocalConfig, Network
+from unbroken.integrations.harbor.config import Keep, Network, TerminalConfig
 from unbroken.integrations.harbor.fields import NetworkMode
-from unbroken.integrations.harbor.processes import Command, run_command
-from unbroken.integrations.harbor.programs import find_program
-from unbroken.integrations.harbor.sandbox import make_folder, open_sandbox
-from unbroken.integrations.harbor.task import TerminalTask
-from unbroken.integrations.harbor.verifying import LOG_FOLDERS, Verdict, verify
+from unbroken.integrations.harbor.local.bridge import Bridge, move_session
+from unbroken.integrations.harbor.local.building import build_root, check_plan, copy_root
+from unbroken.integrations.harbor.local.processes import Command, run_command
+from unbroken.integrations.harbor.local.programs import find_program
+from unbroken.integrations.harbor.local.sandbox import make_folder, open_sandbox
+from unbroken.integrations.harbor.local.verifying import LOG_FOLDERS, Verdict, verify
+from unbroken.integrations.harbor.runner import RunnableTask
+from unbroken.integrations.harbor.task import TerminalTask, read_task
 from unbroken.rollout.agents.processes import read_end
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession
 
@@ -43,7 +45,7 @@ class LocalRunner:
         command: Sequence[str],
         *,
         variables: Mapping[str, str] | None = None,
-        config: LocalConfig | None = None,
+        config: TerminalConfig | None = None,
         logs: Path | None = None,
     ) -> None:
         """Open the sandbox and find the agent's program.
@@ -57,7 +59,7 @@ class LocalRunner:
         Raises:
             InvalidInputError: there is no sandbox, no such program, or the program cannot be seen in the sandbox.
         """
-        self._config = config or LocalConfig()
+        self._config = config or TerminalConfig()
         self._sandbox = open_sandbox(self._config.sandbox, readable=self._config.readable)
         self._command = [find_program(command, self._sandbox), *command[1:]]
         self._variables = dict(variables or {})
@@ -67,6 +69,22 @@ class LocalRunner:
         self._work = Path(tempfile.mkdtemp(prefix="unbroken-tasks-", dir=self._config.work_folder))
         weakref.finalize(self, shutil.rmtree, self._work, ignore_errors=True)
         self._built: dict[Path, _Built] = {}
+
+    def read(self, folder: Path) -> RunnableTask:
+        """Read a task, and check that it can be run here; raises `InvalidInputError` if not."""
+        task = read_task(folder, accept=self._config.accept, host=os.environ)
+        self.check(task)
+
+        async def attempt(session: AgentSession) -> AgentOutcome:
+            return await self.attempt(task, session)
+
+        return RunnableTask(
+            name=task.name,
+            folder=task.folder,
+            instruction=task.instruction,
+            agent_timeout_s=self._agent_timeout(task),
+            attempt=attempt,
+        )
 
     def check(self, task: TerminalTask) -> None:
         """Check that a task can be run here; raises `InvalidInputError` if not, and logs its notes."""
@@ -181,7 +199,7 @@ class LocalRunner:
             errors=folder / "agent.err",
             has_network=has_network,
         )
-        limit = self._config.agent_timeout_s or task.fields.agent_timeout_s
+        limit = self._agent_timeout(task)
         try:
             status = await run_command(command, self._sandbox, self._config.limits, timeout_s=limit, bridge=bridge)
         except TimeoutError:
@@ -204,6 +222,9 @@ class LocalRunner:
             key=self._config.reward,
             has_network=self._has_network(task.fields.verifier_network),
         )
+
+    def _agent_timeout(self, task: TerminalTask) -> float | None:
+        return self._config.agent_timeout_s or task.fields.agent_timeout_s
 
     def _has_network(self, mode: NetworkMode) -> bool:
         return self._config.network is Network.TASK and mode is NetworkMode.PUBLIC

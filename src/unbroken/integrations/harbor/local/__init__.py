@@ -1,0 +1,1 @@
+"""Terminal tasks on this machine, without containers: sandboxes, environments, agents, verifiers."""
