@@ -87,7 +87,7 @@ async def test_i4_an_agent_solves_a_task_in_a_sandbox_and_its_ids_are_exact(
 ) -> None:
     player = Player(write_notes)
     (done,) = await attempt(tmp_path, player, agent_command(*options), task=write_notes_task(tmp_path / "notes"))
-    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert (done.error, done.status, done.reward) == (None, TrajectoryStatus.COMPLETED, 1.0)
     assert dict(done.reward_parts) == {"agent_timed_out": 0.0, "agent_failed": 0.0}
     rows = export_samples(done.tree, 1.0)
     assert len(rows) == 1
@@ -131,17 +131,21 @@ async def test_i4_a_trial_of_harbor_has_a_session_as_its_agents_model(tmp_path: 
         words = [str(CLIENTS / "harbor_trial.py"), json.dumps(asdict(session)), str(task), str(tmp_path / "trials")]
         paths = os.pathsep.join([str(ROOT / "src"), str(CLIENTS)])
         process = await asyncio.create_subprocess_exec(
-            str(python), *words, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+            str(python),
+            *words,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths, "LITELLM_LOCAL_MODEL_COST_MAP": "true"},
         )
         output, _ = await process.communicate()
         printed = json.loads(output.splitlines()[-1])
-        assert (printed["name"], printed["instruction"]) == ("notes", TASK + "\n")
+        assert isinstance(printed["found"], list), printed
+        assert (printed["name"], printed["instruction"]) == ("notes", TASK)
         reward, metrics = printed["found"]
         return AgentOutcome(reward=reward, metrics=metrics)
 
     problems = Problems(agent=lambda number: AgentTask(agent=attempt, task={"instruction": TASK}))
     (done,) = await sample(tmp_path, player, problems)
-    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert (done.error, done.status, done.reward) == (None, TrajectoryStatus.COMPLETED, 1.0)
     assert dict(done.reward_parts) == {"agent_timed_out": 0.0, "agent_failed": 0.0}
     assert count_trained(export_samples(done.tree, 1.0), player.turns) == (6, 0)
 
@@ -152,7 +156,7 @@ async def check_solved(folder: Path, words: list[str], variables: dict[str, str]
     task = write_notes_task(folder / "notes")
     paths = [str(path) for path in readable]
     (done,) = await attempt(folder, player, words, task=task, variables=variables, readable=paths)
-    assert (done.status, done.reward, done.error) == (TrajectoryStatus.COMPLETED, 1.0, None)
+    assert (done.error, done.status, done.reward) == (None, TrajectoryStatus.COMPLETED, 1.0)
     assert count_trained(export_samples(done.tree, 1.0), player.turns) == (len(player.turns), 0)
     assert len(player.turns) >= 6
 

@@ -43,7 +43,7 @@ def write_task(folder: Path, **files: str) -> Path:
     """Write the task to a folder. `files` replace or add texts by their paths, or by the last part
     of it, with `_` for a dot."""
     texts = {
-        "instruction.md": f"<!-- a canary for benchmarks -->\n\n{INSTRUCTION}\n",
+        "instruction.md": f"<!-- a canary for benchmarks -->\n\n{INSTRUCTION}",
         "task.toml": TASK_TOML,
         "environment/Dockerfile": DOCKERFILE,
         "environment/words.txt": "one two three\n",

@@ -149,7 +149,7 @@ def _read_instruction(file: Path, findings: Findings) -> str:
     lines = _read_text(file, findings).split("\n")
     while lines and _CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)
-    text = "\n".join(lines).strip("\n")
+    text = "\n".join(lines).lstrip("\n")
     if not text.strip():
         raise findings.fail("instruction.md must have a text")
     return text

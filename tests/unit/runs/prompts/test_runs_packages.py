@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from support.terminal_tasks import INSTRUCTION, needs_bubblewrap, write_task
 from unbroken.errors import InvalidInputError
+from unbroken.integrations.harbor.containers import move_session
 from unbroken.rollout.agents.session import AgentSession
 from unbroken.runs.command import split_agent
 from unbroken.runs.prompts.recipe import Config, ProblemMaker
@@ -52,9 +55,18 @@ def test_the_tasks_of_a_folder_beside_the_toml_file_are_problems_of_an_agent(tmp
         ([COMMAND, "environment_arguments.agent_timeout_s = 0"], "environment_arguments.agent_timeout_s must be a fin"),
         ([COMMAND, 'environment_arguments.readable = ["a"]'], "environment_arguments.readable must be absolute paths"),
         ([COMMAND, 'environment_arguments = { network = "task", sandbox = "none" }'], "network must be left out with"),
+        (['environment_arguments.containers.agent = "a"'], "containers need the package harbor (Python 3.12): pip ins"),
+        ([COMMAND, 'environment_arguments.containers.agent = "a"'], "agent must be left out with environment_argument"),
+        (
+            ['environment_arguments = { containers.agent = "a", network = "task" }'],
+            "environment_arguments.network must be left out with containers, got",
+        ),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_at_the_start(tmp_path: Path, lines: list[str], words: str) -> None:
+def test_what_cannot_be_trained_on_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "harbor", None)
     with pytest.raises(InvalidInputError) as raised:
         ProblemMaker(load(tmp_path, *lines)).make(None, split="train")
     assert words in str(raised.value)
@@ -86,3 +98,21 @@ def test_placeholders_of_a_word_are_filled_in_once_and_other_braces_stay() -> No
         session.fill("{instruction} {openai_base_url}{x} {number} {{model}}")
         == "say {model} http://h/v1{x} {number} {m}"
     )
+
+
+def test_containers_are_told_where_the_gateway_is_for_them() -> None:
+    session = AgentSession(
+        session_id="s", api_key="k", openai_base_url="http://127.0.0.1:80/s/s/v1", model="m", task={},
+        anthropic_base_url="http://127.0.0.1:80/s/s",
+    )  # fmt: skip
+    with pytest.raises(
+        InvalidInputError, match=r"containers cannot reach the gateway at http://127.0.0.1:80: set sess"
+    ):
+        move_session(session, None)
+    moved = move_session(session, "172.17.0.1")
+    assert (moved.openai_base_url, moved.anthropic_base_url) == (
+        "http://172.17.0.1:80/s/s/v1",
+        "http://172.17.0.1:80/s/s",
+    )
+    other = replace(session, openai_base_url="https://gateway/s/s/v1")
+    assert move_session(other, None) is other
