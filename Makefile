@@ -44,8 +44,17 @@ $(VENV)/clients/%/.installed: tests/e2e/clients/requirements/%.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4)  ## agents and trainers of PyPI against the server, in environments of their own (1.7 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py tests/e2e/test_train_verifiers.py
+$(VENV)/clients/nemo-gym/.installed: tests/e2e/clients/requirements/nemo-gym.txt
+	for each in python3.13 python3.12 $(PYTHON); do \
+		if $$each -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null; then \
+			$$each -m venv $(@D) && $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< \
+			&& touch $@; exit; \
+		fi; \
+	done; echo "there is no Python 3.12 or newer: NeMo Gym's own servers are left out"
+
+clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py tests/e2e/test_train_verifiers.py \
+		tests/e2e/test_train_other_environments.py
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)

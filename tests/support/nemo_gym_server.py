@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from openai.types.responses import Response as OpenAIResponse
 from pydantic import BaseModel
@@ -102,3 +104,7 @@ def save_examples(folder: Path, *examples: dict[str, Any]) -> Path:
     file = folder / "examples.jsonl"
     file.write_text("".join(json.dumps(example) + "\n" for example in examples or (make_example(),)), "utf-8")
     return file
+
+
+if __name__ == "__main__":
+    uvicorn.run(CounterServer().make_app(), port=int(sys.argv[1]), log_level="error")

@@ -1,5 +1,6 @@
-"""Play an environment of verifiers 0.1 in a session over a scripted engine that calls its tool, then answers:
-`verifiers_calls.py KIND CALL ANSWER FOLDER`. Prints the messages, and whether the row has exactly the sampled ids.
+"""Play an environment of verifiers in a session over a scripted engine that calls its tool, then answers:
+`verifiers_calls.py NAME ARGUMENTS CALL ANSWER FOLDER`. Prints the messages, and whether the row has exactly the
+sampled ids.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from support.servers import encode
 from support.verifiers_attempts import sample
 from unbroken.ledger.export import export_samples
 
-KIND, CALL, ANSWER, FOLDER = sys.argv[1:]
-group, _ = asyncio.run(sample(Path(FOLDER), CALL, ANSWER, name="classic_environments", kind=KIND))
+NAME, ARGUMENTS, CALL, ANSWER, FOLDER = sys.argv[1:]
+group, _ = asyncio.run(sample(Path(FOLDER), CALL, ANSWER, name=NAME, **json.loads(ARGUMENTS)))
 (trajectory,) = group.trajectories
 rows = export_samples(trajectory.tree, 1.0)
 print(

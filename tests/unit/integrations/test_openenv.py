@@ -11,8 +11,8 @@ import pytest
 
 from support.env_rollouts import call, play_env, texts
 from support.fake_renderer import END, FakeRenderer, encode
-from support.openenv_process import serve_openenv
 from support.packed_sender import free_port
+from support.server_processes import serve_openenv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EnvServerError, InvalidInputError
 from unbroken.integrations.openenv import OpenEnv, OpenEnvTools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import signal
 import threading
@@ -18,7 +19,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def load_environment(name: str, arguments: Mapping[str, Any]) -> TaskEnvironment:
     """Load the environment that verifiers knows by `name`.
 
-    With verifiers 0.1 `arguments` are those of its `load_environment`. With 0.4 the name is that of a taskset, and they
+    With verifiers 0.1 `arguments` are those of its `load_environment`, or the name is that of a class of the package
+    itself, such as ReasoningGymEnv, and they are those of the class. With 0.4 the name is that of a taskset, and they
     are the fields of the environment's config, such as `taskset`, `agent` or `timeout`.
 
     Raises:
@@ -31,7 +33,8 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> TaskEnvironment
             if hasattr(package, "load_environment"):
                 from unbroken.integrations.verifiers.classic import ClassicEnvironment
 
-                return ClassicEnvironment(package.load_environment(name, **arguments), name=name)
+                make = _find_class(package, name) or functools.partial(package.load_environment, name)
+                return ClassicEnvironment(make(**arguments), name=name)
             from unbroken.integrations.verifiers.tasksets import TasksetEnvironment
 
             return TasksetEnvironment.load(name, arguments)
@@ -42,6 +45,12 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> TaskEnvironment
             f"environment must be one that verifiers {package.__version__} can load, got {name!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _find_class(package: Any, name: str) -> type | None:
+    """The environment of the package itself, if it has one of this name; others have a module of their own."""
+    found = getattr(package, name, None) if name.isidentifier() else None
+    return found if isinstance(found, type) and issubclass(found, package.Environment) else None
 
 
 def _import_verifiers() -> Any:

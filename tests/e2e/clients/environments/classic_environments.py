@@ -116,11 +116,5 @@ def load_environment(kind: str = "single") -> vf.Environment:
         env = Counter(dataset=rows(), rubric=rubric, max_turns=3)
         env.add_tool(count, args_to_skip=["counter"])
         return env
-    if kind == "reasoning_gym":
-        from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
-
-        env = ReasoningGymEnv("basic_arithmetic", num_train_examples=8, num_eval_examples=2)
-        env.rubric.add_reward_func(variety, weight=0.1)
-        return env
     assert kind == "harness", kind
     return load_harness()

@@ -73,6 +73,12 @@ def test_each_epoch_has_every_row_in_an_order_of_its_own_and_evaluations_have_th
     assert train.source != load("verifiers:look", seed=3, cells=9).make(evaluation=False).source
 
 
+def test_an_environment_of_the_package_itself_is_named_by_its_class() -> None:
+    assert len(load_environment("LookEnv", {"cells": 5}).rows(evaluation=False)) == 5
+    with pytest.raises(InvalidInputError, match="Could not import 'Rubric'"):  # a class, but no environment
+        load_environment("Rubric", {})
+
+
 def test_an_environment_does_not_take_the_signals_of_the_run() -> None:
     before = signal.getsignal(signal.SIGTERM)
     load_environment("look", {})

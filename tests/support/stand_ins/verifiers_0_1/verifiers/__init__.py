@@ -41,7 +41,11 @@ class Rubric:
         self.cleaned.append(state)
 
 
-class LookEnv:
+class Environment:
+    """What all environments are."""
+
+
+class LookEnv(Environment):
     """Asks, looks into the cell that the model calls for, and asks again."""
 
     def __init__(self, *, cells: int = 2, compares: bool = False, error: Error | None = None) -> None:
