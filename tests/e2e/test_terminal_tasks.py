@@ -140,6 +140,12 @@ async def test_i4_a_trial_of_harbor_has_a_session_as_its_agents_model(tmp_path: 
         printed = json.loads(output.splitlines()[-1])
         assert isinstance(printed["found"], list), printed
         assert (printed["name"], printed["instruction"]) == ("notes", TASK)
+        urls = [url.replace("127.0.0.1", "172.17.0.1") for url in (session.openai_base_url, session.anthropic_base_url)]
+        assert printed["connections"] == {
+            "mini-swe-agent": [urls[0], session.api_key],
+            "codex": [urls[0], session.api_key],
+            "claude-code": [urls[1], session.api_key],
+        }
         reward, metrics = printed["found"]
         return AgentOutcome(reward=reward, metrics=metrics)
 

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from harbor.agents.base import BaseAgent
+from harbor.agents.installed.claude_code import ClaudeCode
+from harbor.agents.installed.codex import Codex
+from harbor.agents.installed.mini_swe_agent import MiniSweAgent
 from harbor.environments.base import BaseEnvironment, ExecResult
 
 from unbroken.integrations.harbor.containers import ContainerConfig, ContainerRunner
@@ -98,6 +101,20 @@ class ScriptAgent(BaseAgent):
         await environment.exec('/usr/bin/python3 /agent.py "$INSTRUCTION"', env=variables)
 
 
+def find_connections(session: AgentSession, task: Path) -> dict[str, Any]:
+    """The base URL and the keys that agents of Harbor would use for a session."""
+    found = {}
+    for kind, provider in ((MiniSweAgent, "openai"), (Codex, "openai"), (ClaudeCode, "anthropic")):
+        config = ContainerConfig(agent=kind.name(), model=provider + "/{model}", gateway_host="172.17.0.1")
+        runner = ContainerRunner(config, trials=task, agent_timeout_s=None, reward="reward")
+        made = runner.make_trial_config(task, session).agent
+        agent = kind(logs_dir=task, model_name=made.model_name, extra_env=made.env)
+        connection = agent.model_connection
+        keys = {value for name, value in connection.env.items() if "KEY" in name}
+        found[made.name] = [connection.user_supplied_base_url, *keys]
+    return found
+
+
 async def main(session: str, task: str, trials: str) -> None:
     runner = ContainerRunner(
         ContainerConfig(
@@ -110,12 +127,14 @@ async def main(session: str, task: str, trials: str) -> None:
         reward="reward",
     )
     read = runner.read(Path(task))
+    opened = AgentSession(**json.loads(session))
     try:
-        outcome = await read.attempt(AgentSession(**json.loads(session)))
+        outcome = await read.attempt(opened)
         found: Any = outcome.reward if not hasattr(outcome, "metrics") else [outcome.reward, dict(outcome.metrics)]
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-    print(json.dumps({"name": read.name, "instruction": read.instruction, "found": found}))
+    connections = find_connections(opened, Path(task))
+    print(json.dumps({"name": read.name, "instruction": read.instruction, "found": found, "connections": connections}))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ class ContainerConfig:
     agent: str
     """An agent that Harbor knows, such as mini-swe-agent or codex, or module:Class."""
     model: str = "openai/{model}"
-    """The model's name as the agent takes it. `AgentSession.fill` says what is filled in."""
+    """The model's name with the provider that the agent takes it for, such as anthropic/{model} for Claude Code.
+    `AgentSession.fill` says what is filled in."""
     agent_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the agent in Harbor's config of a trial, such as `kwargs`. Values of `env` are filled in too."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class ContainerRunner:
             TaskError: the containers, the agent's installation or the verifier failed.
             InvalidInputError: a container cannot reach the gateway, or a field is not one of Harbor's config.
         """
-        trial = await self._trial.create(self._make_config(folder, move_session(session, self._config.gateway_host)))
+        trial = await self._trial.create(self.make_trial_config(folder, session))
         result = await trial.run()
         error = None if result.exception_info is None else result.exception_info.exception_type
         verified = result.verifier_result
@@ -114,7 +115,9 @@ class ContainerRunner:
         failures = {"agent_timed_out": float(error == _TIMEOUT), "agent_failed": float(error == _EXIT)}
         return AgentOutcome(reward=reward, metrics={**failures, **metrics})
 
-    def _make_config(self, folder: Path, session: AgentSession) -> Any:
+    def make_trial_config(self, folder: Path, session: AgentSession) -> Any:
+        """Harbor's config of an attempt; raises as `attempt` does."""
+        session = move_session(session, self._config.gateway_host)
         options = dict(self._config.agent_options)
         variables = {name: session.fill(value) for name, value in options.pop("env", {}).items()}
         own = session.environment()

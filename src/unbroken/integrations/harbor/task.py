@@ -83,6 +83,7 @@ def read_task(folder: Path, *, accept: Collection[str] = (), host: Mapping[str, 
     findings = Findings(folder, accept)
     if (folder / "task.yaml").is_file():
         raise findings.fail("it has the older form of terminal-bench, task.yaml: convert it by `harbor task migrate`")
+    _check_links(folder, findings)
     fields = read_fields(_read_toml(folder / "task.toml", findings), findings, host=host or {})
     instruction = _read_instruction(folder / "instruction.md", findings)
     _check_files(folder, findings)
@@ -130,6 +131,13 @@ def describe_files(folder: Path) -> str:
 
 def _is_task(folder: Path) -> bool:
     return (folder / "task.toml").is_file() or (folder / "task.yaml").is_file()
+
+
+def _check_links(folder: Path, findings: Findings) -> None:
+    """Check that no link of the task brings other files of this machine into its sandbox."""
+    for file in folder.rglob("*"):
+        if file.is_symlink() and not file.resolve().is_relative_to(folder):
+            raise findings.fail(f"{file.relative_to(folder)} must not be a link out of the task's folder")
 
 
 def _check_files(folder: Path, findings: Findings) -> None:

@@ -265,6 +265,20 @@ async def test_an_environment_is_built_and_checked_once(tmp_path: Path) -> None:
 
 
 @needs_bubblewrap
+async def test_an_environment_that_cannot_be_built_is_not_built_again(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", Dockerfile="FROM a\nCOPY missing.txt /a\n")
+    runner = LocalRunner(["bash", "-c", SOLVE])
+    read = read_task(task)
+    errors = await asyncio.gather(*(runner.attempt(read, make_session()) for _ in range(2)), return_exceptions=True)
+    (task / "environment" / "missing.txt").write_text("now it is there")
+    errors += await asyncio.gather(runner.attempt(read, make_session()), return_exceptions=True)
+    assert [str(error).partition(": ")[2] for error in errors] == [
+        "COPY missing.txt must name files in its environment folder, and finds none"
+    ] * 3
+    assert len({id(error) for error in errors}) == 3
+
+
+@needs_bubblewrap
 @pytest.mark.parametrize(
     ("dockerfile", "run", "words"),
     [

@@ -129,6 +129,17 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
         read_task(folder)
 
 
+@pytest.mark.parametrize("name", ["tests/keys", "solution/keys", "environment/data/keys", "instruction.md"])
+def test_a_link_that_leads_out_of_the_task_is_refused(tmp_path: Path, name: str) -> None:
+    """It would bring files of this machine into the sandbox."""
+    folder = write_task(tmp_path / "t")
+    (tmp_path / "keys").write_text("secret")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "keys")
+    with pytest.raises(InvalidInputError, match=f"{name} must not be a link out of the task's folder"):
+        read_task(folder)
+
+
 def test_a_dockerfile_becomes_steps_with_their_folder_and_variables(tmp_path: Path) -> None:
     text = """
 # syntax=docker/dockerfile:1

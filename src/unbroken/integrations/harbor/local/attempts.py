@@ -114,7 +114,7 @@ class LocalRunner:
             folder = Path(scratch)
             root = folder / "root"
             try:
-                await copy_root(built.root, root)
+                await copy_root(built, root)
                 timed_out, status = await self._run_agent(task, session, root, folder)
                 verdict = await self._verify(task, root, log=folder / "verifier.log")
             finally:
@@ -131,21 +131,31 @@ class LocalRunner:
         """
         return await self._solve(task, await self._prepare(task))
 
-    async def _build(self, task: TerminalTask) -> _Built:
+    async def _build(self, task: TerminalTask) -> Path:
+        """The root folder of the task's environment; raises the same error again if it could not be built."""
         built = self._built.setdefault(task.folder, _Built())
         async with built.lock:
-            if not built.is_ready:
-                built.root = await self._prepare(task)
-                if self._config.check and task.solution_folder is not None:
-                    verdict = await self._solve(task, built.root)
-                    if verdict.reward <= 0:
-                        raise TaskError(
-                            f"task {task.folder}: its own solution gets the reward {verdict.reward:g}, so it cannot be "
-                            "solved here as it is: a program, a package or the network may be missing. The task's "
-                            "container has them; environment_arguments.check = false trains on it in spite of that"
-                        )
-                built.is_ready = True
-        return built
+            if built.failure is not None:
+                raise TaskError(built.failure)
+            if built.root is None:
+                try:
+                    built.root = await self._build_and_check(task)
+                except TaskError as error:
+                    built.failure = str(error)
+                    raise
+            return built.root
+
+    async def _build_and_check(self, task: TerminalTask) -> Path:
+        root = await self._prepare(task)
+        if self._config.check and task.solution_folder is not None:
+            verdict = await self._solve(task, root)
+            if verdict.reward <= 0:
+                raise TaskError(
+                    f"task {task.folder}: its own solution gets the reward {verdict.reward:g}, so it cannot be solved "
+                    "here as it is: a program, a package or the network may be missing. The task's container has "
+                    "them; environment_arguments.check = false trains on it in spite of that"
+                )
+        return root
 
     async def _prepare(self, task: TerminalTask) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="built-", dir=self._work))
@@ -242,8 +252,9 @@ class _Built:
     """The environment of a task, which one attempt builds while the others wait."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_ready: bool = False
-    root: Path = Path()
+    root: Path | None = None
+    failure: str | None = None
+    """Why it could not be built or solved. That does not change while the run goes on."""
 
 
 def _keep(folder: Path, kept: Path, *, everything: bool) -> None:
