@@ -76,7 +76,7 @@ class TokenTree:
     @property
     def sampled_versions(self) -> tuple[int, ...]:
         """The policy versions that sampled an id, ascending, each once."""
-        return tuple(sorted({version for node in self._sampled_nodes for version in node.policy_versions.tolist()}))
+        return tuple(sorted(set().union(*(_find_versions(node.policy_versions) for node in self._sampled_nodes))))
 
     def copy(self) -> TokenTree:
         """A tree with the same nodes, to read in one thread while another adds to this one."""
@@ -295,6 +295,12 @@ class TokenTree:
         while step is not None:
             yield step
             step = self._nodes[step.node].parent
+
+
+def _find_versions(versions: NDArray[np.int32]) -> set[int]:
+    """Nearly all completions have one version, which is found without sorting."""
+    oldest, newest = int(versions.min()), int(versions.max())
+    return {oldest} if oldest == newest else set(np.unique(versions).tolist())
 
 
 def _fill(num_ids: int, value: int) -> NDArray[np.int32]:
