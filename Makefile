@@ -32,8 +32,8 @@ demo: $(TRAIN)  ## train a tiny tool-using model by GRPO (installs the train ext
 	$(BIN)/unbroken demo
 
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
-test: $(ALL)  ## run the tests that need no GPU, in two processes
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not clients" -n 2 --durations 25 --durations-min 5
+test: $(ALL)  ## run the tests that need no GPU, in three processes, of which one mostly waits for vLLM
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not clients" -n 3 --durations 25 --durations-min 5
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
 	OMP_NUM_THREADS=1 TEST_EFFORT=10 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 \
