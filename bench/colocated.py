@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import statistics
@@ -138,8 +139,14 @@ def run(kind: str, command: list[str], folder: Path, limit_s: float) -> list[dic
     _show_steps(kind, output, shown)
     say(f"{kind}: exit status {process.wait()} after {time.monotonic() - began:.0f} s")
     if process.returncode:
-        print(log.read_text(errors="replace")[-6000:], flush=True)
+        print(_without_progress(log.read_text(errors="replace"))[-30_000:], flush=True)
     return _read(output)
+
+
+def _without_progress(text: str) -> str:
+    """A log without progress bars and warnings, which would hide why a process has failed."""
+    lines = re.split("[\r\n]+", text)
+    return "\n".join(line for line in lines if line and "%|" not in line and "WARNING" not in line)
 
 
 def _read(output: Path) -> list[dict[str, Any]]:
