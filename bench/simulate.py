@@ -2,33 +2,38 @@
 
     OMP_NUM_THREADS=1 python bench/simulate.py
     OMP_NUM_THREADS=1 python bench/simulate.py --tasks one_turn --staleness 0,2 --num-steps 6
+    OMP_NUM_THREADS=1 python bench/simulate.py --recorded FOLDER        # cases of bench/overlap.py --record FOLDER
 
 The lengths and tools are those of the real rollouts, and the seconds of a turn and of an id the engine's. Those of a
 step are from the real run (`simulated`), or for all staleness from the one with staleness 0 (`predicted`). On a CPU
 with other work a step takes longer while the engine samples, which nothing can predict. It prints as it goes, and a
-table at the end.
+table at the end. With `--recorded` nothing runs: the cases are those of an earlier run, as on GPUs, and the engine's
+times are fitted to the rollouts of its synchronous case of one turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_task import CONTEXT_LENGTH, save_model
+from grpo_task import CONTEXT_LENGTH, ENGINE_SIZES, save_model
 from overlap import TimedTrainer, Watch, run_case
 from overlap_task import TASKS, Task, TaskSource, TimedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.simulation.config import EngineTimes, SimulationConfig, TrainerTimes, WorkloadConfig
+from unbroken.simulation.fitting import MeasuredRollout, fit_engine
 from unbroken.simulation.schedule import Outcome, simulate
 from unbroken.simulation.workload import PlannedTurn
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
@@ -40,6 +45,8 @@ COLUMNS = (
     "task", "S", "real s/step", "simulated", "off", "predicted", "off", "idle train", "simulated", "idle sampl",
     "simulated", "stale", "simulated", "given up", "simulated",
 )  # fmt: skip
+RECORDED = ("task", "S", "steps", "real s/step", "simulated", "off", "predicted", "off", "stale", "predicted")
+RECORDED_ROW = "{:>10} {:>2} {:>5} {:>11} {:>9} {:>6} {:>9} {:>6} {:>5} {:>9}"
 ROW = "{:>10} {:>2} {:>11} {:>9} {:>6} {:>9} {:>6} {:>10} {:>9} {:>10} {:>9} {:>5} {:>9} {:>8} {:>9}"
 
 
@@ -151,6 +158,63 @@ def simulate_case(arguments: argparse.Namespace, task: Task, staleness: int, tim
     return outcome
 
 
+def simulate_recorded(folder: Path, tasks: Sequence[str], seed: int = 0) -> None:
+    """Simulate the cases that bench/overlap.py has recorded, and print a table."""
+    engine = fit_recorded_engine(read_case(folder, "one_turn", 0))
+    print(f"{engine}\n{RECORDED_ROW.format(*RECORDED)}", flush=True)
+    for name in tasks:
+        synchronous: TrainerTimes | None = None
+        for path in sorted(folder.glob(f"{name}-*.json")):
+            case = json.loads(path.read_text())
+            staleness, num_warmup, ends_s = case["max_staleness"], case["num_warmup"], case["ends_s"]
+            watch = Watch(task=name, max_staleness=staleness, num_warmup=num_warmup, until_s=0, lines=case["metrics"])
+            if not (num_steps := len(watch.lines) - num_warmup):
+                continue
+            own = find_recorded_times(watch)
+            synchronous = own if staleness == 0 else synchronous
+            real_s = (ends_s[-1] - ends_s[num_warmup - 1]) / num_steps
+            cells = [name, staleness, num_steps, f"{real_s:.3f}"]
+            for times in (own, synchronous or own):
+                config = SimulationConfig(
+                    num_steps=len(watch.lines),
+                    num_warmup=num_warmup,
+                    workload=WorkloadConfig(groups_per_step=case["groups_per_step"], group_size=case["group_size"]),
+                    engine=engine,
+                    trainer=times,
+                )
+                plan = TaskPlan(task=TASKS[name].scaled(case["length_factor"]), seed=seed)
+                outcome = simulate(config, staleness, plan=plan)
+                cells += [f"{outcome.step_s:.3f}", f"{outcome.step_s / real_s - 1:+.1%}"]
+            stale = np.mean([line.get("staleness/mean") or 0.0 for line in watch.lines[num_warmup:]])
+            print(RECORDED_ROW.format(*cells, f"{stale:.2f}", f"{outcome.mean_staleness:.2f}"), flush=True)
+
+
+def read_case(folder: Path, task: str, staleness: int) -> dict[str, Any]:
+    """A case that bench/overlap.py has recorded."""
+    content: dict[str, Any] = json.loads((folder / f"{task}-{staleness}.json").read_text())
+    return content
+
+
+def fit_recorded_engine(case: dict[str, Any]) -> EngineTimes:
+    """The engine's times, from rollouts of one turn that began together."""
+    rollouts = [
+        MeasuredRollout(step=step, lengths=lengths, seconds=seconds)
+        for step, lengths, seconds in case["rollouts"]
+        if step >= case["num_warmup"]
+    ]
+    times = fit_engine(rollouts, num_together=case["groups_per_step"] * case["group_size"])
+    return replace(times, max_requests=int(ENGINE_SIZES[-1]))
+
+
+def find_recorded_times(watch: Watch) -> TrainerTimes:
+    """The trainer's times where a publication beside a step takes none of the trainer's."""
+    times = find_times(watch)
+    if watch.max_staleness == 0:
+        return times
+    lines = watch.lines[watch.num_warmup :]
+    return replace(times, step_s=float(np.mean([line["seconds/train"] or 0.0 for line in lines])))
+
+
 def main() -> None:
     """Read the options, make the model and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -170,7 +234,11 @@ def main() -> None:
     parser.add_argument(
         "--length-factor", type=float, default=0.25, help="of all lengths, so that a step computes little"
     )
+    parser.add_argument("--recorded", type=Path, help="simulate the cases in this folder of bench/overlap.py --record")
     arguments = parser.parse_args()
+    if arguments.recorded:
+        simulate_recorded(arguments.recorded, arguments.tasks.split(","))
+        return
     arguments.shape, arguments.dtype = "tiny", "float32"
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
