@@ -135,7 +135,7 @@ def _compiling_for(device_ids: Sequence[int | str] | None) -> Iterator[None]:
         yield
         return
     name, before = "VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT")
-    os.environ[name] = os.path.join(envs.VLLM_CACHE_ROOT, "devices-" + "-".join(map(str, device_ids)))
+    os.environ[name] = str(Path(envs.VLLM_CACHE_ROOT) / ("devices-" + "-".join(map(str, device_ids))))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -41,5 +42,5 @@ async def test_engines_on_other_gpus_have_a_compile_cache_of_their_own(
     args = AsyncEngineArgs(model=str(tmp_path), device_ids=device_ids)
     with pytest.raises(EngineError, match="enough seen"):
         await start_llm(args, SampledCounter())
-    assert seen == [os.path.join(root, folder) if folder else before]
+    assert seen == [str(Path(root) / folder) if folder else before]
     assert os.environ.get("VLLM_CACHE_ROOT") == before
