@@ -173,20 +173,21 @@ def simulate_recorded(folder: Path, tasks: Sequence[str], seed: int = 0) -> None
             own = find_recorded_times(watch)
             synchronous = own if staleness == 0 else synchronous
             real_s = (ends_s[-1] - ends_s[num_warmup - 1]) / num_steps
+            config = SimulationConfig(
+                num_steps=len(watch.lines),
+                num_warmup=num_warmup,
+                workload=WorkloadConfig(groups_per_step=case["groups_per_step"], group_size=case["group_size"]),
+                engine=engine,
+                trainer=own,
+            )
+            plan = TaskPlan(task=TASKS[name].scaled(case["length_factor"]), seed=seed)
+            simulated = simulate(config, staleness, plan=plan)
+            predicted = simulate(replace(config, trainer=synchronous or own), staleness, plan=plan)
             cells = [name, staleness, num_steps, f"{real_s:.3f}"]
-            for times in (own, synchronous or own):
-                config = SimulationConfig(
-                    num_steps=len(watch.lines),
-                    num_warmup=num_warmup,
-                    workload=WorkloadConfig(groups_per_step=case["groups_per_step"], group_size=case["group_size"]),
-                    engine=engine,
-                    trainer=times,
-                )
-                plan = TaskPlan(task=TASKS[name].scaled(case["length_factor"]), seed=seed)
-                outcome = simulate(config, staleness, plan=plan)
+            for outcome in (simulated, predicted):
                 cells += [f"{outcome.step_s:.3f}", f"{outcome.step_s / real_s - 1:+.1%}"]
             stale = np.mean([line.get("staleness/mean") or 0.0 for line in watch.lines[num_warmup:]])
-            print(RECORDED_ROW.format(*cells, f"{stale:.2f}", f"{outcome.mean_staleness:.2f}"), flush=True)
+            print(RECORDED_ROW.format(*cells, f"{stale:.2f}", f"{predicted.mean_staleness:.2f}"), flush=True)
 
 
 def read_case(folder: Path, task: str, staleness: int) -> dict[str, Any]:
