@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 import threading
 from collections.abc import Iterator
 
@@ -130,6 +129,9 @@ def test_a_link_to_an_id_shows_its_branch_and_what_is_known_of_it(browser, page)
     assert "position 2 id 6" in known
     assert "turn 1 sampler logprob 0 trainer logprob -0.125 difference -0.125 ratio 0.8825" in known
     assert read(browser, ".message.on pre") == "b"
+    assert read(browser, ".others") == ""
+    browser.press("b")
+    assert "The history was rewritten after this branch." in read(browser, ".others")
 
 
 def test_keys_go_through_rollouts_turns_ids_branches_and_colours(browser, page):
@@ -206,12 +208,12 @@ def test_what_retokenising_would_make_is_shown_or_why_it_is_not_known(browser, p
     browser.open(f"{page}#rollout/0/1/0")
     browser.run("document.querySelector('.retokenised').open = true")
     browser.wait("document.querySelector('.retokenised p')?.innerText.includes('no-such-model are not on')")
-    found = """{row: 0, token_ids: [1, 2, 7, 5], num_ids: 5, num_sampled: 3, num_changed: 2,
+    found = """{token_ids: [1, 2, 7, 5], num_ids: 5, num_sampled: 3, num_changed: 2,
         changes: [{before: [2, 4], after: [2, 3], causes: ['bpe_split', '<img src=x onerror=hacked()>']}],
         texts: {7: '<img src=x onerror=hacked()>\u202e'}}"""
-    browser.run(f"showRetokenised(shownRollout, document.querySelector('.retokenised div'), {found})")
+    browser.run(f"showRetokenised(shownRollout, document.querySelector('.retokenised div'), {found}, 0)")
     shown = read(browser, ".retokenised")
-    assert "2 of 3 sampled ids of branch 0 would not be trained on: 1 stretch, 4 ids in all instead of 5" in shown
+    assert "2 of 3 sampled ids would not be trained on: 1 stretch, 4 ids in all instead of 5" in shown
     assert "#3|#4 → <img src=x onerror=hacked()>\\u202e same text, other ids, <img src=x onerror=hacked()>" in shown
     browser.click(".changes button")
     assert selected(browser) == "2"
@@ -246,6 +248,12 @@ def test_hostile_text_is_shown_as_text(browser, page, place):
     assert "\u202e" not in browser.run("document.body.innerHTML")
 
 
+def read_task_time(browser: Browser) -> float:
+    """Seconds that the page's thread has worked."""
+    metrics = browser.call("Performance.getMetrics")["metrics"]
+    return next(each["value"] for each in metrics if each["name"] == "TaskDuration")
+
+
 def test_64k_ids_scroll_at_60_frames_with_only_the_visible_lines_in_the_page(browser, tmp_path):
     write_metrics(tmp_path / "run", 1)
     write_step(tmp_path / "run", 0, [make_trajectory("g0/0", [make_row(range(65536), num_prompt=100)])])
@@ -253,15 +261,18 @@ def test_64k_ids_scroll_at_60_frames_with_only_the_visible_lines_in_the_page(bro
     browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#rollout/0/0/0/0/0/65000")
     browser.wait("document.querySelector('.cell.selected')?.dataset.n === '65000'")
     assert 50 < count(browser, "[data-n]") < 2000
-    # The time that a page needs for its lines, without the wait for the next frame, which a busy machine may delay.
-    times = browser.run(
-        """(() => { const grid = document.querySelector('.grid'); const times = [];
-        for (let top = 0; top < 60000; top += 300) {
-          const start = performance.now(); grid.scrollTop = top; grid.dispatchEvent(new Event('scroll'));
-          grid.getBoundingClientRect(); times.push(performance.now() - start);
-        } return times; })()"""
+    # The thread's own time, not the clock's: others have the machine too.
+    browser.call("Performance.enable", timeDomain="threadTicks")
+    before = read_task_time(browser)
+    browser.run(
+        """for (let top = 0; top < 60000; top += 300) {
+          const grid = document.querySelector('.grid');
+          grid.scrollTop = top; grid.dispatchEvent(new Event('scroll')); grid.getBoundingClientRect();
+        }"""
     )
-    assert statistics.quantiles(times, n=4)[0] < 1000 / 60  # others may have the machine for more than half the time
+    spent = read_task_time(browser) - before
+    browser.call("Performance.disable")
+    assert 0 < spent / 200 < 1 / 60
     assert count(browser, "[data-n]") < 2000
 
 
@@ -276,7 +287,7 @@ def test_what_a_live_run_writes_appears(browser, server, tmp_path):
 
 
 def test_nothing_is_wider_than_a_narrow_window(browser, page):
-    for place in ("run", "step/0/1", "rollout/0/1/1", "rollout/1/2/0"):
+    for place in ("run", "step/0/1", "rollout/0/1/1", "step/1/2", "rollout/1/2/0"):
         browser.open(f"{page}#{place}", width=400, height=700, dark=True)
         assert browser.run("document.documentElement.scrollWidth") <= 400, place
 

@@ -1,4 +1,4 @@
-"""What the usual pipeline would have made of a recorded rollout: the branch of its last turn, retokenised.
+"""What the usual pipeline would have made of the branches of a recorded rollout.
 
 The completions are parsed again as they were in the run, from the same ids; so it needs the tokenizer and the chat
 template of the run's model, and compares nothing where they are not on this machine.
@@ -6,12 +6,13 @@ template of the run's model, and compares nothing where they are not on this mac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.token_texts import TokenTexts
@@ -20,7 +21,9 @@ from unbroken.retokenising.texts import TemplateTexts
 from unbroken.types import token_ids
 
 MAX_IDS = 32_768
-"""Longer sequences are not aligned: it takes time that grows with the square of what differs."""
+"""Longer sequences are not compared: it takes seconds, and the page waits."""
+MAX_ROWS = 32
+"""Further branches are not compared."""
 
 
 def load_template_texts(folder: Path, renderer: Mapping[str, Any]) -> TemplateTexts | None:
@@ -40,28 +43,36 @@ def load_template_texts(folder: Path, renderer: Mapping[str, Any]) -> TemplateTe
 
 
 def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None) -> dict[str, Any]:
-    """What a page shows of it: the ids, and each stretch that changed; or why there is nothing, as `problem`.
+    """What a page shows of it: `rows`, for each its ids and each stretch that changed; or why not, as `problem`.
 
     `shown` is a rollout as the page has it: its record, and the turn of each node.
     """
-    record, turn_of_node = shown["record"], shown["turn_of_node"]
-    rows, turns = record.get("rows") or [], record.get("turns") or []
-    number = _find_row(rows, len(turns) - 1, turn_of_node)
-    if number is None:
-        return _refuse("The ids of the last turn are not in any row, or were not matched to it.")
-    row = rows[number]
-    if row["images"]:
-        return _refuse("Rollouts with images are not compared: their ids depend on the image processor.")
-    if len(row["token_ids"]) > MAX_IDS:
-        return _refuse(f"Only rollouts of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}.")
+    rows = shown["record"].get("rows") or []
     if texts is None:
         return _refuse(f"The tokenizer and the chat template of {shown.get('model')} are not on this machine.")
+    if not rows:
+        return _refuse("There are no ids.")
+    return {"rows": [_retokenise_row(shown, row, texts) for row in rows[:MAX_ROWS]]}
+
+
+def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: TemplateTexts) -> dict[str, Any]:
+    record, turn_of_node = shown["record"], shown["turn_of_node"]
+    turns_here = {turn_of_node.get(each["node"]) for each in row["segments"] if each["origin"] == "sampled"}
+    last = max((turn for turn in turns_here if turn is not None), default=None)
+    if last is None or None in turns_here:
+        return _refuse("Which turns sampled these ids is not known.")
+    if row.get("messages") is None and last != len(record["turns"]) - 1:
+        return _refuse("Of branches before the last one the messages were not recorded.")
+    if row["images"]:
+        return _refuse("Branches with images are not compared: their ids depend on the image processor.")
+    if len(row["token_ids"]) > MAX_IDS:
+        return _refuse(f"Only branches of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}.")
     messages = _find_messages(record, row)
     sampled = _make_turns(record, row, turn_of_node, texts)
     num_replies = sum(message.get("role") == "assistant" for message in messages)
     if num_replies < len(sampled) or (row.get("messages") is not None and num_replies > len(sampled)):
-        return _refuse("The history was rewritten: its turns and the recorded messages are not the same.")
-    exact = row["token_ids"][: _find_end(row, len(turns) - 1, turn_of_node)]
+        return _refuse("The turns and the recorded messages of this branch are not the same.")
+    exact = row["token_ids"][: _find_end(row, last, turn_of_node)]
     found = UsualPipeline(texts).retokenise(exact, sampled, messages, tools=record.get("tools") or ())
     if found is None:
         return _refuse("The chat template refuses the conversation as it was parsed.")
@@ -70,7 +81,6 @@ def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None)
         mask[segment["start"] : segment["stop"]] = segment["origin"] == "sampled"
     ids = found.token_ids.tolist()
     return {
-        "row": number,
         "token_ids": ids,
         "num_ids": len(exact),
         "num_sampled": int(mask.sum()),
@@ -91,14 +101,6 @@ def _get_backend(texts: TemplateTexts) -> Any:
     return texts.tokenizer.backend_tokenizer
 
 
-def _find_row(rows: Sequence[Mapping[str, Any]], turn: int, turn_of_node: Mapping[int, int]) -> int | None:
-    """The row that a turn is in."""
-    for number, row in enumerate(rows):
-        if any(turn_of_node.get(segment["node"]) == turn for segment in row["segments"]):
-            return number
-    return None
-
-
 def _find_end(row: Mapping[str, Any], turn: int, turn_of_node: Mapping[int, int]) -> int:
     ends = [int(segment["stop"]) for segment in row["segments"] if turn_of_node.get(segment["node"]) == turn]
     return ends[-1]
@@ -114,14 +116,17 @@ def _find_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Me
 def _make_turns(
     record: Mapping[str, Any], row: Mapping[str, Any], turn_of_node: Mapping[int, int], texts: TemplateTexts
 ) -> list[SampledTurn]:
-    """All turns of the conversation: of a record that has the row's own messages, those of the row; else of one that is
-    not in the row the message alone is known.
+    """The turns of the conversation. Of one that is not in the row the message alone is known.
+
+    Where rows have messages of their own, these are those of the row; else all since the history was last rewritten.
     """
+    rewritten = [n for n, turn in enumerate(record["turns"]) if turn.get("fork") == ForkReason.REWRITTEN_HISTORY]
+    first = rewritten[-1] if rewritten and row.get("messages") is None else 0
     places = {turn_of_node.get(segment["node"]): segment for segment in row["segments"]}
     made = []
     for number, turn in enumerate(record["turns"]):
         place = places.get(number)
-        if place is None and row.get("messages") is not None:
+        if number < first or (place is None and row.get("messages") is not None):
             continue
         start, stop = (0, 0) if place is None else (place["start"], place["stop"])
         ids = token_ids(row["token_ids"][start:stop])

@@ -63,7 +63,7 @@ async def test_a_record_is_compared_as_its_rollout(replies):
     member = await play(subject, make_lookup(), *replies)
     expected = compare_rollout(subject, member)
     assert expected is not None
-    found = retokenise_trajectory(show(member), subject)
+    (found,) = retokenise_trajectory(show(member), subject)["rows"]
     assert found["token_ids"] == expected.retokenised_ids.tolist()
     assert found["num_changed"] == expected.count_changed_ids()
     assert [(change["before"], change["causes"]) for change in found["changes"]] == [
@@ -73,34 +73,58 @@ async def test_a_record_is_compared_as_its_rollout(replies):
     assert found["texts"].keys() == set(found["token_ids"])
 
 
-async def test_a_rewritten_history_is_not_compared():
+async def test_of_a_rewritten_history_the_last_branch_is_compared_with_its_own_messages():
     subject = subject_of(templates.QWEN)
-    env = ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "anew"}])])
-    found = retokenise_trajectory(show(await play(subject, env, ANSWER, ANSWER)), subject)
-    assert "history was rewritten" in found["problem"]
+    told = [
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "Told."},
+        {"role": "user", "content": ""},
+    ]
+    shown = show(await play(subject, ScriptedEnv([Rewrite(messages=told)]), ANSWER, ANSWER))
+    first, last = retokenise_trajectory(shown, subject)["rows"]
+    assert first["problem"].startswith("Of branches before the last one")
+    assert last["changes"] == []
+    shown["record"]["messages"] = told[:1]
+    assert "are not the same" in retokenise_trajectory(shown, subject)["rows"][1]["problem"]
+
+
+async def test_branches_with_messages_of_their_own_are_all_compared():
+    """As sessions of a store have them."""
+    subject = subject_of(templates.QWEN)
+    shown = show(await play(subject, make_lookup(), COMPACT, ANSWER))
+    record = shown["record"]
+    record["messages"] += [{"role": "user", "content": "other"}]
+    record["rows"][0]["messages"] = [0, 1, 2, 3]
+    (found,) = retokenise_trajectory(shown, subject)["rows"]
+    assert found["num_changed"] > 0
+    record["rows"][0]["messages"] = [0, 1, 2, 3, 1]
+    (found,) = retokenise_trajectory(shown, subject)["rows"]
+    assert "not the same" in found["problem"]
+
+
+def explain(record: dict[str, Any], subject: Subject | None) -> str:
+    """Why the only row of a record, or the record, is not compared."""
+    found = retokenise_trajectory({"record": record, "model": "a-model", **describe_trajectory(record, None)}, subject)
+    return str(found.get("problem") or found["rows"][0]["problem"])
 
 
 async def test_what_cannot_be_compared_says_why():
     subject = subject_of(templates.QWEN)
-    shown = show(await play(subject, make_lookup(), ANSWER))
-    assert "of a-model are not on this machine" in retokenise_trajectory(shown, None)["problem"]
-    nothing = make_trajectory("g0/0", [], turns=[])
-    assert "not in any row" in retokenise_trajectory({"record": nothing, "turn_of_node": {}}, subject)["problem"]
+    whole = make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=2)])
+    assert "of a-model are not on this machine" in explain(whole, None)
+    assert explain(make_trajectory("g0/0", [], turns=[]), subject) == "There are no ids."
+    assert "is not known" in explain({**whole, "turns": []}, subject)
     row = make_row([1, 2, 3], num_prompt=2) | {"images": [{"start": 0, "stop": 1, "sha256": "0" * 64}]}
-    pictured = make_trajectory("g0/0", [row])
-    shown = {"record": pictured, **describe_trajectory(pictured, None)}
-    assert "with images" in retokenise_trajectory(shown, subject)["problem"]
-    long = make_trajectory("g0/0", [make_row(range(40_000), num_prompt=2)])
-    shown = {"record": long, **describe_trajectory(long, None)}
-    assert "has 40000" in retokenise_trajectory(shown, subject)["problem"]
+    assert "with images" in explain(make_trajectory("g0/0", [row]), subject)
+    assert "has 40000" in explain(make_trajectory("g0/0", [make_row(range(40_000), num_prompt=2)]), subject)
 
 
 async def test_a_template_that_refuses_the_conversation_is_named():
     subject = subject_of(templates.QWEN)
     shown = show(await play(subject, make_lookup(), ANSWER))
-    shown["record"]["messages"][0] = {"role": "user", "content": "x", "extra": 1}
     refusing = subject_of(templates.QWEN.replace("{%- for message", "{{ raise_exception('no') }}{%- for message", 1))
-    assert retokenise_trajectory(shown, refusing)["problem"].startswith("The chat template refuses")
+    (found,) = retokenise_trajectory(shown, refusing)["rows"]
+    assert found["problem"].startswith("The chat template refuses")
 
 
 def test_a_folder_without_a_template_gives_nothing(tmp_path):

@@ -52,6 +52,11 @@ function makeConversation(state) {
 /* Where branches have messages of their own, only those of the branch are shown. */
 function showOwnMessages(state) {
   const own = state.data.row.messages;
+  if (!hasOwnMessages(state.rollout.record, state.data)) {
+    state.conversation.querySelector('.others').replaceChildren('The history was rewritten after this branch. These are the messages after that; those of this branch are in its ids only.');
+    return;
+  }
+  state.conversation.querySelector('.others').replaceChildren();
   if (!own) return;
   const nodes = [...state.conversation.querySelectorAll('.message')];
   for (const node of nodes) node.hidden = !own.includes(Number(node.dataset.message));
@@ -141,7 +146,7 @@ function drawTokens(state, token) {
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
       button('copy turn', 'copy the ids of the chosen turn as JSON', () => copyText(JSON.stringify(listTurnIds(state)))),
       el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch')),
-    state.retokenised ??= makeRetokenised(state)].filter(Boolean));
+    makeRetokenised(state)].filter(Boolean));
   showOwnMessages(state);
   chooseStream(state, streamKey);
   if (isNumber(token)) requestAnimationFrame(() => { state.grid.layOut(); selectToken(state, Math.min(token, state.data.length - 1), { center: true }); });

@@ -48,6 +48,7 @@ function expandRow(rollout, number) {
 /* What given ids are: text of a tool or of another message, the end of a turn that was cut, an image. */
 function refineOrigins(record, data) {
   const { row } = data;
+  const messages = hasOwnMessages(record, data) ? record.messages : [];
   let turn = -1;
   for (const segment of [...row.segments].reverse()) {
     if (segment.origin === 'sampled') {
@@ -57,7 +58,7 @@ function refineOrigins(record, data) {
     data.nextTurn.fill(turn, segment.start, segment.stop);
     const closing = segment.origin === 'bridge' ? record.turns[turn]?.closing?.num_ids ?? 0 : 0;
     for (let n = segment.start; n < segment.stop; n += 1) {
-      if (data.message[n] >= 0 && roleOf(record, data, n) === 'tool') data.origin[n] = TOOL_TEXT;
+      if (messages[data.message[n]]?.role === 'tool') data.origin[n] = TOOL_TEXT;
       else if (data.message[n] >= 0 && segment.origin === 'bridge') data.origin[n] = MESSAGE_TEXT;
       if (n - segment.start < closing) data.origin[n] = CLOSING;
       if (data.image[n] >= 0) data.origin[n] = IMAGE;
@@ -65,10 +66,9 @@ function refineOrigins(record, data) {
   }
 }
 
-/* The role of the message that an id is from. Of a history that was rewritten later, the messages are not there. */
-function roleOf(record, data, n) {
-  const isReplaced = !data.row.messages && record.turns.some((turn) => turn.fork === 'rewritten_history') && !data.turn.includes(record.turns.length - 1);
-  return isReplaced ? null : record.messages[data.message[n]]?.role ?? null;
+/* Whether the record's messages are those that the row's ids are from: of a history that was rewritten later they are not there. */
+function hasOwnMessages(record, data) {
+  return Boolean(data.row.messages) || !record.turns.some((turn) => turn.fork === 'rewritten_history') || data.turn.includes(record.turns.length - 1);
 }
 
 function differenceAt(data, n) {

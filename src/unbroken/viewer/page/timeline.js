@@ -7,7 +7,7 @@ function makeTimeline(state) {
   if (!bars.length) return turns.length ? el('p', { class: 'soft' }, 'When turns and tools ran was not recorded.') : null;
   const end = Math.max(isNumber(wall) ? wall : 0, ...bars.map((bar) => bar.stop)) || 1;
   const lanes = [...new Set(bars.map((bar) => bar.lane))].sort((a, b) => a - b);
-  const names = ['sampling', 'environment'];
+  const names = [turns.some((turn) => turn.times) ? 'sampling' : 'turns', 'environment'];
   return el('section', { class: 'timeline' }, el('h2', {}, 'Time'),
     lanes.map((lane) => el('div', { class: 'lane' }, el('span', { class: 'soft' }, names[lane] ?? (lane === 2 ? 'tools' : '')),
       el('div', {}, bars.filter((bar) => bar.lane === lane).map((bar) => placeBar(
