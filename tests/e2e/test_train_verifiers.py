@@ -8,14 +8,17 @@ sampled with, and that each of them was trained, once.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.client_runs import CLIENTS, run_with_client
+from support.client_runs import CLIENTS, ROOT, run_with_client
 from support.exact_runs import RECORD_ALL, check_exact, read_metrics
+from support.nemo_gym_server import make_example, save_examples
 from support.served import save_tiny_model
+from support.server_processes import serve_script
 
 pytestmark = pytest.mark.clients
 
@@ -100,6 +103,14 @@ def test_i4_a_taskset_of_verifiers_0_4_trains_on_exactly_the_sampled_ids(
     steps = train(tmp_path / "run", model, name, "verifiers-0.4", arguments)
     assert [line["rollout/turns_mean"] for line in steps] == [turns] * 2
     assert all(f"reward/{metric}_mean" in line for line in steps)
+
+
+def test_i4_a_taskset_of_the_package_trains_from_one_command(tmp_path: Path, model: Path) -> None:
+    examples = save_examples(tmp_path, make_example(start=7, expected=7), make_example(start=3, expected=7))
+    with serve_script([sys.executable, str(ROOT / "tests" / "support" / "nemo_gym_server.py")]) as url:
+        taskset = f'taskset = {{dataset = "{examples}", task = {{resources_url = "{url}"}}}}'
+        steps = train(tmp_path / "run", model, "nemo-gym", "verifiers-0.4", f"{NULL}, {taskset}")
+    assert [line["reward/nemo_gym_mean"] for line in steps] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,13 @@ TOOLS = [
         "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]},
         "strict": True,
     },
-    {"type": "function", "name": "get_counter_value", "description": "", "parameters": {}, "strict": True},
+    {
+        "type": "function",
+        "name": "get_counter_value",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+        "strict": True,
+    },
 ]
 
 
