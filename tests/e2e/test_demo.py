@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.browser import CHROMIUM, open_browser
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.report import print_result
@@ -123,16 +124,21 @@ async def test_i4_one_changed_id_is_seen(demo_model):
 
 
 class Page(HTMLParser):
-    """Collects what the report would load from elsewhere, and the classes of its tokens."""
+    """Collects what the report would load from elsewhere, and what it draws."""
 
     def __init__(self):
         super().__init__()
-        self.loads, self.classes = [], set()
+        self.loads, self.data, self._is_data = [], [], False
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.loads += [attributes[name] for name in ("src", "href") if name in attributes]
-        self.classes.add(attributes.get("class"))
+        self._is_data = attributes.get("type") == "application/json"
+
+    def handle_data(self, data):
+        if self._is_data:
+            self.data.append(json.loads(data))
+            self._is_data = False
 
 
 @pytest.mark.slow
@@ -155,7 +161,19 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
     page = Page()
     page.feed((demo.output / "report.html").read_text())
     assert page.loads == []
-    assert {"prompt", "sampled", "bridge", "tool", "line"} <= page.classes
+    curves, example, usual = page.data
+    assert [len(curve["points"]) for curve in curves] == [3, 1, 1]
+    assert {token["origin"] for token in example} == {"prompt", "sampled", "bridge", "message"}
+    assert any(token["note"] for token in example)
+    assert usual
+    if CHROMIUM is not None:
+        with open_browser() as browser:
+            browser.open((demo.output / "report.html").as_uri(), width=400)
+            browser.wait("document.querySelectorAll('.grid .cell').length > 20")
+            assert browser.run("document.querySelectorAll('.curve polyline').length") == 1
+            assert browser.run("document.querySelectorAll('.curve circle').length") == 2
+            assert browser.run("document.documentElement.scrollWidth") <= 400
+            assert browser.errors == []
     steps = [json.loads(line) for line in (demo.output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
 

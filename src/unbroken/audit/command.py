@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.audit.config import DEFAULT_CONVERSATIONS, DEFAULT_TIMEOUT_S, AuditConfig, AuditTarget, ProcessLimits
-from unbroken.audit.output.text import make_printable, to_text
+from unbroken.audit.output.text import to_text
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
+from unbroken.viewer.reports import make_printable
 
 _DESCRIPTION = """\
 Audits a chat template for multi-turn, tool-calling training: what it does to the

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
-from unbroken.demo.charts import reward_curve
 from unbroken.demo.comparison import Cause, Exact, Retokenized, Rollout, changed_positions
 from unbroken.demo.result import DemoResult
 from unbroken.ledger.nodes import Origin
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.types import TokenIds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSpan:
-    """A token id as the page shows it: its text, its CSS class, and a title under the mouse pointer."""
-
-    text: str
-    origin: str
-    title: str
+from unbroken.viewer.reports import make_token, render_report
 
 
 def write_report(result: DemoResult, tokenizer: Any, directory: Path) -> Path:
@@ -35,16 +24,15 @@ def write_report(result: DemoResult, tokenizer: Any, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     summary = json.dumps(result.summary(), indent=2, allow_nan=False)
     (directory / "summary.json").write_text(summary + "\n", encoding="utf-8")
-    environment = Environment(
-        loader=PackageLoader("unbroken.demo", package_path=""), autoescape=True, undefined=StrictUndefined
-    )
-    page = environment.get_template("report.html.jinja").render(
+    page = render_report(
+        "unbroken.demo",
+        "report.html.jinja",
         result=result,
-        chart=reward_curve(result.step_rewards, before=result.success_before, after=result.success_after),
+        curves=make_curves(result),
         causes=[cause.value for cause in Cause],
         explanation=result.explanation,
-        example=spans_of_trajectory(result.example, tokenizer),
-        usual=spans_of_retokenized(result.example_retokenized, tokenizer),
+        example=tokens_of_trajectory(result.example, tokenizer),
+        usual=tokens_of_retokenized(result.example_retokenized, tokenizer),
         percent=lambda share: f"{100 * share:.1f} %",
     )
     path = directory / "report.html"
@@ -72,30 +60,40 @@ def print_result(result: DemoResult) -> None:
     )
 
 
-def spans_of_trajectory(trajectory: Trajectory, tokenizer: Any) -> list[TokenSpan]:
+def make_curves(result: DemoResult) -> list[dict[str, Any]]:
+    """The mean reward of each step, and the evaluations before and after training."""
+    rewards = [[step, reward] for step, reward in enumerate(result.step_rewards, start=1)]
+    return [
+        {"name": "in training", "points": rewards},
+        {"name": "before", "points": [[0, result.success_before]]},
+        {"name": "after", "points": [[len(rewards), result.success_after]]},
+    ]
+
+
+def tokens_of_trajectory(trajectory: Trajectory, tokenizer: Any) -> list[dict[str, Any]]:
     """The ids of a trajectory's last branch, each with its origin, logprob and policy version."""
     path = trajectory.tree.path(trajectory.tree.leaves()[-1])
-    spans = []
+    tokens = []
     rows = zip(_texts(path.token_ids, tokenizer), path.origins, path.message_indices, strict=True)
     for position, (text, origin, message_index) in enumerate(rows):
-        title = f"id {path.token_ids[position]}"
+        note = None
         if origin is Origin.SAMPLED:
             probability = f"logprob {path.rollout_logprobs[position]:.4f}"
-            title += f", {probability}, policy version {path.policy_versions[position]}"
+            note = f"{probability}, policy version {path.policy_versions[position]}"
         is_tool_text = origin is Origin.BRIDGE and message_index != TEMPLATE
-        spans.append(TokenSpan(text=text, origin="tool" if is_tool_text else origin.value, title=title))
-    return spans
+        kind = "message" if is_tool_text else origin.value
+        tokens.append(make_token(int(path.token_ids[position]), text, kind, note=note))
+    return tokens
 
 
-def spans_of_retokenized(rollout: Rollout, tokenizer: Any) -> list[TokenSpan]:
-    """The ids of the usual pipeline; those that differ from the sampled ids are outlined."""
+def tokens_of_retokenized(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """The ids of the usual pipeline, and which differ from the sampled ids."""
+    texts, changed = _texts(rollout.retokenized_ids, tokenizer), changed_positions(rollout)
     return [
-        TokenSpan(text=text, origin="changed" if changed else "prompt", title=f"id {token_id}")
-        for text, token_id, changed in zip(
-            _texts(rollout.retokenized_ids, tokenizer), rollout.retokenized_ids, changed_positions(rollout), strict=True
-        )
+        make_token(int(token_id), text, "prompt", is_changed=bool(is_changed))
+        for text, token_id, is_changed in zip(texts, rollout.retokenized_ids, changed, strict=True)
     ]
 
 
 def _texts(ids: TokenIds, tokenizer: Any) -> Sequence[str]:
-    return [tokenizer.decode([int(i)]).replace("\n", "↵") for i in ids]
+    return [tokenizer.decode([int(i)]) for i in ids]

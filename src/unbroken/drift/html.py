@@ -1,12 +1,14 @@
-"""Shows a report as one HTML page without external resources. Jinja escapes all text from outside."""
+"""Shows a report as one HTML page that opens offline, with the viewer's pieces."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from unbroken.audit.output.html import count_folded, render_page
+from unbroken.audit.output.html import make_tokens
+from unbroken.audit.output.text import format_percent
 from unbroken.drift.report import DriftReport
 from unbroken.drift.text import CAUSE_WORDS, describe_left_out, make_sentence
+from unbroken.viewer.reports import render_report
 
 
 def write_page(report: DriftReport, file: Path) -> None:
@@ -17,12 +19,13 @@ def write_page(report: DriftReport, file: Path) -> None:
 
 def to_html(report: DriftReport) -> str:
     """Make the page."""
-    return render_page(
+    return render_report(
         "unbroken.drift",
         "page.html.jinja",
         report=report,
         sentence=make_sentence(report),
         words=CAUSE_WORDS,
         left_out=list(describe_left_out(report)),
-        count_folded=count_folded,
+        make_tokens=make_tokens,
+        percent=format_percent,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from unbroken.audit.output.text import WIDTH, format_percent, make_printable, wrap_row
+from unbroken.audit.output.text import WIDTH, format_percent, wrap_row
 from unbroken.drift.report import DriftReport
 from unbroken.retokenising.causes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
+from unbroken.viewer.reports import make_printable
 
 _LABELS = {
     Cause.BPE_SPLIT: "bpe split",

@@ -44,16 +44,22 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.classes: set[str] = set()
         self.text = ""
+        self.data: list[str] = []
+        self._type: str | None = None
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         attributes = dict(attrs)
         self.tags.append(tag)
+        self._type = attributes.get("type") if tag == "script" else None
         self.loads += [attributes[name] for name in ("src", "href") if name in attributes]
         self.classes |= set((attributes.get("class") or "").split())
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self._type == "application/json":
+            self.data.append(data)
+            self._type = None
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +97,11 @@ def test_the_page_opens_offline_and_shows_both_sequences(report: AuditReport, tm
     write_page(report, tmp_path / "new" / "audit.html")
     page = Page((tmp_path / "new" / "audit.html").read_text("utf-8"))
     assert page.loads == []
-    assert "script" not in page.tags
-    assert {origin.value for origin in Origin} | {"changed", "fit"} <= page.classes
+    assert "fit" in page.classes
     assert "What we train on" in page.text
-    assert page.text.count("ids of the prompt, the same on both sides") in (0, 2)
+    exact, retokenised = map(json.loads, page.data)
+    assert {token["origin"] for token in exact} == {origin.value for origin in Origin}
+    assert any(token["changed"] for token in retokenised)
     assert report.sentence in page.text
 
 
@@ -103,7 +110,8 @@ def test_everything_from_outside_is_escaped_on_the_page(hostile: AuditReport) ->
     assert FORBIDDEN not in text
     assert "<b>end</b>" not in text
     page = Page(text)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == len(page.data) + 1  # ours, which the policy names by its hash
+    assert "script-src 'sha256-" in text
     assert FORBIDDEN in page.text
     assert "<|<b>end</b>|>" in page.text
     assert "\x1b" not in text

@@ -1,11 +1,10 @@
-"""Shows a report as one HTML page without external resources. Jinja escapes all text from outside."""
+"""Shows a report as one HTML page that opens offline, with the viewer's pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from unbroken.audit.output.text import (
     KIND_WORDS,
@@ -14,11 +13,10 @@ from unbroken.audit.output.text import (
     describe_closing,
     format_percent,
     format_tokens,
-    make_printable,
 )
-from unbroken.audit.report import AuditReport, Origin, ShownToken, SideBySide, Verdict
+from unbroken.audit.report import AuditReport, ShownToken, Verdict
+from unbroken.viewer.reports import make_token, render_report
 
-_NUM_UNFOLDED = 24
 _VERDICT_WORDS = {
     Verdict.FIT: "FIT",
     Verdict.PARTLY_FIT: "PARTLY FIT",
@@ -35,7 +33,7 @@ def write_page(report: AuditReport, file: Path) -> None:
 
 def to_html(report: AuditReport) -> str:
     """Make the page."""
-    return render_page(
+    return render_report(
         "unbroken.audit.output",
         "report.html.jinja",
         report=report,
@@ -46,35 +44,12 @@ def to_html(report: AuditReport) -> str:
         boundaries=[describe_boundary(boundary) for boundary in report.boundaries],
         spelled=format_tokens,
         num_changed=sum(token.is_changed for token in report.side_by_side.exact),
-        num_folded=count_folded(report.side_by_side),
+        exact=make_tokens(report.side_by_side.exact),
+        retokenised=make_tokens(report.side_by_side.retokenised),
+        percent=format_percent,
     )
 
 
-def render_page(package: str, name: str, **values: Any) -> str:
-    """Render a template of a package, which may include this one's `style.css.jinja` and `tokens.html.jinja`."""
-    environment = Environment(
-        loader=ChoiceLoader(
-            [PackageLoader(package, package_path=""), PackageLoader("unbroken.audit.output", package_path="")]
-        ),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(visible=make_printable, shown=_show_token)
-    return environment.get_template(name).render(percent=format_percent, **values)
-
-
-def count_folded(sides: SideBySide) -> int:
-    """The number of ids to fold at the beginning of both sides: all of a long prompt except its end."""
-    num_same = 0
-    for ours, usual in zip(sides.exact, sides.retokenised, strict=False):
-        if ours != usual or ours.origin is not Origin.PROMPT:
-            break
-        num_same += 1
-    return num_same - _NUM_UNFOLDED if num_same > 2 * _NUM_UNFOLDED else 0
-
-
-def _show_token(token: ShownToken) -> str:
-    """A token's text for the page: a line break as an arrow, other control characters escaped."""
-    return "".join("↵" if c == "\n" else make_printable(c) for c in token.text) or "∅"
+def make_tokens(tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
+    """Ids for the grid of a report."""
+    return [make_token(token.token_id, token.text, token.origin.value, is_changed=token.is_changed) for token in tokens]

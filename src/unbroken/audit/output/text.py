@@ -14,6 +14,7 @@ from unbroken.audit.report import (
     Trait,
     TurnEndFinding,
 )
+from unbroken.viewer.reports import make_printable
 
 WIDTH, LABEL_WIDTH = 80, 16
 _MAX_TOKENS_SHOWN = 9
@@ -55,11 +56,6 @@ def to_text(report: AuditReport) -> str:
     for label, values in _make_rows(report):
         lines += wrap_row(label, values)
     return "\n".join(lines) + "\n"
-
-
-def make_printable(text: str) -> str:
-    """Put text from outside on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_tokens(tokens: Sequence[Token]) -> str:
