@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -108,7 +109,12 @@ async def _train(
         progress = stack.enter_context(StageProgress(quiet=not trainer.is_main_process))
         metrics = None
         if trainer.is_main_process:
-            writer = MetricsWriter(output / "metrics", trackers=config.trackers, settings=describe(config))
+            writer = MetricsWriter(
+                output / "metrics",
+                trackers=config.trackers,
+                settings=describe(config),
+                viewer=f"unbroken view {shlex.quote(str(output.resolve()))}",
+            )
             metrics = stack.enter_context(writer)
         profiler = StepProfiler(parse_steps(config.profile_steps), output / PROFILES, rank=run.rank.index)
         stack.callback(profiler.close)

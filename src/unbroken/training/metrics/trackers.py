@@ -72,6 +72,11 @@ class Trackers:
                 settings = mlflow_run.select_new(tracker.tracker.info.run_id, settings)
             tracker.store_init_configuration(dict(settings))
 
+    def log_text(self, name: str, text: str) -> None:
+        """Show a text beside the curves of TensorBoard; others show texts of `settings`."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(name, text, 0)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log one step."""
         for tracker in self._others:

@@ -18,6 +18,7 @@ Metrics: TypeAlias = Mapping[str, float | None]
 """Names to numbers; None if there is no data."""
 
 _JSONL = "metrics.jsonl"
+_VIEWER = "viewer"
 
 
 class MetricsWriter:
@@ -29,11 +30,18 @@ class MetricsWriter:
         *,
         trackers: TrackerConfig | None = None,
         settings: Mapping[str, Any] | None = None,
+        viewer: str | None = None,
     ) -> None:
-        """Write into `directory`. Trackers (default: TensorBoard) also show `settings`, the run's config."""
+        """Write into `directory`. Trackers (default: TensorBoard) also show `settings`, the run's config, and `viewer`.
+
+        `viewer` is the command that shows what trackers cannot: rollouts, token by token.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._trackers = Trackers(trackers or TrackerConfig(), directory, settings or {})
+        shown = {**(settings or {}), **({} if viewer is None else {_VIEWER: viewer})}
+        self._trackers = Trackers(trackers or TrackerConfig(), directory, shown)
+        if viewer is not None and not (directory / _JSONL).exists():
+            self._trackers.log_text(_VIEWER, f"`{viewer}`")
         self._jsonl = (directory / _JSONL).open("ab", buffering=0)
 
     def __enter__(self) -> MetricsWriter:

@@ -61,6 +61,18 @@ def test_a_file_can_be_read_while_it_is_written(tmp_path):
         assert tensorboard(tmp_path) == {"a": {0: 1.5}}
 
 
+def test_trackers_name_the_viewers_command_once(tmp_path):
+    for step in range(2):
+        with MetricsWriter(tmp_path, viewer="unbroken view runs/x") as writer:
+            writer.write(step, {"a": 1.0})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (name,) = events.Tags()["tensors"]
+    (event,) = events.Tensors(name)
+    assert name.startswith("viewer")
+    assert event.tensor_proto.string_val == [b"`unbroken view runs/x`"]
+
+
 def test_nothing_to_measure_is_null_in_jsonl_and_no_point_in_tensorboard(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"a": None, "b": 1})
