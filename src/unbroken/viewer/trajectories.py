@@ -12,6 +12,9 @@ import numpy as np
 
 from unbroken.rendering.encoding.token_texts import TokenTexts
 
+_BRANCHES = {"prompt": "new_conversation", "bridge": "continued_again", "sampled": "sampled_again"}
+"""Branches without a fork, by the origin of their first own id."""
+
 
 def describe_trajectory(
     record: Mapping[str, Any],
@@ -101,11 +104,19 @@ def find_forks(
                 "parent_row": parent,
                 "position": position,
                 "turn": turn,
-                "reason": None if turn is None else turns[turn].get("fork") or turns[turn].get("branch"),
+                "reason": None if turn is None else _find_reason(turns[turn], rows[number], position),
                 "ids": [_id_at(arrays[parent], position), _id_at(arrays[number], position)],
             }
         )
     return forks
+
+
+def _find_reason(turn: Mapping[str, Any], row: Mapping[str, Any], position: int) -> str | None:
+    """Why the turn forked; where it did not, as an agent may begin anew anywhere, what it began with."""
+    if (reason := turn.get("fork") or turn.get("branch")) is not None:
+        return str(reason)
+    origins = [each["origin"] for each in row["segments"] if each["start"] <= position < each["stop"]]
+    return _BRANCHES.get(origins[0]) if origins else None
 
 
 def _count_shared(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> int:

@@ -69,6 +69,19 @@ def test_forks_have_their_reason_and_the_first_ids_that_differ():
     }
 
 
+@pytest.mark.parametrize(
+    ("ids", "num_prompt", "reason"),
+    [([7, 8, 9, 6], 3, "new_conversation"), ([1, 2, 3, 5], 2, "sampled_again"), ([1, 9, 6], 2, "new_conversation")],
+    ids=["a sub-agent", "sampled twice", "anew after the first id"],
+)
+def test_branches_without_a_fork_say_what_they_begin_with(ids, num_prompt, reason):
+    record = make_forked()
+    record["turns"][1]["fork"] = None
+    record["rows"][1] = make_row(ids, num_prompt=num_prompt, node=2)
+    (fork,) = find_forks(record["rows"], record["turns"], {1: 0, 3: 1})
+    assert fork["reason"] == reason
+
+
 async def test_a_real_rollout_that_forked_has_its_turns_and_its_reason():
     engine = ScriptedEngine([[7, END], [8, END]], allow_forks=True)
     member = await play(ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "other"}])]), engine)
