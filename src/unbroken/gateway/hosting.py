@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
 
+from unbroken.errors import ServerError
 from unbroken.server.running import Server, format_url, listen
 
 _DRAIN_S = 5
@@ -16,11 +18,15 @@ _DRAIN_S = 5
 
 @asynccontextmanager
 async def hosted(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve an application at an address until the block ends; yields its URL."""
+    """Serve an application at an address until the block ends; yields its URL.
+
+    Raises:
+        ServerError: the application did not start.
+    """
     with listen(host, port) as listener:
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_DRAIN_S, lifespan="on")
         server = Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(_serve(server, listener))
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(0.01)
@@ -30,3 +36,10 @@ async def hosted(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Asy
         finally:
             server.should_exit = True
             await serving
+
+
+async def _serve(server: Server, listener: socket.socket) -> None:
+    try:
+        await server.serve(sockets=[listener])
+    except SystemExit:  # as uvicorn ends if the application does not start
+        raise ServerError(f"the server at {format_url(listener)} did not start: the log has its error") from None
