@@ -320,6 +320,17 @@ def test_a_program_that_the_sandbox_hides_is_refused_with_what_to_do(tmp_path: P
     with pytest.raises(InvalidInputError, match=rf"needs {program}, which the sandbox hides.*readable"):
         LocalRunner([str(program)])
     LocalRunner([str(program)], config=TerminalConfig(readable=(tmp_path,)))
+    installed = tmp_path / "tools" / "mini" / "bin" / "mini"
+    installed.parent.mkdir(parents=True)
+    program.rename(installed)
+    program.symlink_to(installed)
+    (installed.parent / "python").symlink_to("/usr/bin/env")
+    installed.write_text(f"#!{installed.parent}/python\n")
+    needed = (tmp_path / "tools" / "mini", program)
+    with pytest.raises(InvalidInputError) as raised:
+        LocalRunner([str(program)])
+    assert str(raised.value).endswith(f"readable = [{', '.join(repr(str(each)) for each in needed)}]")
+    LocalRunner([str(program)], config=TerminalConfig(readable=needed))
     with pytest.raises(InvalidInputError, match="must begin with a program, got 'no-such-agent'"):
         LocalRunner(["no-such-agent"])
     with pytest.raises(InvalidInputError, match="readable must name what exists"):
@@ -333,6 +344,18 @@ async def test_without_a_sandbox_paths_begin_with_a_variable(tmp_path: Path) -> 
     outcome = await attempt(task, script, sandbox=SandboxKind.NONE)
     assert (outcome.reward, outcome.metrics["agent_failed"]) == (3.0, 1.0)
     assert read_log(task).endswith("/root/app\n")
+
+
+@needs_bubblewrap
+def test_what_does_not_hold_here_is_logged_once_for_all_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = LocalRunner(["bash"])
+    for name in ("a", "b"):
+        (write_task(tmp_path / name) / "solution" / "solve.sh").unlink()
+        runner.read(tmp_path / name)
+    assert caplog.messages == [
+        "task a, and others like it: FROM ubuntu:24.04: the programs are this machine's",
+        "task a, and others like it: no solution/solve.sh: nothing shows that it can be solved here",
+    ]
 
 
 @needs_bubblewrap

@@ -69,6 +69,7 @@ class LocalRunner:
         self._work = Path(tempfile.mkdtemp(prefix="unbroken-tasks-", dir=self._config.work_folder))
         weakref.finalize(self, shutil.rmtree, self._work, ignore_errors=True)
         self._built: dict[Path, _Built] = {}
+        self._noted: set[str] = set()
 
     def read(self, folder: Path) -> RunnableTask:
         """Read a task, and check that it can be run here; raises `InvalidInputError` if not."""
@@ -87,16 +88,17 @@ class LocalRunner:
         )
 
     def check(self, task: TerminalTask) -> None:
-        """Check that a task can be run here; raises `InvalidInputError` if not, and logs its notes."""
+        """Check that a task can be run here; raises `InvalidInputError` if not, and logs each note once."""
         check_plan(task, self._sandbox, run=self._config.run)
         if self._config.network is Network.TASK and not self._sandbox.own_network:
             raise InvalidInputError('network must be left out with sandbox = "none", where every task has a network')
-        for note in task.notes:
-            logger.warning("task %s: %s", task.name, note)
+        notes = [*task.notes]
         if self._config.check and task.solution_folder is None:
-            logger.warning(
-                "task %s: it has no solution/solve.sh, so nothing shows that it can be solved here", task.name
-            )
+            notes.append("no solution/solve.sh: nothing shows that it can be solved here")
+        for note in notes:
+            if note not in self._noted:
+                logger.warning("task %s, and others like it: %s", task.name, note)
+        self._noted.update(notes)
 
     async def attempt(self, task: TerminalTask, session: AgentSession) -> AgentOutcome:
         """Let the agent attempt the task, then verify what it has done.

@@ -22,13 +22,27 @@ def find_program(command: Sequence[str], sandbox: Sandbox) -> str:
     if found is None:
         raise InvalidInputError(f"agent.command must begin with a program, got {command[0]!r}: it is not installed")
     path = Path(found).absolute()
-    hidden = next((each for each in _list_needed(path) if sandbox.is_hidden(each)), None)
-    if hidden is not None:
+    hidden = [each for each in _list_needed(path) if sandbox.is_hidden(each)]
+    if hidden:
+        folders = ", ".join(repr(str(each)) for each in _suggest(hidden))
         raise InvalidInputError(
-            f"agent.command needs {hidden}, which the sandbox hides: add the folder that it is installed in to "
-            f"environment_arguments.readable = [{str(hidden.parent)!r}]"
+            f"agent.command needs {hidden[0]}, which the sandbox hides: add what it is installed in, such as "
+            f"environment_arguments.readable = [{folders}]"
         )
     return str(path)
+
+
+def _suggest(hidden: Sequence[Path]) -> list[Path]:
+    """The folders that programs are installed in, and links that lie elsewhere."""
+    places = [
+        each.parent.parent if each.parent.name == "bin" else each.parent for each in hidden if not each.is_symlink()
+    ]
+    links = [each for each in hidden if each.is_symlink()]
+    found: list[Path] = []
+    for place in [*places, *links]:
+        if not any(place.is_relative_to(each) for each in found):
+            found.append(place)
+    return found
 
 
 def _list_needed(program: Path) -> Iterator[Path]:
