@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import jinja2
@@ -55,6 +57,28 @@ class TemplateLimitError(TemplateError):
     """A rendering is larger than `TemplateLimits` or the memory allow."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """What is the same for all variables and times."""
+
+    code: CodeType
+    literals: tuple[str, ...]
+    integers: tuple[int, ...]
+    names: frozenset[str]
+
+
+@lru_cache(maxsize=32)  # a server has a template for each set of options that its clients ask for, of one source
+def _compile(source: str) -> _Compiled:
+    environment = TemplateEnvironment(now=datetime.min)
+    tree = environment.parse(source)
+    return _Compiled(
+        literals=find_literals(tree),
+        integers=find_integers(tree),
+        names=frozenset(node.name for node in tree.find_all(nodes.Name)),
+        code=environment.compile(tree),
+    )
+
+
 class ChatTemplate:
     """A compiled chat template with the variables that every rendering gets (special tokens, template arguments)."""
 
@@ -87,11 +111,7 @@ class ChatTemplate:
         self.source = source
         self._environment = TemplateEnvironment(now=now or datetime.now())
         try:
-            tree = self._environment.parse(source)
-            self._literals, self._integers = find_literals(tree), find_integers(tree)
-            self._names = frozenset(node.name for node in tree.find_all(nodes.Name))
-            self._program = self._environment.from_string(tree)
-            self._program.globals = dict(self._program.globals)  # each rendering copies them, a chain of maps slowly
+            self._compiled = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
@@ -103,6 +123,9 @@ class ChatTemplate:
                 f"the chat template does not compile: {type(error).__name__}: {error}. "
                 "Nest its expressions and blocks less, or pass another one as chat_template="
             ) from None
+        # Each rendering copies the globals, which a chain of maps does slowly.
+        variables_of_all = dict(self._environment.make_globals(None))
+        self._program = jinja2.Template.from_code(self._environment, self._compiled.code, variables_of_all)
         self._check_one_message()
 
     def render(
@@ -139,15 +162,15 @@ class ChatTemplate:
 
     def literals(self) -> tuple[str, ...]:
         """The string constants that the template may compare message text with; see `find_literals`."""
-        return self._literals
+        return self._compiled.literals
 
     def integers(self) -> tuple[int, ...]:
         """The integer constants above 2; see `find_integers`."""
-        return self._integers
+        return self._compiled.integers
 
     def mentions(self, name: str) -> bool:
         """Whether the template names a variable, even if only to set it."""
-        return name in self._names
+        return name in self._compiled.names
 
     def reads(self) -> TemplateReads:
         """The reads of a conversation that may change the text after a turn; see `find_reads`."""

@@ -270,3 +270,11 @@ def test_a_call_in_a_template_gives_what_it_gives_in_jinjas_sandbox(source: str)
             return str(error)
 
     assert render(TemplateEnvironment(now=datetime(2026, 1, 1))) == render(ImmutableSandboxedEnvironment())
+
+
+def test_templates_of_one_source_have_a_time_and_variables_of_their_own():
+    source = "{{ strftime_now('%Y') }} {{ name }}"
+    templates = [
+        ChatTemplate(source, {"name": name}, now=datetime(year, 1, 1)) for name, year in (("a", 1), ("b", 2000))
+    ]
+    assert [each.render([], add_generation_prompt=False).lstrip("0") for each in templates] == ["1 a", "2000 b"]
