@@ -261,6 +261,15 @@ def test_64k_ids_scroll_at_60_frames_with_only_the_visible_lines_in_the_page(bro
     browser.open(f"{(tmp_path / 'page/index.html').as_uri()}#rollout/0/0/0/0/0/65000")
     browser.wait("document.querySelector('.cell.selected')?.dataset.n === '65000'")
     assert 50 < count(browser, "[data-n]") < 2000
+    browser.run("Object.assign(document.querySelector('.grid').style, {flex: 'none', height: '60px'})")
+    browser.wait("document.querySelector('.grid').clientHeight < 70")
+    edges = "(node) => { const { top, bottom } = node.getBoundingClientRect(); return [top, bottom]; }"
+    browser.wait(
+        f"""(() => {{ const [[a, b], [c, d]] = ['.grid', '.cell.selected']
+            .map((each) => document.querySelector(each)).map({edges}); return a <= c && d <= b; }})()""",
+        limit_s=5,
+    )
+    browser.run("document.querySelector('.grid').removeAttribute('style')")
     # The thread's own time, not the clock's: others have the machine too.
     browser.call("Performance.enable", timeDomain="threadTicks")
     before = read_task_time(browser)

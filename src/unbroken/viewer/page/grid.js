@@ -50,6 +50,7 @@ class TokenGrid {
   layOut() {
     const width = this.node.clientWidth;
     if (!width || width === this.width) {
+      this.keepVisible();
       this.draw();
       return;
     }
@@ -72,7 +73,17 @@ class TokenGrid {
     this.node.style.maxHeight = `${starts.length * LINE_PX + 4}px`;
     this.node.scrollTop = this.lineOf(first) * LINE_PX;
     this.drawn = null;
+    this.height = this.node.clientHeight;
     this.draw();
+  }
+
+  /* At another height, a chosen id that could be seen still can. */
+  keepVisible() {
+    const { scrollTop, clientHeight } = this.node;
+    const top = this.selected < 0 || !this.starts ? -1 : this.lineOf(this.selected) * LINE_PX;
+    const wasSeen = top >= scrollTop && top < scrollTop + (this.height ?? clientHeight);
+    if (wasSeen && top + LINE_PX > scrollTop + clientHeight) this.node.scrollTop = top - clientHeight / 3;
+    this.height = clientHeight;
   }
 
   measure() {
