@@ -35,12 +35,11 @@ RECIPE = f"""
 loop.num_steps = 2
 trainer.kl_weight = 0.01
 evaluation.num_problems = 1
-[rollouts]
-problems_per_step = 2
-group_size = 2
-limits.max_turns = 3
-sampling.max_tokens = 6
-sampling.stop_token_ids = {[*range(0, 256, 2)]}  # a random model ends no reply by itself
+rollouts.problems_per_step = 2
+rollouts.group_size = 2
+rollouts.limits.max_turns = 3
+rollouts.sampling.max_tokens = 6
+rollouts.sampling.stop_token_ids = {[*range(0, 256, 2)]}  # a random model ends no reply by itself
 """
 NUM_ROLLOUTS = 8
 
@@ -54,7 +53,7 @@ def model(tmp_path_factory) -> Path:
 
 def train(folder: Path, model: Path, recipe: str, *, venv: str | None = None) -> list[dict[str, Any]]:
     """Train two steps, here or with the Python of `venv`, and check that all rows are exact; returns the metrics."""
-    (folder / "recipe.toml").write_text(recipe + RECIPE)
+    (folder / "recipe.toml").write_text(RECIPE + recipe)
     run = folder / "run"
     words = ["train", str(folder / "recipe.toml"), f"--output={run}", f"--model={model}", *RECORD_ALL]
     if venv is None:
@@ -65,6 +64,13 @@ def train(folder: Path, model: Path, recipe: str, *, venv: str | None = None) ->
     lines = read_metrics(run)
     assert len(lines) == 2
     return lines
+
+
+def read_page(section: str) -> str:
+    """The recipe in a section of the page, without its model and its length."""
+    found = re.search(rf"^## {section}\n.*?^```toml\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return re.sub(r"^(model|loop\.num_steps) = .*\n", "", found[1], flags=re.MULTILINE)
 
 
 def check_turns(lines: list[dict[str, Any]]) -> None:
@@ -146,29 +152,17 @@ def make(number, split, seed):
 
 @pytest.mark.clients
 def test_gymnasium(tmp_path, model):
-    recipe = """
-environment = "unbroken.integrations.gym:GymEnv"
-environment_arguments = { env = "FrozenLake-v1", actions = ["left", "down"], options = { render_mode = "ansi" } }
-"""
-    check_turns(train(tmp_path, model, recipe, venv=VENV))
+    check_turns(train(tmp_path, model, read_page("Gymnasium"), venv=VENV))
 
 
 @pytest.mark.clients
 def test_textarena(tmp_path, model):
-    recipe = """
-environment = "unbroken.integrations.gym:TextArenaEnv"
-environment_arguments = { env = "GuessTheNumber-v0" }
-"""
-    check_turns(train(tmp_path, model, recipe, venv=VENV))
+    check_turns(train(tmp_path, model, read_page("TextArena"), venv=VENV))
 
 
 @pytest.mark.clients
 def test_reasoning_gym(tmp_path, model):
-    recipe = """
-environment = "unbroken.integrations.reasoning_gym:ReasoningGymEnv"
-environment_arguments = { dataset = "leg_counting", options = { max_animals = 4 } }
-"""
-    lines = train(tmp_path, model, recipe, venv=VENV)
+    lines = train(tmp_path, model, read_page("reasoning-gym"), venv=VENV)
     assert [line["rollout/turns_mean"] for line in lines] == [1, 1]
 
 
@@ -176,10 +170,7 @@ environment_arguments = { dataset = "leg_counting", options = { max_animals = 4 
 def test_openenv(tmp_path, model):
     find_python(VENV)
     with serve_openenv("text", client_command(VENV), client_environment(VENV, tmp_path)) as url:
-        recipe = f"""
-environment = "unbroken.integrations.openenv:OpenEnv"
-environment_arguments = {{ url = "{url}", action = "message", observation = "prompt" }}
-"""
+        recipe = read_page("OpenEnv").replace("http://127.0.0.1:8000", url)
         lines = train(tmp_path, model, recipe, venv=VENV)
     check_turns(lines)
     assert all(line["reward/mean"] > 0 for line in lines)
@@ -212,10 +203,7 @@ rewards = [{{ function = "rewards.py:right" }}]
 def train_on_counter(folder: Path, model: Path, url: str) -> None:
     """Train on two examples of a counter, of which one is right without a call."""
     file = save_examples(folder, make_example(start=7, expected=7), make_example(start=3, expected=7))
-    recipe = f"""
-environment = "unbroken.integrations.nemo_gym:NeMoGymEnv"
-environment_arguments = {{ url = "{url}", file = "{file}" }}
-"""
+    recipe = read_page("NeMo Gym").replace("http://127.0.0.1:8000", url).replace("example.jsonl", str(file), 1)
     assert [line["reward/mean"] for line in train(folder, model, recipe)] == [0.5, 0.5]
 
 
