@@ -30,13 +30,14 @@ AS_TEXT = SHOWN.replace("\u202e", "\\u202e").replace("\x00", "\\u0000")
 
 
 @contextmanager
-def serving(*locations: Path, tokenizer: Path | None = None) -> Iterator[str]:
+def serving(browser: Browser, *locations: Path, tokenizer: Path | None = None) -> Iterator[str]:
     with ViewerServer(open_runs(locations, tokenizer=tokenizer)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield server.url
         finally:
+            browser.call("Page.navigate", url="about:blank")  # its page asks the server again and again
             server.shutdown()
             thread.join()
 
@@ -61,12 +62,16 @@ def read(browser: Browser, selector: str = "main") -> str:
 
 def test_a_store_is_a_list_of_sessions_and_a_session_is_a_tree_with_branches(browser, tmp_path):
     asyncio.run(write_store(tmp_path / "store"))
-    with serving(tmp_path / "store", tokenizer=write_tokenizer(tmp_path / "tokenizer")) as url:
+    with serving(browser, tmp_path / "store", tokenizer=write_tokenizer(tmp_path / "tokenizer")) as url:
         browser.open(url)
         text = read(browser)
         assert "gateway ended · 2 sessions · 1 finished, 1 open" in text
         assert "0.5" in read(browser, ".rollouts .reward")
         assert "model tiny · 4 turns" in text
+        assert "2 of 2 sessions" in text
+        browser.type(".filters [type=search]", '"task": ')
+        assert "1 of 2 sessions" in read(browser)
+        browser.type(".filters [type=search]", "")
         assert "fork: edited_reply" in text
         assert "not trained" not in text.replace("not trained (0)", "")
         browser.click(".rollouts a")
@@ -110,7 +115,8 @@ def shown_messages(browser: Browser) -> list[int]:
 def test_turns_of_a_live_store_appear_beside_a_run(browser, tmp_path):
     asyncio.run(write_store(tmp_path / "store"))
     store = open_store(str(tmp_path / "store"))
-    with serving(tmp_path / "store") as url, serving(write_run(tmp_path / "run"), tmp_path / "store") as both:
+    run = write_run(tmp_path / "run")
+    with serving(browser, tmp_path / "store") as url, serving(browser, run, tmp_path / "store") as both:
         browser.open(f"{url}#run")
         assert "gateway running" in read(browser)
         listed = store.list_sessions()[1].session_id
@@ -127,7 +133,7 @@ def test_turns_of_a_live_store_appear_beside_a_run(browser, tmp_path):
 
 def test_an_image_is_shown_where_it_stands_or_its_hash_is(started, tmp_path):
     asyncio.run(write_image_store(tmp_path / "store"))
-    with serving(tmp_path / "store") as url:
+    with serving(started, tmp_path / "store") as url:
         started.open(f"{url}#rollout/0/0/0")
         started.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
         parts = started.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
@@ -135,7 +141,7 @@ def test_an_image_is_shown_where_it_stands_or_its_hash_is(started, tmp_path):
     with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as connection:
         connection.execute("DELETE FROM session_blobs WHERE kind = 'image'")
     connection.close()
-    with serving(tmp_path / "store") as url:
+    with serving(started, tmp_path / "store") as url:
         started.open(f"{url}#rollout/0/0/0")
         started.wait("document.querySelector('.message.user img') === null")
         assert f"image {CAT.sha256}, whose file is not there · 4 ids" in read(started, ".message.user")

@@ -9,6 +9,7 @@ and the reply 3 are shown, and the rows have the messages [0, 1] and [0, 2, 3].
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from unbroken.types import NO_VERSION
 from unbroken.viewer.steps import summarize
 from unbroken.viewer.trajectories import describe_trajectory
 
+_MAX_NOTE = 120
+"""Characters of a session's metadata that a list has."""
 _NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped", "corrected")
 
 
@@ -41,7 +44,16 @@ def summarize_session(stored: StoredSession) -> dict[str, Any]:
     paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
     rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
     line = summarize({**_describe_head(stored), "rows": rows})
-    return {**line, "is_trained": None, "state": stored.record.status.value, "model": get_model(stored.record)}
+    metadata = stored.record.settings.get("metadata")
+    note = json.dumps(metadata, ensure_ascii=False)[:_MAX_NOTE] if metadata else ""
+    line["text"] = f"{note}\n{line['text']}" if note else line["text"]
+    return {
+        **line,
+        "note": note,
+        "is_trained": None,
+        "state": stored.record.status.value,
+        "model": get_model(stored.record),
+    }
 
 
 def describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ function makeFilters(summary, draw) {
     forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
     number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above'),
     Object.keys(FLAGS).map(flag),
-    el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
+    summary.kind === 'store' ? null : el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
     el('span', { class: 'sort' }, 'sort by ', select('sort', Object.entries(SORTS).map(([key, [text]]) => [key, text]), 'sort by'),
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
 }
@@ -115,7 +115,7 @@ function drawRollouts(node, run, summary) {
   const bounds = findRewardBounds(summary.trajectories);
   const cut = choice.text && summary.trajectories.some((each) => each.is_text_cut);
   node.replaceChildren(el('div', {},
-    el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, 'rollout')}`,
+    el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, summary.kind === 'store' ? 'session' : 'rollout')}`,
       cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
     choice.sort === 'group' && summary.kind !== 'store' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
 }
@@ -168,7 +168,7 @@ function makeLines(run, step, members) {
 function makeRolloutLine(run, step, each) {
   const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'parse failure'),
     each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), each.is_trained === false && 'not trained'].filter(Boolean);
-  const facts = [each.model && `model ${each.model}`, plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
+  const facts = [each.note, each.model && `model ${each.model}`, plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
     isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];
   return el('li', {}, link(['rollout', run, step, each.index], [
     el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
