@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import uuid
@@ -75,6 +76,7 @@ class CounterServer:
         return {}
 
     async def increment(self, request: Request, body: Increment) -> dict[str, bool]:
+        await asyncio.sleep(0.05)  # so that a call which does not wait for this one is answered first
         self.calls.append(f"increment {body.count}")
         self.counters[request.state.session] += body.count
         return {"success": True}
