@@ -405,7 +405,8 @@ def test_a_killed_runner_leaves_no_process(tmp_path: Path, mark: int) -> None:
     )
     task = write_task(tmp_path / "task")
     (tmp_path / "unit_harbor.py").write_text(Path(__file__).read_text())
-    process = subprocess.Popen([sys.executable, "-c", code, str(task), str(tmp_path)])
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}  # where its folders stay behind
+    process = subprocess.Popen([sys.executable, "-c", code, str(task), str(tmp_path)], env=variables)
     deadline = time.monotonic() + 60
     while not _list_sleeping(mark):
         assert time.monotonic() < deadline
