@@ -248,7 +248,7 @@ class Trainer:
         is_own = self._config.chosen_old_logprobs is OldLogprobs.RECOMPUTE
         old = logprobs if is_own else [row.rollout_logprobs for row in rows]
         scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
-        return self.objective.find_left_out(scored, logprobs, self._config)
+        return self.objective.find_left_out(scored, logprobs, self._config, device=self._accelerator.device)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.

@@ -17,6 +17,8 @@ from unbroken.errors import InvalidInputError, InvariantError, TrainingError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.metrics.mismatch import mismatch
+from unbroken.training.objective.losses import LOSSES
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -133,6 +135,17 @@ def test_what_the_loss_clips_and_corrects_is_known_of_each_id():
     (found,) = trainer.find_left_out([sample], [logprobs])
     assert found.corrected.tolist() == [False, False, False, True, False]
     assert not found.clipped.any()
+
+
+def test_what_a_joint_ratio_clips_is_of_all_rows_of_the_trajectory():
+    """The mean log ratio of both rows is 0, though that of each is far outside of GSPO's clip."""
+    first, second = row([1, 2, 3], sampled=[1, 2]), row([1, 4, 5], sampled=[1, 2])
+    above, below = (sample.rollout_logprobs + np.float32(shift) for sample, shift in ((first, 0.5), (second, -0.5)))
+    trainer = Trainer(tiny_qwen3(), TrainerConfig(), objective=PolicyGradient(loss=LOSSES["gspo"]))
+    both = trainer.find_left_out([first, second], [above, below])
+    (alone,) = trainer.find_left_out([first], [above])
+    assert [found.clipped.tolist() for found in both] == [[False] * 3] * 2
+    assert alone.clipped.tolist() == [False, True, True]
 
 
 def test_logprobs_come_back_in_the_order_of_the_rows(rows):

@@ -253,25 +253,25 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         )
         return BatchLoss(loss, stats)
 
+    @torch.no_grad()
     def find_left_out(
-        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig
+        self, rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs], config: TrainerConfig, *, device: torch.device
     ) -> list[LeftOut] | None:
         """The tokens that the loss clips, and those that the correction changes."""
         masks = [row.sample.loss_mask for row in rows]
         counts = [int(mask.sum()) for mask in masks]
         size = UpdateSize(num_units=1, num_loss_tokens=sum(counts), num_rows=len(rows))
         weighed = self.weigh([rows], config, size=size, score=lambda _: list(logprobs))
-        cpu = torch.device("cpu")
-        batch = collate([[row] for row in rows], weighed.weights, cpu, trajectories=weighed.trajectories)
-        current = [values[mask] for values, mask in zip(logprobs, masks, strict=True)]
-        clipped_N = as_policy_loss(self.loss)(torch.from_numpy(np.concatenate(current)), batch, config.clip).clipped_N
+        batch = collate([[row] for row in rows], weighed.weights, device, trajectories=weighed.trajectories)
+        current = np.concatenate([values[mask] for values, mask in zip(logprobs, masks, strict=True)])
+        clipped_N = as_policy_loss(self.loss)(torch.from_numpy(current).to(device), batch, config.clip).clipped_N
         corrected_N = self._correct(batch, config).corrected_N
         found = []
         parts = (torch.split(values_N, counts) for values_N in (clipped_N, corrected_N))
         for mask, *of_row in zip(masks, *parts, strict=True):
             arrays = [np.zeros_like(mask), np.zeros_like(mask)]
             for array, values in zip(arrays, of_row, strict=True):
-                array[mask] = values.numpy()
+                array[mask] = values.cpu().numpy()
             found.append(LeftOut(*arrays))
         return found
 
