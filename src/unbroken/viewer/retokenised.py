@@ -52,7 +52,14 @@ def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None)
         return _refuse(f"The tokenizer and the chat template of {shown.get('model')} are not on this machine.")
     if not rows:
         return _refuse("There are no ids.")
-    return {"rows": [_retokenise_row(shown, row, texts) for row in rows[:MAX_ROWS]]}
+    return {"rows": [_try_row(shown, row, texts) for row in rows[:MAX_ROWS]]}
+
+
+def _try_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: TemplateTexts) -> dict[str, Any]:
+    try:
+        return _retokenise_row(shown, row, texts)
+    except Exception as error:  # a damaged record, or one of another tokenizer, can fail anywhere
+        return _refuse(f"It cannot be compared: {type(error).__name__}: {error}"[:500])
 
 
 def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: TemplateTexts) -> dict[str, Any]:

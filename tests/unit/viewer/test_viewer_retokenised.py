@@ -119,6 +119,18 @@ async def test_what_cannot_be_compared_says_why():
     assert "has 40000" in explain(make_trajectory("g0/0", [make_row(range(40_000), num_prompt=2)]), subject)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": [make_row([1, 2, 2**40], num_prompt=2)]}, {"messages": [3, {"role": "assistant"}]}, {"turns": [{}]}],
+    ids=["an id that does not exist", "a message that is none", "a turn without a message"],
+)
+def test_a_damaged_record_is_not_compared_and_ends_nothing(change):
+    subject = subject_of(templates.QWEN)
+    record = {**make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=2)]), **change}
+    (found,) = retokenise_trajectory({"record": record, "turn_of_node": {1: 0}}, subject)["rows"]
+    assert found["problem"].startswith("It cannot be compared: ")
+
+
 async def test_a_template_that_refuses_the_conversation_is_named():
     subject = subject_of(templates.QWEN)
     shown = show(await play(subject, make_lookup(), ANSWER))
