@@ -16,7 +16,7 @@ from support.browser import CHROMIUM, Browser, open_browser
 from support.image_servers import CAT
 from support.recorded import write_run
 from support.recorded_sessions import SHOWN, write_image_store, write_store, write_tokenizer
-from support.sessions import make_commit
+from support.sessions import make_commit, make_session
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
 from unbroken.viewer.resources import open_runs
@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
     pytest.mark.slow,
 ]
+MARKUP = "<img src=x onerror=hacked()>"
 AS_TEXT = SHOWN.replace("\u202e", "\\u202e").replace("\x00", "\\u0000")
 
 
@@ -123,11 +124,19 @@ def test_turns_of_a_live_store_appear_beside_a_run(browser, tmp_path):
         assert store.acquire(listed)
         store.commit([make_commit(listed, 0)])
         browser.wait("document.querySelectorAll('.rollouts li')[1].innerText.includes('1 turn')")
+        store.create(make_session(MARKUP, model=MARKUP, metadata={MARKUP: MARKUP}))
+        store.commit([make_commit(MARKUP, 0, text=MARKUP)])
+        browser.wait("document.querySelectorAll('.rollouts li').length === 3")
+        assert read(browser, ".rollouts li:nth-child(3)").count(MARKUP) >= 4
+        browser.open(f"{url}#rollout/0/0/2")
+        browser.wait("document.querySelectorAll('.message').length === 2")
+        assert read(browser).count(MARKUP) >= 3
+        assert browser.run("document.querySelectorAll('main img, main b b').length") == 0
         browser.open(f"{both}#run")
         assert "Sessions: 1–100" in read(browser)
         assert browser.run("document.querySelectorAll('polyline').length") == 1
         browser.click('a[href="#step/1/0"]')
-        browser.wait("document.querySelectorAll('.rollouts li').length === 2")
+        browser.wait("document.querySelectorAll('.rollouts li').length === 3")
     store.close()
 
 
