@@ -14,7 +14,7 @@ from unbroken.audit.output.text import to_text
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
-from unbroken.viewer.reports import make_printable
+from unbroken.viewer.texts import make_printable
 
 _DESCRIPTION = """\
 Audits a chat template for multi-turn, tool-calling training: what it does to the

@@ -9,7 +9,7 @@ from unbroken.audit.output.text import WIDTH, format_percent, wrap_row
 from unbroken.drift.report import DriftReport
 from unbroken.retokenising.causes import Cause
 from unbroken.training.metrics.mismatch import Mismatch
-from unbroken.viewer.reports import make_printable
+from unbroken.viewer.texts import make_printable
 
 _LABELS = {
     Cause.BPE_SPLIT: "bpe split",

@@ -15,6 +15,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from unbroken.viewer.assets import read_asset
+from unbroken.viewer.texts import make_printable
 
 _PACKAGE = "unbroken.viewer"
 _STYLES = ("viewer.css",)
@@ -41,11 +42,6 @@ def make_token(
 ) -> dict[str, Any]:
     """An id for the grid of a report. `origin` is prompt, sampled, bridge or message."""
     return {"id": token_id, "text": text, "origin": origin, "changed": is_changed, "note": note}
-
-
-def make_printable(text: str) -> str:
-    """Put text from outside on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _join(assets: tuple[str, ...], own: str) -> Markup:

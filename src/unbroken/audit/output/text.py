@@ -14,7 +14,7 @@ from unbroken.audit.report import (
     Trait,
     TurnEndFinding,
 )
-from unbroken.viewer.reports import make_printable
+from unbroken.viewer.texts import make_printable
 
 WIDTH, LABEL_WIDTH = 80, 16
 _MAX_TOKENS_SHOWN = 9
