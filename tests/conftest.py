@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from support.accelerators import bfloat16 as bfloat16
 from support.accelerators import fresh_accelerate as fresh_accelerate
+from support.browser import Browser, open_browser
 from support.forks import preload
 from support.installed import require_vllm
 from support.vllm_session import shared_vllm as shared_vllm
@@ -109,3 +110,18 @@ def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         datasets.disable_progress_bars()
         yield
+
+
+@pytest.fixture(scope="session")
+def started_browser() -> Iterator[Browser]:
+    """A browser for all tests of this process."""
+    with open_browser() as started:
+        yield started
+
+
+@pytest.fixture
+def browser(started_browser: Browser) -> Iterator[Browser]:
+    """A browser whose pages must have thrown nothing, and tried nothing that their policy refuses."""
+    started_browser.errors.clear()
+    yield started_browser
+    assert started_browser.errors == []

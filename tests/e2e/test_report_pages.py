@@ -8,7 +8,7 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
-from support.browser import CHROMIUM, open_browser
+from support.browser import CHROMIUM, Browser
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.output.html import write_page
 from unbroken.audit.run import run_audit
@@ -20,20 +20,20 @@ pytestmark = [
 MARKUP = "<script>hacked()</script><img src=x onerror=hacked()>"
 
 
-def test_an_audit_opens_offline_with_two_grids_and_runs_nothing_of_the_template(tmp_path: Path) -> None:
+def test_an_audit_opens_offline_with_two_grids_and_runs_nothing_of_the_template(
+    browser: Browser, tmp_path: Path
+) -> None:
     template = templates.QWEN.replace("Answer with", f"{MARKUP} Answer with").replace("<|im_end|>", "<|<b>end</b>|>")
     report = run_audit(subject_of(template), AuditConfig(num_conversations=10))
     write_page(report, tmp_path / "audit.html")
-    with open_browser() as browser:
-        browser.open((tmp_path / "audit.html").as_uri())
-        browser.wait("document.querySelectorAll('.grid').length === 2")
-        assert browser.run("document.querySelectorAll('.grid .cell').length") > 50
-        assert browser.run("document.querySelectorAll('main b b, main img, .grid script').length") == 0
-        browser.run("document.querySelector('.ids .grid').scrollTop = 0")
-        browser.run("document.querySelector('.cell[data-n]').click()")
-        assert "position" in browser.run("document.querySelector('.ids .inspector').innerText")
-        for width in (400, 1200):
-            browser.open((tmp_path / "audit.html").as_uri(), width=width, dark=width == 400)
-            assert browser.run("document.documentElement.scrollWidth") <= width
-            browser.take_picture(tmp_path / f"{width}.png")
-        assert browser.errors == []
+    browser.open((tmp_path / "audit.html").as_uri())
+    browser.wait("document.querySelectorAll('.grid').length === 2")
+    assert browser.run("document.querySelectorAll('.grid .cell').length") > 50
+    assert browser.run("document.querySelectorAll('main b b, main img, .grid script').length") == 0
+    browser.run("document.querySelector('.ids .grid').scrollTop = 0")
+    browser.run("document.querySelector('.cell[data-n]').click()")
+    assert "position" in browser.run("document.querySelector('.ids .inspector').innerText")
+    for width in (400, 1200):
+        browser.open((tmp_path / "audit.html").as_uri(), width=width, dark=width == 400)
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        browser.take_picture(tmp_path / f"{width}.png")

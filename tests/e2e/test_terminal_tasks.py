@@ -15,18 +15,16 @@ import pytest
 
 from support.agent_players import TASK, Player, count_trained, write_notes
 from support.agent_programs import CODEX, VENVS, find_python, mini_swe_agent
-from support.gateways import running_gateway
+from support.attempts import sample_attempts
 from support.served import save_tiny_model
 from support.servers import scripted_engine
 from support.terminal_tasks import AGENT, agent_command, needs_bubblewrap, write_notes_task, write_task
 from unbroken.cli import main
-from unbroken.client import AsyncClient
-from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
@@ -64,21 +62,8 @@ async def attempt(
 async def sample(folder: Path, player: Player, problems: Problems, *, size: int = 1) -> list[Trajectory]:
     """Attempts of problem 0 with a scripted model."""
     engine = scripted_engine(player, context_length=2**16)
-    renderer: Any = None
-    async with (
-        running_gateway(engine, folder / "store") as gateway,
-        hosted(gateway.app) as url,
-        AsyncClient(url) as client,
-    ):
-        sampler = Sampler(
-            engine=engine,
-            renderer=renderer,
-            config=RolloutConfig(limits=Limits(timeout_s=120), sampling=SamplingParams(max_tokens=1000)),
-            problems=problems,
-            seed=(0,),
-            sessions=client.sessions,
-        )
-        return list((await sampler.sample_group(0, size=size)).trajectories)
+    config = RolloutConfig(limits=Limits(timeout_s=120), sampling=SamplingParams(max_tokens=1000))
+    return list((await sample_attempts(folder, engine, problems, config, size=size)).trajectories)
 
 
 @pytest.mark.parametrize("options", [(), ("--text",)], ids=["calls", "text"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from support.browser import CHROMIUM, Browser, open_browser
+from support.browser import CHROMIUM, Browser
 from support.recorded import make_rich, make_row, make_trajectory, write_metrics, write_run, write_step
 from unbroken.cli import main
 from unbroken.viewer.resources import open_runs
@@ -38,20 +38,6 @@ def make_picture() -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (2, 3), "red").save(file, "PNG")
     return file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(started) -> Iterator[Browser]:
-    """A browser whose pages must have thrown nothing, and tried nothing that their policy refuses."""
-    started.errors.clear()
-    yield started
-    assert started.errors == []
 
 
 @pytest.fixture
@@ -301,6 +287,6 @@ def test_nothing_is_wider_than_a_narrow_window(browser, page):
         assert browser.run("document.documentElement.scrollWidth") <= 400, place
 
 
-def test_a_place_that_is_not_there_says_so(started, page):
-    started.open(f"{page}#step/0/7")
-    assert "the export has no run/0/step/7" in read(started)
+def test_a_place_that_is_not_there_says_so(started_browser, page):
+    started_browser.open(f"{page}#step/0/7")
+    assert "the export has no run/0/step/7" in read(started_browser)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.browser import CHROMIUM, Browser, open_browser
+from support.browser import CHROMIUM, Browser
 from support.image_servers import CAT
 from support.recorded import write_run
 from support.recorded_sessions import SHOWN, write_image_store, write_store, write_tokenizer
@@ -41,20 +41,6 @@ def serving(browser: Browser, *locations: Path, tokenizer: Path | None = None) -
             browser.call("Page.navigate", url="about:blank")  # its page asks the server again and again
             server.shutdown()
             thread.join()
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(started) -> Iterator[Browser]:
-    """A browser whose pages must have thrown nothing, and tried nothing that their policy refuses."""
-    started.errors.clear()
-    yield started
-    assert started.errors == []
 
 
 def read(browser: Browser, selector: str = "main") -> str:
@@ -140,20 +126,20 @@ def test_turns_of_a_live_store_appear_beside_a_run(browser, tmp_path):
     store.close()
 
 
-def test_an_image_is_shown_where_it_stands_or_its_hash_is(started, tmp_path):
+def test_an_image_is_shown_where_it_stands_or_its_hash_is(started_browser, tmp_path):
     asyncio.run(write_image_store(tmp_path / "store"))
-    with serving(started, tmp_path / "store") as url:
-        started.open(f"{url}#rollout/0/0/0")
-        started.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
-        parts = started.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
+    with serving(started_browser, tmp_path / "store") as url:
+        started_browser.open(f"{url}#rollout/0/0/0")
+        started_browser.wait("document.querySelector('.message.user img')?.naturalWidth > 0")
+        parts = started_browser.run("[...document.querySelector('.message.user').children].map((node) => node.tagName)")
         assert parts == ["HEADER", "PRE", "FIGURE", "PRE"]
     with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as connection:
         connection.execute("DELETE FROM session_blobs WHERE kind = 'image'")
     connection.close()
-    with serving(started, tmp_path / "store") as url:
-        started.open(f"{url}#rollout/0/0/0")
-        started.wait("document.querySelector('.message.user img') === null")
-        assert f"image {CAT.sha256}, whose file is not there · 4 ids" in read(started, ".message.user")
+    with serving(started_browser, tmp_path / "store") as url:
+        started_browser.open(f"{url}#rollout/0/0/0")
+        started_browser.wait("document.querySelector('.message.user img') === null")
+        assert f"image {CAT.sha256}, whose file is not there · 4 ids" in read(started_browser, ".message.user")
 
 
 def test_an_export_of_a_store_opens_without_a_server(browser, tmp_path):

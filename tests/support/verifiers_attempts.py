@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.gateways import running_gateway, scripted
-from unbroken.client import AsyncClient
-from unbroken.gateway.hosting import hosted
+from support.attempts import sample_attempts
+from support.gateways import scripted
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Sampler
-from unbroken.runs.config import RolloutConfig
 from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
 
 
@@ -25,18 +22,4 @@ async def sample(
     """A group of problem 0 of `verifiers:NAME`, and the engine that was asked."""
     problems = load(f"verifiers:{name}", **arguments).make(evaluation=True)
     engine: Any = scripted(*replies)
-    renderer: Any = None
-    async with (
-        running_gateway(engine, folder / "store") as gateway,
-        hosted(gateway.app) as url,
-        AsyncClient(url) as client,
-    ):
-        sampler = Sampler(
-            engine=engine,
-            renderer=renderer,
-            config=RolloutConfig(),
-            problems=problems,
-            seed=(0,),
-            sessions=client.sessions,
-        )
-        return await sampler.sample_group(0, size=size), engine
+    return await sample_attempts(folder, engine, problems, size=size), engine

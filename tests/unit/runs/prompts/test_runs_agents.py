@@ -10,11 +10,9 @@ from typing import Any
 import datasets
 import pytest
 
-from support.gateways import running_gateway, scripted
-from unbroken.client import AsyncClient
+from support.attempts import sample_attempts
+from support.gateways import scripted
 from unbroken.errors import InvalidInputError
-from unbroken.gateway.hosting import hosted
-from unbroken.runs.collector import Sampler
 from unbroken.runs.prompts.recipe import Config, ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
@@ -58,22 +56,7 @@ def load(folder: Path, *lines: str) -> Config:
 
 async def sample(folder: Path, config: Config) -> Any:
     problems = ProblemMaker(config).make(config.data, split="train")
-    engine: Any = scripted("7<|im_end|>")
-    async with (
-        running_gateway(engine, folder / "store") as gateway,
-        hosted(gateway.app) as url,
-        AsyncClient(url) as client,
-    ):
-        renderer: Any = None
-        sampler = Sampler(
-            engine=engine,
-            renderer=renderer,
-            config=config.rollouts,
-            problems=problems,
-            seed=(0,),
-            sessions=client.sessions,
-        )
-        return await sampler.sample_group(0, size=2)
+    return await sample_attempts(folder, scripted("7<|im_end|>"), problems, config.rollouts, size=2)
 
 
 async def test_a_function_attempts_the_rows_and_rewards_are_added(folder: Path) -> None:
