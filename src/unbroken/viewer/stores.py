@@ -33,7 +33,7 @@ class StoreRun:
         """Read the store at a location, a folder or a `postgresql://` URL.
 
         Raises:
-            InvalidInputError: there is no store, or `tokenizer` is none.
+            InvalidInputError: there is no store, or `tokenizer` cannot be loaded.
             StoreError: it cannot be read.
         """
         self._reader = open_store_reader(location)

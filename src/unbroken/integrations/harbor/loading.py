@@ -34,7 +34,7 @@ class TerminalTasks:
         """Read the tasks.
 
         Raises:
-            InvalidInputError: there are none, or one cannot be run here.
+            InvalidInputError: the folder has no tasks, or one cannot be run here.
         """
         folders = self._find_evaluated() if evaluation else self._find_trained()
         tasks = [self._runner.read(folder) for folder in folders]

@@ -43,7 +43,7 @@ def choose_reward(found: Mapping[str, Any], key: str) -> tuple[float, dict[str, 
 
 
 def check_reward(value: Any) -> float:
-    """A finite number; raises `ValueError` if it is none."""
+    """A finite number; raises `ValueError` for anything else."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError("a reward must be a finite number")

@@ -52,7 +52,7 @@ class NeMoGymEnv(ToolEnv):
         else `file`, in order.
 
         Raises:
-            InvalidInputError: the URL is none, or the file has no examples of the right form.
+            InvalidInputError: the URL is not valid, or the file has no examples of the right form.
         """
         super().__init__((), (), self._verify)
         is_training = split == "train"

@@ -84,7 +84,7 @@ class StoreReader:
         return self._snapshots.read(select)
 
     def load(self, session_id: str) -> StoredSession | None:
-        """Load a session as of one moment; None if there is none."""
+        """Load a session as of one moment; None if it is unknown."""
         return self._snapshots.read(functools.partial(load_session, session_id))
 
     def load_each(self, session_ids: Sequence[str], work: Callable[[StoredSession], T]) -> dict[str, T]:
@@ -97,7 +97,7 @@ class StoreReader:
         return self._snapshots.read(load)
 
     def load_image(self, sha256: str) -> bytes | None:
-        """Load the file of an image of any session; None if there is none."""
+        """Load the file of an image of any session; None if no session has it."""
         return self._snapshots.read(functools.partial(load_image, sha256))
 
     def list_images(self) -> list[str]:

@@ -266,7 +266,7 @@ class _EncodedCommit:
 
 
 def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
-    """Load a session; None if there is none."""
+    """Load a session; None if it is unknown."""
     cursor.execute(f"SELECT session, {_SESSION} FROM sessions WHERE session_id = ?", (session_id,))
     row = cursor.fetch_one()
     if row is None:
@@ -288,7 +288,7 @@ def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
 
 
 def load_image(sha256: str, cursor: Cursor) -> bytes | None:
-    """Load the file of an image of any session; None if there is none."""
+    """Load the file of an image of any session; None if no session has it."""
     try:
         digest = bytes.fromhex(sha256)
     except ValueError:

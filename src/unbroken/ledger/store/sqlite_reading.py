@@ -3,7 +3,7 @@
 What has to be read depends on the database's log, `sessions.sqlite3-wal`:
 
 log        its index (-shm)    read
-none       -                   the database, as one that nobody changes; again if somebody did
+none       -                   the database, read as unchanging; read again if it changed meanwhile
 there      there               the database and the log, with an index that is read only
 there      none                a copy of both: SQLite would make the index beside them
 
@@ -139,7 +139,7 @@ def _read(connection: sqlite3.Connection, work: Callable[[Cursor], T], *, place:
 
 
 def _sign(path: Path) -> tuple[int, int]:
-    """Time and size of a file; (0, 0) if there is none."""
+    """Time and size of a file; (0, 0) if it does not exist."""
     try:
         stat = path.stat()
     except FileNotFoundError:

@@ -22,7 +22,7 @@ _MAX_MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Limits of each process of a task. There is none on all of them together: that needs a container."""
+    """Limits of each process of a task. All of them together have no limit: that needs a container."""
 
     output_bytes: int = 10_000_000
     """Of the output of a phase that is kept; what comes after it is read and dropped."""
@@ -115,7 +115,7 @@ async def _wait_for_message(control: socket.socket, running: asyncio.Task[int]) 
 
 
 def _receive(control: socket.socket) -> tuple[bytes, socket.socket | None]:
-    """The next message, empty if there is none, and the socket that came with it."""
+    """The next message, empty at the end, and the socket that came with it."""
     try:
         message, sockets, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
     except BlockingIOError:

@@ -69,7 +69,7 @@ class Bubblewrap:
         """Find bwrap, and try it.
 
         Raises:
-            InvalidInputError: there is none, or the kernel does not let it make namespaces.
+            InvalidInputError: bubblewrap is not installed, or the kernel does not let it make namespaces.
         """
         program = shutil.which("bwrap")
         if program is None:
@@ -195,7 +195,7 @@ def make_folder(root: Path, path: str) -> Path:
 
 
 def find_file(root: Path, path: str) -> Path | None:
-    """A regular file of a task's root, None if there is none; one that a link leads to out of the root is not."""
+    """A regular file of a task's root, None if it does not exist or a link leads out of the root."""
     place = (root / path.lstrip("/")).resolve()
     is_regular = place.is_relative_to(root.resolve()) and place.exists() and stat.S_ISREG(place.lstat().st_mode)
     return place if is_regular else None
