@@ -21,9 +21,9 @@ from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.opening import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.retokenising.texts import TemplateTexts
-from unbroken.viewer.reading import RunReader
-from unbroken.viewer.retokenised import retokenise_trajectory
-from unbroken.viewer.stores import StoreRun
+from unbroken.viewer.sources.retokenised import retokenise_trajectory
+from unbroken.viewer.sources.runs import RunReader
+from unbroken.viewer.sources.stores import StoreRun
 
 MAX_RUNS = 4
 _PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9})(/retokenised)?)?)?", re.ASCII)

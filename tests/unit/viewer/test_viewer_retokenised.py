@@ -23,8 +23,8 @@ from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.types import SamplingParams
-from unbroken.viewer.retokenised import load_template_texts, retokenise_trajectory
-from unbroken.viewer.trajectories import describe_trajectory
+from unbroken.viewer.sources.retokenised import load_template_texts, retokenise_trajectory
+from unbroken.viewer.sources.trajectories import describe_trajectory
 
 COMPACT = '<tool_call>\n{"name":"lookup","arguments":{"key":"raka"}}\n</tool_call><|im_end|>'
 BROKEN = "<tool_call>\n{broken\n</tool_call><|im_end|>"

@@ -23,7 +23,7 @@ from support.sessions import make_commit, make_session
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
 from unbroken.viewer.resources import open_runs
-from unbroken.viewer.stores import PAGE_SIZE
+from unbroken.viewer.sources.stores import PAGE_SIZE
 
 
 def read_tree(folder: Path) -> dict[Path, tuple[int, bytes]]:

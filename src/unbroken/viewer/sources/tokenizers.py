@@ -10,8 +10,8 @@ from threading import Lock
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.token_texts import TokenTexts
 from unbroken.retokenising.texts import TemplateTexts
-from unbroken.viewer.recipe import read_recipe
-from unbroken.viewer.retokenised import load_template_texts
+from unbroken.viewer.sources.recipe import read_recipe
+from unbroken.viewer.sources.retokenised import load_template_texts
 
 _FILE = "tokenizer.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -20,8 +20,8 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.encoding.token_texts import TokenTexts
 from unbroken.runs.records.paths import describe_path, find_runs
 from unbroken.types import NO_VERSION
-from unbroken.viewer.steps import summarize
-from unbroken.viewer.trajectories import describe_trajectory
+from unbroken.viewer.sources.steps import summarize
+from unbroken.viewer.sources.trajectories import describe_trajectory
 
 _MAX_NOTE = 120
 """Characters of a session's metadata that a list has."""

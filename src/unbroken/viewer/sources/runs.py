@@ -15,11 +15,11 @@ from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.store.sqlite_reading import is_running
 from unbroken.retokenising.texts import TemplateTexts
 from unbroken.runs.records.files import FOLDER, find_records, read_record
-from unbroken.viewer.numbers import make_columns, read_lines
-from unbroken.viewer.recipe import RECIPE_FILE, read_recipe
-from unbroken.viewer.steps import StepFiles
-from unbroken.viewer.tokenizers import Tokenizers
-from unbroken.viewer.trajectories import describe_trajectory
+from unbroken.viewer.sources.numbers import make_columns, read_lines
+from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
+from unbroken.viewer.sources.steps import StepFiles
+from unbroken.viewer.sources.tokenizers import Tokenizers
+from unbroken.viewer.sources.trajectories import describe_trajectory
 
 _METRICS = Path("metrics") / "metrics.jsonl"
 _EVALUATIONS = Path("evaluation.jsonl")

@@ -20,9 +20,9 @@ from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rendering.encoding.token_texts import TokenTexts
 from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.record import RecordedRow, make_record
-from unbroken.viewer.reading import RunReader
 from unbroken.viewer.resources import open_runs
-from unbroken.viewer.trajectories import describe_trajectory, find_forks, match_turns
+from unbroken.viewer.sources.runs import RunReader
+from unbroken.viewer.sources.trajectories import describe_trajectory, find_forks, match_turns
 
 
 def read_tree(folder):

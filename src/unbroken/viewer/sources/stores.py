@@ -16,10 +16,10 @@ from unbroken.ledger.records import SessionRecord, SessionStatus
 from unbroken.ledger.store.opening import is_postgres_url, open_store_reader
 from unbroken.ledger.store.reading import ListedSession
 from unbroken.retokenising.texts import TemplateTexts
-from unbroken.viewer.recipe import RECIPE_FILE, read_recipe
-from unbroken.viewer.sessions import describe_session, get_model, summarize_session
-from unbroken.viewer.steps import MAX_TEXT
-from unbroken.viewer.tokenizers import Tokenizers
+from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
+from unbroken.viewer.sources.sessions import describe_session, get_model, summarize_session
+from unbroken.viewer.sources.steps import MAX_TEXT
+from unbroken.viewer.sources.tokenizers import Tokenizers
 
 PAGE_SIZE = 100
 _MAX_LINES = 2000
