@@ -400,13 +400,16 @@ def test_no_link_is_followed_out_of_a_root(tmp_path: Path) -> None:
 @needs_bubblewrap
 def test_a_killed_runner_leaves_no_process(tmp_path: Path, mark: int) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); "
-        f"from unit_harbor import attempt; asyncio.run(attempt(Path(sys.argv[1]), 'sleep {mark}1'))"
+        "import asyncio, runpy, sys; from pathlib import Path; attempt = runpy.run_path(sys.argv[1])['attempt']; "
+        f"asyncio.run(attempt(Path(sys.argv[2]), 'sleep {mark}1'))"
     )
     task = write_task(tmp_path / "task")
-    (tmp_path / "unit_harbor.py").write_text(Path(__file__).read_text())
-    variables = {**os.environ, "TMPDIR": str(tmp_path)}  # where its folders stay behind
-    process = subprocess.Popen([sys.executable, "-c", code, str(task), str(tmp_path)], env=variables)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(tmp_path),  # where its folders stay behind
+    }
+    process = subprocess.Popen([sys.executable, "-c", code, __file__, str(task)], env=variables)
     deadline = time.monotonic() + 60
     while not _list_sleeping(mark):
         assert time.monotonic() < deadline
