@@ -200,22 +200,22 @@ rewards = [{{ function = "rewards.py:right" }}]
         assert line["reward/mean"] == 6
 
 
-def train_on_counter(folder: Path, model: Path, url: str) -> None:
-    """Train on two examples of a counter, of which one is right without a call."""
+def train_on_counter(folder: Path, model: Path, url: str) -> list[float]:
+    """The mean rewards of training on two examples of a counter, of which one is right without a call."""
     file = save_examples(folder, make_example(start=7, expected=7), make_example(start=3, expected=7))
     recipe = read_page("NeMo Gym").replace("http://127.0.0.1:8000", url).replace("example.jsonl", str(file), 1)
-    assert [line["reward/mean"] for line in train(folder, model, recipe)] == [0.5, 0.5]
+    return [line["reward/mean"] for line in train(folder, model, recipe)]
 
 
 def test_nemo_gym(tmp_path, model):
     with serve_script([sys.executable, str(SUPPORT / "nemo_gym_server.py")]) as url:
-        train_on_counter(tmp_path, model, url)
+        assert train_on_counter(tmp_path, model, url) == [0.5, 0.5]
 
 
 @pytest.mark.clients
 def test_nemo_gym_with_a_server_of_the_package(tmp_path, model):
     with serve_package("example_session_state_mgmt") as url:
-        train_on_counter(tmp_path, model, url)
+        assert train_on_counter(tmp_path, model, url) == [0.5, 0.5]
 
 
 @pytest.mark.clients

@@ -85,10 +85,10 @@ async def play_responses(agent: httpx.AsyncClient, stream: bool, keep: Callable[
         "prompt_cache_key": "k",
         "client_metadata": {"turn": "{}"},
     }
-    told = (("developer", "You are an agent."), ("developer", "Skills: none."), ("user", "Today."), ("user", "Look."))
+    given = (("developer", "You are an agent."), ("developer", "Skills: none."), ("user", "Today."), ("user", "Look."))
     items: list[dict[str, Any]] = [
         {"type": "message", "id": f"msg_{k}", "role": role, "content": [{"type": "input_text", "text": text}]}
-        for k, (role, text) in enumerate(told)
+        for k, (role, text) in enumerate(given)
     ]
     for _ in REPLIES:
         response = await ask(agent, RESPONSES, {**fields, "input": items}, stream=stream)

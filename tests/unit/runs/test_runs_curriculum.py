@@ -118,20 +118,20 @@ import json
 
 class Twice:
     def __init__(self, part):
-        self.told, self.next = [], 0
+        self.results, self.next = [], 0
 
     def choose(self):
         self.next += 1
         return (self.next - 1) // 2
 
     def tell(self, problem, group):
-        self.told.append([problem, group.group_id])
+        self.results.append([problem, group.group_id])
 
     def state(self):
-        return {"told": self.told, "next": self.next}
+        return {"results": self.results, "next": self.next}
 
     def restore(self, state):
-        self.told, self.next = state["told"], state["next"]
+        self.results, self.next = state["results"], state["next"]
 
 def make(part):
     assert part.num_problems is None and part.rank.num_processes == 1
@@ -149,6 +149,6 @@ def test_a_run_has_a_curriculum_by_name_and_goes_on_with_it(tmp_path, max_stalen
         assert main([*words, f"--loop.num-steps={num_steps}"]) == 0
     (state,) = (tmp_path / "run" / "checkpoints").glob("step-00000004/state.json")
     (process,) = json.loads(state.read_text())["processes"]
-    told = process["extra"]["groups"]["choices"]["curriculum"]["told"]
-    assert sorted(problem for problem, _ in told) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len({group for _, group in told}) == 8
+    results = process["extra"]["groups"]["choices"]["curriculum"]["results"]
+    assert sorted(problem for problem, _ in results) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({group for _, group in results}) == 8

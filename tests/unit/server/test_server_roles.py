@@ -61,18 +61,18 @@ def test_malformed_messages_pass_unchanged(message: Any) -> None:
 async def test_no_dialect_loses_a_developer_message() -> None:
     engine = scripted_engine("ok<|im_end|>")
     app = make_app(engine)
-    told = [{"role": "developer", "content": "Be brief."}, USER]
+    given = [{"role": "developer", "content": "Be brief."}, USER]
     async with asgi_client(app) as client:
         for path, body in (
-            ("/v1/chat/completions", {"messages": told}),
-            (RESPONSES, {"input": told}),
-            (MESSAGES, {"max_tokens": 9, "messages": [{**told[0], "role": "system"}, USER]}),
+            ("/v1/chat/completions", {"messages": given}),
+            (RESPONSES, {"input": given}),
+            (MESSAGES, {"max_tokens": 9, "messages": [{**given[0], "role": "system"}, USER]}),
         ):
             assert (await client.post(path, json=body)).status_code == 200
-        tokens = (await client.post("/tokenize", json={"messages": told})).json()["tokens"]
+        tokens = (await client.post("/tokenize", json={"messages": given})).json()["tokens"]
         metrics = (await client.get("/metrics")).text
     expected = server_tokenizer().apply_chat_template(
-        [{**told[0], "role": "system"}, USER], add_generation_prompt=True
+        [{**given[0], "role": "system"}, USER], add_generation_prompt=True
     )["input_ids"]
     assert [request.prompt_ids.tolist() for request in engine.requests] == [expected] * 3
     assert tokens == expected

@@ -22,18 +22,18 @@ from unbroken.training.filling import StepFiller
 
 
 class Choosing(TurnSource):
-    """Each problem is one more than the last, and a hundred times the number of groups that were told."""
+    """Each problem is one more than the last, and a hundred times the number of results so far."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.chosen: dict[int, int] = {}
-        self.told: list[int] = []
+        self.recorded: list[int] = []
         self.count = 0
         self.seen: dict[int, set[int]] = {}
 
     async def sample(self, number: int) -> TrajectoryGroup:
         if number not in self.chosen:
-            self.chosen[number] = 100 * len(self.told) + self.count
+            self.chosen[number] = 100 * len(self.recorded) + self.count
             self.count += 1
         self.seen.setdefault(number, set()).add(self.chosen[number])
         return await super().sample(number)
@@ -41,13 +41,13 @@ class Choosing(TurnSource):
     def tell(self, number: int, group: TrajectoryGroup) -> None:
         assert group.group_id == str(number)
         del self.chosen[number]
-        self.told.append(number)
+        self.recorded.append(number)
 
     def choices(self) -> Mapping[str, Any]:
-        return {"chosen": [list(pair) for pair in self.chosen.items()], "told": self.told, "count": self.count}
+        return {"chosen": [list(pair) for pair in self.chosen.items()], "recorded": self.recorded, "count": self.count}
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
-        self.chosen, self.told, self.count = dict(choices["chosen"]), choices["told"], choices["count"]
+        self.chosen, self.recorded, self.count = dict(choices["chosen"]), choices["recorded"], choices["count"]
 
 
 def has_variance(each: TrajectoryGroup) -> bool:
@@ -94,7 +94,7 @@ def test_an_asynchronous_run_that_goes_on_samples_the_same_problems_and_tells_ea
     numbers.restore(state)
     run(second, again, first_step=len(maker.states), numbers=numbers)
     done = sorted(maker.trained + maker.replaced + again.trained + again.replaced)
-    assert sorted(second.told) == done == list(range(len(done)))
+    assert sorted(second.recorded) == done == list(range(len(done)))
     for number, problem in state["choices"]["chosen"]:
         assert second.seen.get(number, {problem}) == {problem}
     assert all(len(problems) == 1 for problems in [*first.seen.values(), *second.seen.values()])
@@ -119,16 +119,16 @@ async def test_a_synchronous_step_that_is_collected_again_tells_each_group_once(
     source = make(1, 3)
     filler = StepFiller(source, GroupNumbers(9, chooser=source), has_variance=has_variance, max_replaced=3)
     for _ in range(3):
-        before = len(source.told)
+        before = len(source.recorded)
         await filler.collect()
-        await filler.collect()  # as after an outage: what the first one told is taken back
+        await filler.collect()  # as after an outage: what the first one recorded is taken back
         filled = filler.take()
-        assert len(source.told) == before + len(filled.groups) + len(filled.replaced)
-    assert sorted(source.told) == list(range(len(source.told)))
+        assert len(source.recorded) == before + len(filled.groups) + len(filled.replaced)
+    assert sorted(source.recorded) == list(range(len(source.recorded)))
     state = filler.numbers.state()
     other = make(2, 3)
     numbers = GroupNumbers(12, chooser=other)
     numbers.restore(state)
-    assert other.told == source.told
+    assert other.recorded == source.recorded
     with pytest.raises(CheckpointError, match="began with a curriculum and cannot continue without"):
         GroupNumbers(12).restore(state)

@@ -75,16 +75,16 @@ async def test_a_record_is_compared_as_its_rollout(replies):
 
 async def test_of_a_rewritten_history_the_last_branch_is_compared_with_its_own_messages():
     subject = subject_of(templates.QWEN)
-    told = [
+    rewritten = [
         {"role": "user", "content": "Hi."},
         {"role": "assistant", "content": "Told."},
         {"role": "user", "content": ""},
     ]
-    shown = show(await play(subject, ScriptedEnv([Rewrite(messages=told)]), ANSWER, ANSWER))
+    shown = show(await play(subject, ScriptedEnv([Rewrite(messages=rewritten)]), ANSWER, ANSWER))
     first, last = retokenise_trajectory(shown, subject)["rows"]
     assert first["problem"].startswith("Of branches before the last one")
     assert last["changes"] == []
-    shown["record"]["messages"] = told[:1]
+    shown["record"]["messages"] = rewritten[:1]
     assert "are not the same" in retokenise_trajectory(shown, subject)["rows"][1]["problem"]
 
 
@@ -122,7 +122,7 @@ async def test_what_cannot_be_compared_says_why():
 @pytest.mark.parametrize(
     "change",
     [{"rows": [make_row([1, 2, 2**40], num_prompt=2)]}, {"messages": [3, {"role": "assistant"}]}, {"turns": [{}]}],
-    ids=["an id that does not exist", "a message that is none", "a turn without a message"],
+    ids=["an id that does not exist", "a message that is a number", "a turn without a message"],
 )
 def test_a_damaged_record_is_not_compared_and_ends_nothing(change):
     subject = subject_of(templates.QWEN)

@@ -46,8 +46,8 @@ class AgentSession:
         """A word of a command with its placeholders filled in.
 
         They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, and `{NAME}` for each text of the task, such as
-        `{instruction}`. All other braces stay as they are. There is none for the key, which other users of the machine
-        could see: programs find it in their environment.
+        `{instruction}`. All other braces stay as they are. The key has no placeholder, as other users of the
+        machine could see it: programs find it in their environment.
         """
         values = {name: value for name, value in self.task.items() if isinstance(value, str)}
         values |= {

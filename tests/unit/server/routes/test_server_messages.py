@@ -92,13 +92,13 @@ async def test_thinking_is_left_out_where_it_is_disabled_and_sealed_where_it_is_
     assert [one["type"] for one in (await ask(REPLY, thinking={"type": "disabled"}))["content"]] == ["text"]
     omitted = (await ask(REPLY, thinking={"type": "adaptive", "display": "omitted"}))["content"][0]
     assert omitted["thinking"] == ""
-    told: list[list[int]] = []
+    prompts: list[list[int]] = []
     for block in (omitted, {"type": "thinking", "thinking": "hm é😀", "signature": ""}):
         engine = scripted_engine("ok<|im_end|>")
         history = [*USER, *turn(block, role="assistant"), *USER]
         await ask("", engine, messages=history, tools=TOOLS)
-        told.append(engine.requests[0].prompt_ids.tolist())
-    assert told[0] == told[1]
+        prompts.append(engine.requests[0].prompt_ids.tolist())
+    assert prompts[0] == prompts[1]
 
 
 async def test_thinking_disabled_is_an_option_of_templates_that_know_it() -> None:
