@@ -108,9 +108,10 @@ def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
     for name in report.about.unread_options:
         print(f"unbroken: warning: the template never reads the option {make_printable(name)!r}", file=sys.stderr)
     if arguments.html is not None:
-        from unbroken.audit.output.html import write_page
+        from unbroken.audit.output.html import to_html
+        from unbroken.viewer.reports import write_page
 
-        write_file(arguments.html, lambda: write_page(report, arguments.html))
+        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
         return

@@ -141,11 +141,12 @@ async def _make_report(
 
 
 def _show_report(report: DriftReport, arguments: argparse.Namespace) -> None:
-    from unbroken.drift.html import write_page
+    from unbroken.drift.html import to_html
     from unbroken.drift.text import to_row, to_text
+    from unbroken.viewer.reports import write_page
 
     if arguments.html is not None:
-        write_file(arguments.html, lambda: write_page(report, arguments.html))
+        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
     elif arguments.row:

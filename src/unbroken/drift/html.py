@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from unbroken.audit.output.html import make_tokens
 from unbroken.audit.output.text import format_percent
 from unbroken.drift.report import DriftReport
 from unbroken.drift.text import CAUSE_WORDS, describe_left_out, make_sentence
 from unbroken.viewer.reports import render_report
-
-
-def write_page(report: DriftReport, file: Path) -> None:
-    """Write the page, and create its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_html(report), encoding="utf-8")
 
 
 def to_html(report: DriftReport) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -35,6 +36,12 @@ def render_report(package: str, name: str, **values: Any) -> str:
     environment.filters.update(visible=make_printable, sha256=_hash)
     style = _join(_STYLES, "report.css")
     return environment.get_template(name).render(style=style, script=_join(_SCRIPTS, "report.js"), **values)
+
+
+def write_page(file: Path, page: str) -> None:
+    """Write a page, and create its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding="utf-8")
 
 
 def make_token(

@@ -12,7 +12,7 @@ from support import templates
 from support.audits import subject_of
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
-from unbroken.audit.output.html import to_html, write_page
+from unbroken.audit.output.html import to_html
 from unbroken.audit.output.text import to_text
 from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, TemplateKind, Verdict
 from unbroken.audit.run import run_audit
@@ -21,6 +21,7 @@ from unbroken.audit.table import find_templates, make_table, name_template
 from unbroken.audit.verdict import find_verdict
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.viewer.reports import write_page
 
 CONFIG = AuditConfig(num_conversations=30)
 FORBIDDEN = "<script>alert('audit')</script>"
@@ -94,7 +95,7 @@ def test_text_from_outside_cannot_move_a_terminals_cursor(hostile: AuditReport) 
 
 
 def test_the_page_opens_offline_and_shows_both_sequences(report: AuditReport, tmp_path: Path) -> None:
-    write_page(report, tmp_path / "new" / "audit.html")
+    write_page(tmp_path / "new" / "audit.html", to_html(report))
     page = Page((tmp_path / "new" / "audit.html").read_text("utf-8"))
     assert page.loads == []
     assert "fit" in page.classes

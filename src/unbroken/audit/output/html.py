@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from unbroken.audit.output.text import (
@@ -23,12 +22,6 @@ _VERDICT_WORDS = {
     Verdict.UNFIT: "NOT USABLE",
     Verdict.UNDECIDED: "UNDECIDED",
 }
-
-
-def write_page(report: AuditReport, file: Path) -> None:
-    """Write the page, and create its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_html(report), encoding="utf-8")
 
 
 def to_html(report: AuditReport) -> str:
