@@ -9,19 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.env_rollouts import call, play_env, texts
-from support.fake_renderer import END, FakeRenderer, encode
+from support.env_rollouts import call, fail_env, play_env, texts
 from support.packed_sender import free_port
 from support.server_processes import serve_openenv
-from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EnvServerError, InvalidInputError
 from unbroken.integrations.openenv import OpenEnv, OpenEnvTools
 from unbroken.rollout.env import Env
 from unbroken.rollout.limits import Limits
-from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.seeds import derive_problem_seed
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.types import SamplingParams
 
 websockets = pytest.importorskip("websockets.asyncio.server", reason="needs websockets", exc_type=ModuleNotFoundError)
 
@@ -91,14 +87,7 @@ async def test_a_server_that_stays_full_is_an_error(text_url):
 )
 async def test_fields_that_the_server_does_not_have_are_named(text_url, settings, message):
     env = OpenEnv(text_url, **settings)
-    trajectory = await run_rollout(
-        env,
-        engine=ScriptedEngine([[*encode("1"), END]]),
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(max_tokens=9),
-        limits=Limits(),
-    )
-    assert trajectory.status is TrajectoryStatus.FAILED
+    trajectory = await fail_env(env)
     assert isinstance(trajectory.error, EnvServerError)
     assert re.search(message, str(trajectory.error))
 
@@ -141,6 +130,10 @@ async def test_a_server_that_is_not_there_is_named():
         (["[1]"], "must answer with an observation, got"),
         (['{"type": "error", "data": {"message": "on fire", "code": "SESSION_ERROR"}}'], "SESSION_ERROR: on fire"),
         ([], "did not answer: ConnectionClosed"),
+        (
+            ['{"type": "observation", "data": {"observation": {}, "reward": "much"}}'],
+            "must give a finite number as reward, got 'much'",
+        ),
         (['{"type": "observation", "data": {"observation": {}, "done": true}}'], "ended the episode at its reset"),
     ],
 )
@@ -172,7 +165,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_the_next_one():
         port = server.sockets[0].getsockname()[1]
         env = OpenEnv(f"http://127.0.0.1:{port}", action="message", timeout_s=0.1)
         await env.start()
-        with pytest.raises(EnvServerError, match="did not answer: TimeoutError"):
+        with pytest.raises(EnvServerError, match=r"did not answer within 0\.1 s"):
             await env._episode.client.step({})
         await asyncio.sleep(0.4)
         with pytest.raises(EnvServerError, match="still owes an answer"):
