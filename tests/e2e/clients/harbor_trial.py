@@ -24,7 +24,8 @@ from harbor.agents.installed.mini_swe_agent import MiniSweAgent
 from harbor.environments.base import BaseEnvironment, ExecResult
 
 from unbroken.integrations.harbor.containers import ContainerConfig, ContainerRunner
-from unbroken.integrations.harbor.local.sandbox import Bubblewrap, make_folder
+from unbroken.integrations.harbor.local.files import make_folder
+from unbroken.integrations.harbor.local.sandbox import Bubblewrap
 from unbroken.rollout.agents.session import AgentSession
 
 SCRIPT = Path(__file__).parents[2] / "support" / "terminal_agent.py"

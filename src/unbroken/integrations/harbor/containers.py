@@ -136,7 +136,7 @@ class ContainerRunner:
                 ),
                 environment=self._models.EnvironmentConfig(**self._config.environment),
             )
-        except ValueError as error:  # pydantic's, too
+        except (TypeError, ValueError) as error:  # pydantic's, too; TypeError: a field that is set here
             raise InvalidInputError(f"environment_arguments.containers must be as Harbor's config: {error}") from error
 
 

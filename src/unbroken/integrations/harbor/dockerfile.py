@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from unbroken.errors import InvalidInputError
 from unbroken.integrations.harbor.findings import Findings
 
 _NO_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL", "CMD", "VOLUME"})
 """They change no file, or Harbor replaces them too."""
 _VARIABLE = re.compile(r"\\?\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_OTHER_VARIABLE = re.compile(r"(?<!\\)\$\{(?!\w+(?::-[^}]*)?\})[^}]*\}?")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where programs are looked for, unless the Dockerfile says otherwise."""
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz", ".tbz2")
@@ -64,8 +66,16 @@ class _Reader:
 
     def read(self, instruction: str, rest: str) -> None:
         method = getattr(self, f"_read_{instruction.lower()}", None)
+        if method is not None and not rest:
+            raise self.findings.fail(f"its Dockerfile has {instruction} without anything after it")
         if method is not None:
-            method(rest)
+            try:
+                method(rest)
+            except InvalidInputError:
+                raise
+            except ValueError as error:  # quotes that do not end
+                shown = f"{instruction} {rest[:60]}"
+                raise self.findings.fail(f"its Dockerfile has {shown}, which cannot be read: {error}") from None
         elif instruction not in _NO_EFFECT:
             self.findings.refuse(instruction, f"the Dockerfile's instruction {instruction} {rest[:60]}")
 
@@ -79,8 +89,11 @@ class _Reader:
         self.workdir = posixpath.normpath(posixpath.join(self.workdir, self._substitute(rest)))
 
     def _read_arg(self, rest: str) -> None:
-        name, _, value = rest.partition("=")
-        self.arguments[name.strip()] = self._substitute("".join(shlex.split(value)))
+        name, has_default, value = rest.partition("=")
+        if has_default:
+            self.arguments[name.strip()] = self._substitute("".join(shlex.split(value)))
+        else:
+            self.arguments.setdefault(name.strip(), "")
 
     def _read_env(self, rest: str) -> None:
         first = rest.split(None, 1)
@@ -136,6 +149,9 @@ class _Reader:
             name = found[1] or found[3]
             return self.variables.get(name) or self.arguments.get(name) or found[2] or ""
 
+        unread = _OTHER_VARIABLE.search(text)
+        if unread is not None:
+            raise self.findings.fail(f"its Dockerfile has {unread[0]}, a form of a variable that is not read")
         return _VARIABLE.sub(value, text)
 
 
@@ -152,7 +168,15 @@ def read_dockerfile(text: str, findings: Findings) -> Plan:
 
 
 def _split_instructions(text: str, findings: Findings) -> Iterator[tuple[str, str]]:
-    """The instructions, with their lines joined."""
+    for joined in _join_lines(text, findings):
+        instruction, *rest = joined.split(None, 1)
+        if rest and re.search(r"<<-?[\"']?\w", rest[0]):
+            raise findings.fail(f"its Dockerfile has a here-document in {joined[:60]!r}, which is not read")
+        yield instruction.upper(), rest[0].strip() if rest else ""
+
+
+def _join_lines(text: str, findings: Findings) -> Iterator[str]:
+    """Each instruction as one line, without comments and empty lines."""
     joined = ""
     for line in text.splitlines():
         stripped = line.strip()
@@ -160,16 +184,16 @@ def _split_instructions(text: str, findings: Findings) -> Iterator[tuple[str, st
             if re.match(r"#\s*escape\s*=", stripped):
                 raise findings.fail("its Dockerfile sets another escape character, which is not read")
             continue
+        if not stripped:
+            continue
         joined += stripped
         if joined.endswith("\\"):
             joined = joined[:-1].rstrip() + " "
             continue
-        if joined:
-            instruction, _, rest = joined.partition(" ")
-            if re.search(r"<<-?[\"']?\w", rest):
-                raise findings.fail(f"its Dockerfile has a here-document in {joined[:60]!r}, which is not read")
-            yield instruction.upper(), rest.strip()
+        yield joined
         joined = ""
+    if joined.strip():
+        yield joined
 
 
 def _split_options(rest: str) -> tuple[dict[str, str], list[str]]:

@@ -93,7 +93,7 @@ def read_fields(table: Mapping[str, Any], findings: Findings, *, host: Mapping[s
     if version.split(".")[0] != "1":
         raise findings.fail(f"task.toml must have schema version 1, got {version!r}")
     for name, value in _list_fields(table):
-        _sort_out(name, value, findings)
+        _check_field(name, value, findings)
     baseline = reader.network("environment") or reader.legacy_network() or NetworkMode.PUBLIC
     package = table.get("task")
     return TaskFields(
@@ -119,7 +119,7 @@ def _list_fields(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _sort_out(name: str, value: Any, findings: Findings) -> None:
+def _check_field(name: str, value: Any, findings: Findings) -> None:
     if name in _HONOURED or name in _DESCRIPTIVE:
         return
     if name in _NOTED:
@@ -161,6 +161,8 @@ class _Reader:
 
     def legacy_network(self) -> NetworkMode | None:
         allowed = self._get("environment", "allow_internet", None)
+        if not (allowed is None or isinstance(allowed, bool)):
+            raise self.findings.fail(f"environment.allow_internet must be true or false, got {allowed!r}")
         return None if allowed is None else NetworkMode.PUBLIC if allowed else NetworkMode.NO_NETWORK
 
     def workdir(self) -> str | None:

@@ -44,7 +44,10 @@ def choose_reward(found: Mapping[str, Any], key: str) -> tuple[float, dict[str, 
 
 def check_reward(value: Any) -> float:
     """A finite number; raises `ValueError` for anything else."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError("a reward must be a finite number")
+        raise ValueError(f"a reward must be a finite number, got {repr(value)[:100]}")
     return number

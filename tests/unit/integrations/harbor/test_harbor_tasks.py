@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.terminal_tasks import INSTRUCTION, TASK_TOML, write_task
+from support.terminal_tasks import INSTRUCTION, TASK_TOML, needs_bubblewrap, write_task
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.harbor import find_task_folders, read_task
+from unbroken.integrations.harbor import (
+    LocalRunner,
+    TerminalConfig,
+    TerminalTasks,
+    find_task_folders,
+    read_task,
+)
 from unbroken.integrations.harbor.dockerfile import DEFAULT_PATH, Copy, Run
 from unbroken.integrations.harbor.fields import NetworkMode
 from unbroken.integrations.harbor.task import describe_files
@@ -111,6 +118,10 @@ def test_a_field_that_asks_for_more_is_refused_by_name_unless_it_is_accepted(
         ({"Dockerfile": "FROM a\nADD https://a.b/c /y"}, "has ADD"),
         ({"Dockerfile": "FROM a\nUSER joe"}, "has USER"),
         ({"Dockerfile": "FROM a\nENTRYPOINT x"}, "has ENTRYPOINT"),
+        ({"Dockerfile": "FROM a\nENV A='x"}, "its Dockerfile has ENV A='x, which cannot be read: No closing quotation"),
+        ({"Dockerfile": "FROM a\nENV"}, "its Dockerfile has ENV without anything after it"),
+        ({"Dockerfile": "FROM a\nENV A=${B:+c}"}, "its Dockerfile has ${B:+c}, a form of a variable that is not read"),
+        ({"task_toml": '[environment]\nallow_internet = "no"'}, "allow_internet must be true or false, got 'no'"),
         ({"Dockerfile": "FROM a\nRUN <<EOF\nls\nEOF"}, "a here-document"),
     ],
 )
@@ -143,8 +154,10 @@ def test_a_link_that_leads_out_of_the_task_is_refused(tmp_path: Path, name: str)
 def test_a_dockerfile_becomes_steps_with_their_folder_and_variables(tmp_path: Path) -> None:
     text = """
 # syntax=docker/dockerfile:1
+ARG SUITE=stable
 FROM python:3.13 AS base
 ARG VERSION=3
+ARG SUITE
 ENV NAME=value OTHER="two words"
 ENV OLD form of it
 ENV PATH=/opt/bin:$PATH
@@ -154,21 +167,25 @@ COPY --chmod=755 a.txt b.txt ./
 COPY ["c.txt", "/data/${NAME}-${VERSION}.txt"]
 RUN make \\
     # a comment between
+
+
     all
-RUN ["ls", "-l"]
+RUN\t["ls", "-l"]
 LABEL a=b
 EXPOSE 80
 CMD ["bash"]
-"""
+RUN last \\"""
     plan = read_task(write_task(tmp_path / "t", Dockerfile=text)).plan
-    copied, renamed, make, listed = plan.steps
+    copied, renamed, make, listed, last = plan.steps
     assert copied == Copy(sources=("a.txt", "b.txt"), destination="/app/sub/", mode=0o755)
     assert renamed == Copy(sources=("c.txt",), destination="/data/value-3.txt")
     assert isinstance(make, Run)
     assert (make.words, make.workdir) == (("/bin/sh", "-c", "make all"), "/app/sub")
-    assert make.variables["VERSION"] == "3"
+    assert (make.variables["VERSION"], make.variables["SUITE"]) == ("3", "stable")
     assert isinstance(listed, Run)
     assert listed.words == ("ls", "-l")
+    assert isinstance(last, Run)
+    assert last.words == ("/bin/sh", "-c", "last")
     assert (plan.workdir, plan.variables["OTHER"], plan.variables["OLD"]) == ("/app/sub", "two words", "form of it")
     assert plan.variables["PATH"] == f"/opt/bin:{DEFAULT_PATH}"
     assert "VERSION" not in plan.variables
@@ -193,3 +210,36 @@ def test_a_digest_says_whether_a_file_of_a_task_changed(tmp_path: Path) -> None:
     assert describe_files(first) == describe_files(second)
     write_task(second, task_toml=TASK_TOML + "\n")
     assert describe_files(first) != describe_files(second)
+
+
+@needs_bubblewrap
+def test_tasks_are_split_for_evaluation_and_their_time_must_fit(tmp_path: Path) -> None:
+    for name in ("data/a", "data/b", "data/held-c", "other/d"):
+        write_task(tmp_path / name)
+
+    def split(**config: Any) -> list[int]:
+        made = TerminalConfig(**config)
+        tasks = TerminalTasks(tmp_path / "data", LocalRunner(["bash"], config=made), made, max_attempt_s=600)
+        return [len(tasks.rows(evaluation=evaluation)) for evaluation in (False, True)]
+
+    assert split() == [3, 3]
+    assert split(evaluation_tasks=("held-*",)) == [2, 1]
+    assert split(evaluation=Path("../other"), tasks=("a",)) == [1, 1]
+    with pytest.raises(InvalidInputError, match="evaluation_tasks must leave tasks to train on"):
+        split(evaluation_tasks=("*",))
+    config = TerminalConfig()
+    tasks = TerminalTasks(tmp_path / "data", LocalRunner(["bash"], config=config), config, max_attempt_s=60)
+    with pytest.raises(InvalidInputError, match=r"rollouts\.limits\.timeout_s must be longer than the agent of task"):
+        tasks.rows(evaluation=False)
+
+
+@needs_bubblewrap
+def test_what_does_not_hold_here_is_logged_once_for_all_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = LocalRunner(["bash"])
+    for name in ("a", "b"):
+        (write_task(tmp_path / name) / "solution" / "solve.sh").unlink()
+        runner.read(tmp_path / name)
+    assert caplog.messages == [
+        "task a, and others like it: FROM ubuntu:24.04: the programs are this machine's",
+        "task a, and others like it: no solution/solve.sh: nothing shows that it can be solved here",
+    ]

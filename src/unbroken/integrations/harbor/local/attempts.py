@@ -8,8 +8,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from unbroken.integrations.harbor.config import Keep, Network, TerminalConfig
 from unbroken.integrations.harbor.fields import NetworkMode
 from unbroken.integrations.harbor.local.bridge import Bridge, move_session
 from unbroken.integrations.harbor.local.building import build_root, check_plan, copy_root
+from unbroken.integrations.harbor.local.files import make_folder, replace_folder
 from unbroken.integrations.harbor.local.processes import Command, run_command
 from unbroken.integrations.harbor.local.programs import find_program
-from unbroken.integrations.harbor.local.sandbox import make_folder, open_sandbox
+from unbroken.integrations.harbor.local.sandbox import open_sandbox
 from unbroken.integrations.harbor.local.verifying import LOG_FOLDERS, Verdict, verify
 from unbroken.integrations.harbor.runner import RunnableTask
 from unbroken.integrations.harbor.task import TerminalTask, read_task
@@ -108,12 +109,12 @@ class LocalRunner:
         Raises:
             TaskError: the environment could not be built, the agent failed before it asked the model, or the verifier
                 failed.
-            InvalidInputError: the agent's program could not be started.
+            InvalidInputError: the agent's program could not be started, or the Dockerfile cannot be followed
+                (`check_plan`).
         """
         built = await self._build(task)
         kept = None if self._logs is None or self._config.keep is Keep.NONE else self._logs / session.session_id
-        with self._scratch() as scratch:
-            folder = Path(scratch)
+        async with self._scratch() as folder:
             root = folder / "root"
             try:
                 await copy_root(built, root)
@@ -121,7 +122,7 @@ class LocalRunner:
                 verdict = await self._verify(task, root, log=folder / "verifier.log")
             finally:
                 if kept is not None:
-                    _keep(folder, kept, everything=self._config.keep is Keep.ALL)
+                    await asyncio.to_thread(_keep, folder, kept, everything=self._config.keep is Keep.ALL)
         metrics = {"agent_timed_out": float(timed_out), "agent_failed": float(not timed_out and status != 0)}
         return AgentOutcome(reward=verdict.reward, metrics={**metrics, **verdict.metrics})
 
@@ -130,6 +131,7 @@ class LocalRunner:
 
         Raises:
             TaskError: it has none, or the solution or the verifier failed.
+            InvalidInputError: its Dockerfile cannot be followed (`check_plan`).
         """
         return await self._solve(task, await self._prepare(task))
 
@@ -160,6 +162,7 @@ class LocalRunner:
         return root
 
     async def _prepare(self, task: TerminalTask) -> Path:
+        check_plan(task, self._sandbox, run=self._config.run)  # a task can come here that was not read by this runner
         folder = Path(tempfile.mkdtemp(prefix="built-", dir=self._work))
         root = folder / "root"
         root.mkdir()
@@ -172,10 +175,10 @@ class LocalRunner:
     async def _solve(self, task: TerminalTask, built: Path) -> Verdict:
         if task.solution_folder is None:
             raise TaskError(f"task {task.folder}: it has no solution/solve.sh")
-        with self._scratch() as scratch:
-            root, log = Path(scratch, "root"), Path(scratch, "solution.log")
+        async with self._scratch() as folder:
+            root, log = folder / "root", folder / "solution.log"
             await copy_root(built, root)
-            shutil.copytree(task.solution_folder, root / "solution", dirs_exist_ok=True)
+            await asyncio.to_thread(replace_folder, root, "/solution", task.solution_folder)
             command = Command(
                 words=("/bin/bash", self._sandbox.locate(root, "/solution/solve.sh")),
                 root=root,
@@ -192,7 +195,7 @@ class LocalRunner:
                 raise TaskError(f"task {task.folder}: its own solution took longer than {limit:g} s") from None
             if status != 0:
                 logger.warning("task %s: its solution exited with %d: %s", task.name, status, read_end(log))
-            return await self._verify(task, root, log=Path(scratch, "verifier.log"))
+            return await self._verify(task, root, log=folder / "verifier.log")
 
     async def _run_agent(
         self, task: TerminalTask, session: AgentSession, root: Path, folder: Path
@@ -245,8 +248,14 @@ class LocalRunner:
         own = self._sandbox.locate(root, "/").rstrip("/")
         return {"LANG": "C.UTF-8", **task.variables, ROOT_VARIABLE: own}
 
-    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="attempt-", dir=self._work, ignore_cleanup_errors=True)
+    @asynccontextmanager
+    async def _scratch(self) -> AsyncIterator[Path]:
+        """A folder that is removed afterwards, in a thread: an agent may leave many files in it."""
+        folder = tempfile.TemporaryDirectory(prefix="attempt-", dir=self._work, ignore_cleanup_errors=True)
+        try:
+            yield Path(folder.name)
+        finally:
+            await asyncio.shield(asyncio.to_thread(folder.cleanup))
 
 
 @dataclass(slots=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from unbroken.errors import InvalidInputError, TaskError
 from unbroken.integrations.harbor.dockerfile import Copy, Run
 from unbroken.integrations.harbor.fields import NetworkMode
+from unbroken.integrations.harbor.local.files import find_link, make_folder
 from unbroken.integrations.harbor.local.processes import Command, ProcessLimits, run_command
-from unbroken.integrations.harbor.local.sandbox import Sandbox, make_folder
+from unbroken.integrations.harbor.local.sandbox import Sandbox
 from unbroken.integrations.harbor.task import TerminalTask
 from unbroken.rollout.agents.processes import read_end
 
@@ -101,26 +102,37 @@ async def _run(
 
 def _copy(step: Copy, task: TerminalTask, root: Path) -> None:
     sources = [found for pattern in step.sources for found in _find(pattern, task)]
-    into_folder = step.destination.endswith("/") or len(sources) > 1
+    is_folder = step.destination.endswith("/") or len(sources) > 1 or (root / step.destination.lstrip("/")).is_dir()
     for source in sources:
+        is_inside = is_folder and not source.is_dir()
+        target = str(PurePosixPath(step.destination, source.name)) if is_inside else step.destination
+        files = [source, *source.rglob("*")]
+        for file in files:
+            _check_no_link(task, root, str(PurePosixPath(target, file.relative_to(source))))
+        place = make_folder(root, str(PurePosixPath(target).parent)) / PurePosixPath(target).name
         if source.is_dir():
-            shutil.copytree(
-                source, make_folder(root, step.destination.rstrip("/") or "/"), symlinks=True, dirs_exist_ok=True
-            )
-            continue
-        if into_folder or (root / step.destination.lstrip("/")).is_dir():
-            folder, name = step.destination, source.name
+            shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
         else:
-            folder, _, name = step.destination.rpartition("/")
-        place = make_folder(root, folder.rstrip("/") or "/") / name
-        shutil.copy2(source, place)
+            shutil.copy2(source, place)
         if step.mode is not None:
-            place.chmod(step.mode)
+            for file in files:
+                if file.is_file() and (file is source or not file.is_symlink()):
+                    (place / file.relative_to(source)).chmod(step.mode)
+
+
+def _check_no_link(task: TerminalTask, root: Path, path: str) -> None:
+    # An instruction that was run in the sandbox can have made a link to anything on this machine.
+    link = find_link(root, path)
+    if link is not None:
+        raise TaskError(
+            f"task {task.folder}: COPY to {path} would follow {link}, a link that an earlier instruction made: run the "
+            "task in containers (docs/environments.md)"
+        )
 
 
 def _find(pattern: str, task: TerminalTask) -> list[Path]:
     context = task.environment_folder
-    relative = pattern.removeprefix("/").rstrip("/") or "."
+    relative = pattern.strip("/") or "."
     if any(character in relative for character in "*?["):
         found = sorted(context.glob(relative))
     else:

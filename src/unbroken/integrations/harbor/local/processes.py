@@ -75,6 +75,7 @@ async def run_command(
     ours.setblocking(False)
     async with asyncio.timeout(timeout_s), AsyncExitStack() as stack:
         stack.enter_context(ours)
+        stack.enter_context(theirs)
         running = asyncio.create_task(_start(command, sandbox, limits, theirs, port=PORT if bridge else 0))
         stack.push_async_callback(_end, running)
         await _wait_for_message(ours, running)
@@ -137,13 +138,12 @@ async def _start(
         [*launcher, *command.words], root=command.root, workdir=command.workdir, has_network=command.has_network
     )
     variables = {"HOME": sandbox.locate(command.root, "/root"), **command.variables}
-    with control:
-        return await run_process(
-            words,
-            folder=folder,
-            variables=variables,
-            output=command.output,
-            errors=command.errors,
-            max_output_bytes=limits.output_bytes,
-            pass_fds=[control.fileno()],
-        )
+    return await run_process(
+        words,
+        folder=folder,
+        variables=variables,
+        output=command.output,
+        errors=command.errors,
+        max_output_bytes=limits.output_bytes,
+        pass_fds=[control.fileno()],
+    )

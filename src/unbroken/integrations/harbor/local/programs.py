@@ -51,7 +51,8 @@ def _list_needed(program: Path) -> Iterator[Path]:
     yield program.resolve()
     with program.open("rb") as file:
         line = file.readline(1000)
-    if line.startswith(b"#!"):
-        interpreter = Path(line[2:].decode(errors="replace").split()[0])
+    words = line.removeprefix(b"#!").decode(errors="replace").split()
+    if line.startswith(b"#!") and words:
+        interpreter = Path(words[0])
         yield interpreter
         yield interpreter.resolve()

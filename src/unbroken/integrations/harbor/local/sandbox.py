@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Protocol
 
-from unbroken.errors import InvalidInputError, TaskError
+from unbroken.errors import InvalidInputError
+from unbroken.integrations.harbor.local.files import make_folder, make_link
 
 SYSTEM_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """Folders of this machine that a task sees, read-only: its programs."""
@@ -63,6 +63,8 @@ class Bubblewrap:
     program: str
     readable: tuple[Path, ...]
     """Files and folders of this machine that are seen too, read-only, at their own paths."""
+    resolver: Path = Path("/etc/resolv.conf")
+    """What host names are looked up with. With a network, the file that it is a link to is seen too."""
 
     @classmethod
     def find(cls, readable: Sequence[Path]) -> Bubblewrap:
@@ -111,14 +113,14 @@ class Bubblewrap:
         for name in SYSTEM_FOLDERS:
             host = Path("/", name)
             if host.is_symlink():
-                _replace_link(root / name, host.readlink())
+                make_link(root, f"/{name}", host.readlink())
             elif host.exists():
                 make_folder(root, f"/{name}")
                 options += ["--ro-bind", str(host), str(host)]
         for path in _MASKED:
             if Path(path).exists():
                 options += ["--tmpfs" if Path(path).is_dir() else "--ro-bind", *_mask(path)]
-        for readable in self.readable:
+        for readable in (*self.readable, *(self._find_resolver() if has_network else ())):
             target = readable.absolute()
             place = make_folder(root, str(target.parent)) / target.name
             if target.is_dir():
@@ -131,6 +133,11 @@ class Bubblewrap:
         network = [] if has_network else ["--unshare-net"]
         command = [self.program, *_NAMESPACES, *network, *options, *_KERNEL, "--chdir", workdir, "--", *words]
         return command, root
+
+    def _find_resolver(self) -> Iterator[Path]:
+        found = self.resolver.resolve()
+        if found.is_file() and not _is_of_system(found):
+            yield found
 
     def locate(self, root: Path, path: str) -> str:
         """See `Sandbox`: the task's root is `/`."""
@@ -178,29 +185,6 @@ def open_sandbox(kind: SandboxKind, *, readable: Sequence[Path] = ()) -> Sandbox
     return Bubblewrap.find(readable) if kind is SandboxKind.BUBBLEWRAP else Unsandboxed()
 
 
-def make_folder(root: Path, path: str) -> Path:
-    """Make a folder of a task's root, and replace whatever the task's processes put in its way; returns its place.
-
-    They may have made a link to a folder of this machine, so none is followed. None of them may run meanwhile.
-    """
-    place = root
-    for part in PurePosixPath(path).parts[1:]:
-        if part == "..":
-            raise TaskError(f"{path!r} must be a path without ..")
-        place = place / part
-        if place.is_symlink() or (place.exists() and not place.is_dir()):
-            place.unlink()
-        place.mkdir(exist_ok=True)
-    return place
-
-
-def find_file(root: Path, path: str) -> Path | None:
-    """A regular file of a task's root, None if it does not exist or a link leads out of the root."""
-    place = (root / path.lstrip("/")).resolve()
-    is_regular = place.is_relative_to(root.resolve()) and place.exists() and stat.S_ISREG(place.lstat().st_mode)
-    return place if is_regular else None
-
-
 _NAMESPACES = (
     "--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--unshare-ipc", "--unshare-uts",
     "--unshare-cgroup-try", "--hostname", "task", "--die-with-parent",
@@ -214,13 +198,3 @@ def _mask(path: str) -> list[str]:
 
 def _is_of_system(path: Path) -> bool:
     return path.is_absolute() and path.parts[1:2] != () and path.parts[1] in SYSTEM_FOLDERS
-
-
-def _replace_link(place: Path, target: Path) -> None:
-    if place.is_symlink() and place.readlink() == target:
-        return
-    if place.is_symlink() or place.is_file():
-        place.unlink()
-    elif place.exists():
-        shutil.rmtree(place)
-    place.symlink_to(target)

@@ -1,18 +1,17 @@
-"""The verifier of a task: its tests, which come only now, and the reward that they write."""
+"""The verifier of a task: its tests, which are copied in only then, and the reward that they write."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from unbroken.errors import TaskError
+from unbroken.integrations.harbor.local.files import find_file, make_folder, remove_folder, replace_folder
 from unbroken.integrations.harbor.local.processes import Command, ProcessLimits, run_command
-from unbroken.integrations.harbor.local.sandbox import Sandbox, find_file, make_folder
+from unbroken.integrations.harbor.local.sandbox import Sandbox
 from unbroken.integrations.harbor.runner import check_reward, choose_reward
 from unbroken.integrations.harbor.task import TerminalTask
 from unbroken.rollout.agents.processes import read_end
@@ -80,7 +79,7 @@ def read_reward(task: TerminalTask, root: Path, *, key: str, status: int, log: P
                 text = opened.read(_MAX_REWARD_BYTES).decode(errors="replace")
             try:
                 return parse(text, key)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # RecursionError: lists in lists, thousands deep
                 raise TaskError(f"task {task.folder}: its tests wrote {name} {text[:200]!r}: {error}") from None
     raise TaskError(
         f"task {task.folder}: its tests must write {_VERIFIER_LOGS}/reward.txt or reward.json, and exited with "
@@ -89,23 +88,11 @@ def read_reward(task: TerminalTask, root: Path, *, key: str, status: int, log: P
 
 
 def _bring_tests(task: TerminalTask, root: Path) -> None:
-    for path in (_TESTS, _VERIFIER_LOGS):
-        _remove(make_folder(root, path))  # whatever the agent has put there
-    tests = root / _TESTS.lstrip("/")
-    shutil.copytree(task.tests_folder, tests)
+    tests = replace_folder(root, _TESTS, task.tests_folder)
     (tests / "test.sh").chmod(0o755)
+    remove_folder(root, _VERIFIER_LOGS)
     for path in LOG_FOLDERS:
         make_folder(root, path)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder of an agent, who may have taken our rights to it."""
-    folder.chmod(0o700)
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            if not Path(parent, name).is_symlink():
-                Path(parent, name).chmod(0o700)
-    shutil.rmtree(folder)
 
 
 def _parse_text(text: str, key: str) -> Verdict:
