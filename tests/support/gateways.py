@@ -120,6 +120,14 @@ def result(message: dict[str, Any], content: str = "17") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}
 
 
+def error(answer: httpx.Response) -> tuple[int, str | None]:
+    """Status and code of an answer that refuses."""
+    assert answer.status_code >= 400, answer.text
+    found = answer.json()["error"]
+    assert found["message"]
+    return answer.status_code, found["code"]
+
+
 @asynccontextmanager
 async def restarted(gateway: Gateway, store: Any) -> AsyncIterator[Gateway]:
     """A gateway as after a restart on a store: nothing is in memory. Its routes are `gateway`'s, which is faster."""

@@ -62,6 +62,8 @@ class Session:
         """Whether the store may hold other turns: it refused one, perhaps as another gateway owns the session."""
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
+        self._unrecorded: dict[Attempt, int] = {}
+        """How many turns each accepted question may still record: they count before they are sampled."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
 
@@ -86,7 +88,7 @@ class Session:
             if (attempt := self._attempts.find(question.retry, n=question.n)) is not None:
                 turn = await self._answer_again(context, question, attempt)
                 return turn, attempt.enter()
-            self._check_limits()
+            self._check_limits(question.n)
             question = self._apply_settings(question)
             placed = await context.run_in_text_thread(partial(self._place, context, question))
             turn = await continue_prompt(
@@ -99,7 +101,7 @@ class Session:
             self._num_opened += 1
             attempt = Attempt(question.retry, question.n)
             attempt.pending = self._make_pending(context, question, turn, placed, attempt)
-            return attempt.pending, attempt.enter()
+            return attempt.pending, self._reserve_turns(attempt)
 
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
@@ -117,29 +119,44 @@ class Session:
         if time.time() >= self.record.expires_s:
             raise ended(replace(self.record, status=SessionStatus.EXPIRED))
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, num_turns: int) -> None:
+        """Check that a question may be answered by so many turns."""
         limits = self.settings.limits
+        num_used = len(self.state.turns) + sum(self._unrecorded.values())
         age_s = time.time() - self.record.created_s
         reached = (
-            ("turns", limits.turns, len(self.state.turns) + len(self._pending), "turns"),
-            ("tokens", limits.tokens, self.state.num_sampled, "sampled ids"),
-            ("seconds", limits.seconds, age_s, "seconds since it was created"),
+            ("turns", limits.turns, num_used, num_turns, "turns"),
+            ("tokens", limits.tokens, self.state.num_sampled, 1, "sampled ids"),
+            ("seconds", limits.seconds, age_s, 0, "seconds since it was created"),
         )
-        for name, limit, used, unit in reached:
-            if limit is not None and used >= limit:
+        for name, limit, used, asked, unit in reached:
+            if limit is not None and (used >= limit or used + asked > limit):
+                more = f", and {asked} are asked for" if used < limit else ""
                 raise HttpError(
                     403,
-                    f"the session's limits.{name} is reached: {used:g} of {limit:g} {unit}",
+                    f"the session's limits.{name} is reached: {used:g} of {limit:g} {unit}{more}",
                     param=f"limits.{name}",
                     code="session_limit_reached",
                 )
-        if len(self._pending) >= self._max_in_flight:
+        if len(self._unrecorded) >= self._max_in_flight:
             raise HttpError(
                 429,
-                f"the session may have {self._max_in_flight} requests at a time, and has {len(self._pending)}",
+                f"the session may have {self._max_in_flight} requests at a time, and has {len(self._unrecorded)}",
                 code="session_busy",
                 headers={"Retry-After": "1"},
             )
+
+    def _reserve_turns(self, attempt: Attempt) -> Callable[[bool], None]:
+        """Count the turns of a new question until they are recorded; returns what to call when its request ends."""
+        self._unrecorded[attempt] = attempt.n
+        leave = attempt.enter()
+
+        def end(is_delivered: bool) -> None:
+            leave(is_delivered)
+            if attempt.pending not in self._pending:  # it was never sampled, or has ended
+                self._unrecorded.pop(attempt, None)
+
+        return end
 
     def _apply_settings(self, question: Question) -> Question:
         """The question with the session's sampling parameters instead of the agent's, and its id for affinity."""
@@ -201,7 +218,7 @@ class Session:
                 settings=placed.settings,
                 retry=question.retry,
             )
-            attempt.numbers.append(await self._record(answered))
+            attempt.numbers.append(await self._record(answered, attempt))
             return reply
 
         return PendingTurn(
@@ -214,11 +231,11 @@ class Session:
             aborts=self.settings.on_disconnect is OnDisconnect.ABORT,
         )
 
-    async def _record(self, answered: Answered) -> int:
+    async def _record(self, answered: Answered, attempt: Attempt) -> int:
         """Write a turn and apply it. An abort in between changes nothing: what is written is applied."""
-        return await asyncio.shield(asyncio.create_task(self._write(answered)))
+        return await asyncio.shield(asyncio.create_task(self._write(answered, attempt)))
 
-    async def _write(self, answered: Answered) -> int:
+    async def _write(self, answered: Answered, attempt: Attempt) -> int:
         async with self._recording:  # also when the session is being finished: its end waits for its turns
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
             try:
@@ -227,6 +244,8 @@ class Session:
                 self.is_stale = True
                 raise
             self.state.apply(planned)
+            if attempt in self._unrecorded:
+                self._unrecorded[attempt] -= 1
             return len(self.state.turns) - 1
 
     def _follow(self, attempt: Attempt) -> None:
@@ -238,6 +257,7 @@ class Session:
 
         def end() -> None:
             self._pending.remove(pending)
+            self._unrecorded.pop(attempt, None)
             self._attempts.end(attempt)
 
         pending.add_done_callback(end)

@@ -32,8 +32,9 @@ class SessionLimits(StrictBody):
     """Where a session ends; null for no limit of its own."""
 
     turns: int | None = Field(default=None, ge=1)
+    """Each of the `n` answers to a request is a turn."""
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled ids of all turns."""
+    """Sampled ids of all turns. Requests at the same time may exceed it, as each may take all that is left."""
     seconds: float | None = Field(default=None, gt=0)
     """Since it was created."""
     in_flight: int | None = Field(default=None, ge=1)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.gateways import CALL, CHAT, TOOLS, USER, Gateway, ask, result, running_gateway, scripted
+from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
 from support.servers import encode, listening, scripted_engine
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 
@@ -28,14 +28,6 @@ async def check_unharmed(gateway: Gateway, created: dict[str, Any]) -> None:
     assert trained == encode(REPLY)
     session = await gateway.look(created)
     assert (session["num_turns"], session["forks"], session["in_flight"]) == (1, [], 0)
-
-
-def error(answer: httpx.Response) -> tuple[int, str | None]:
-    """Status and code."""
-    assert answer.status_code >= 400, answer.text
-    found = answer.json()["error"]
-    assert found["message"]
-    return answer.status_code, found["code"]
 
 
 async def wait_until(condition: Any) -> None:
@@ -325,48 +317,6 @@ async def test_a_reader_that_stops_reading_holds_nothing_up(tmp_path: Path) -> N
         await ask(gateway.agent(other), [USER])
         writer.transport.abort()
         assert (await gateway.look(created))["in_flight"] == 0
-
-
-async def test_limits_of_a_session(tmp_path: Path) -> None:
-    async with running_gateway(scripted(CALL, REPLY), tmp_path) as gateway:
-        body = {"messages": [USER]}
-        turns = await gateway.create(limits={"turns": 1})
-        first = await ask(gateway.agent(turns), [USER])
-        again = {"messages": [USER, first, result(first)], "tools": TOOLS}
-        assert error(await gateway.agent(turns).post(CHAT, json=again)) == (403, "session_limit_reached")
-
-        tokens = await gateway.create(limits={"tokens": 3})
-        cut = await gateway.agent(tokens).post(CHAT, json=body)
-        assert cut.json()["choices"][0]["finish_reason"] == "length"
-        refused = await gateway.agent(tokens).post(CHAT, json={"messages": [USER, USER]})
-        assert error(refused) == (403, "session_limit_reached")
-        assert "limits.tokens is reached: 3 of 3 sampled ids" in refused.json()["error"]["message"]
-
-        seconds = await gateway.create(limits={"seconds": 0.1})
-        await asyncio.sleep(0.2)
-        assert error(await gateway.agent(seconds).post(CHAT, json=body)) == (403, "session_limit_reached")
-        for created, number in ((turns, 1), (tokens, 1), (seconds, 0)):
-            assert (await gateway.look(created))["num_turns"] == number
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_limits_of_requests_at_a_time(tmp_path: Path, stream: bool) -> None:
-    engine = scripted(REPLY)
-    async with running_gateway(engine, tmp_path) as gateway:
-        created = await gateway.create(limits={"in_flight": 1})
-        agent = gateway.agent(created)
-        await engine.pause()
-        both = [
-            asyncio.create_task(
-                agent.post(CHAT, json={"messages": [{"role": "user", "content": text}], "stream": stream})
-            )
-            for text in ("a", "b")
-        ]
-        done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=20)
-        assert error(done.pop().result()) == (429, "session_busy")
-        await engine.resume()
-        assert (await waiting.pop()).status_code == 200
-        assert (await gateway.look(created))["num_turns"] == 1
 
 
 async def test_limits_of_the_gateway(tmp_path: Path) -> None:
