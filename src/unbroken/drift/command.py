@@ -145,13 +145,13 @@ def _show_report(report: DriftReport, arguments: argparse.Namespace) -> None:
     from unbroken.drift.text import to_row, to_text
     from unbroken.viewer.reports import write_page
 
-    if arguments.html is not None:
-        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
     elif arguments.row:
         print(to_row(report), end="")
     else:
         print(to_text(report), end="")
-        if arguments.html is not None:
+    if arguments.html is not None:  # last: a page that cannot be written takes no result away
+        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
+        if not (arguments.json or arguments.row):
             print(f"page: {arguments.html}")

@@ -19,6 +19,7 @@ from unbroken.rollout.tools import Tool, tool
 MakeEnv: TypeAlias = Callable[[int], Env]
 """Makes the environment of conversation 0, 1, 2, ..."""
 _QUESTION = "Which keys did you look up, in order?"
+_DEMO_OR_FILE = "'demo' or a file with one JSON object in each line"
 _KEYS = frozenset({"prompt", "messages", "results", "follow_ups"})
 
 
@@ -86,16 +87,13 @@ def load_prompts(file: Path) -> MakeEnv:
         InvalidInputError: the file cannot be read, or a row is malformed.
     """
     try:
-        lines = file.read_text("utf-8").splitlines()
+        lines = file.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"--prompts must be {DEMO_OR_FILE}, got {str(file)!r}: {error}") from None
+        raise InvalidInputError(f"--prompts must be {_DEMO_OR_FILE}, got {str(file)!r}: {error}") from None
     rows = [_read_row(f"{file}, line {k + 1}", line) for k, line in enumerate(lines) if line.strip()]
     if not rows:
         raise InvalidInputError(f"--prompts must have at least one row, and {file} is empty")
     return lambda number: rows[number % len(rows)].make_env()
-
-
-DEMO_OR_FILE = "'demo' or a file with one JSON object in each line"
 
 
 def _read_row(place: str, line: str) -> PromptRow:
@@ -118,7 +116,7 @@ def _read_row(place: str, line: str) -> PromptRow:
         raise InvalidInputError(f"{place}: results must be an object, got {results!r}")
     if not (isinstance(follow_ups, list) and all(isinstance(text, str) for text in follow_ups)):
         raise InvalidInputError(f"{place}: follow_ups must be a list of texts, got {follow_ups!r}")
-    if not isinstance(messages[-1]["content"], (str, list)) or messages[-1]["role"] == "assistant":
+    if not isinstance(messages[-1].get("content"), (str, list)) or messages[-1]["role"] == "assistant":
         raise InvalidInputError(f"{place}: the last message must have a text, and not be the assistant's")
     return PromptRow(messages=messages, results=results, follow_ups=follow_ups)
 

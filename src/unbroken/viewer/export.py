@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
@@ -45,11 +46,13 @@ def _write(resources: Resources, folder: Path) -> int:
     for name in ASSETS:
         (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
     for path in resources.list_paths():
-        _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
-        num_files += 1
+        with suppress(LookupError):  # a run or a gateway that goes on may delete what was listed
+            _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
+            num_files += 1
     for path in resources.list_images():
-        _write_file(folder / "images" / path, resources.get_image(path))
-        num_files += 1
+        with suppress(LookupError):
+            _write_file(folder / "images" / path, resources.get_image(path))
+            num_files += 1
     return num_files
 
 

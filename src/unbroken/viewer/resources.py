@@ -103,8 +103,12 @@ class Resources:
         for number, run in enumerate(self._runs):
             yield f"run/{number}"
             for step in run.list_steps():
+                try:
+                    listed = run.read_step(step)["trajectories"]
+                except LookupError:  # it was deleted meanwhile
+                    continue
                 yield f"run/{number}/step/{step}"
-                for each in run.read_step(step)["trajectories"]:
+                for each in listed:
                     rollout = f"run/{number}/step/{step}/rollout/{each['index']}"
                     yield from (rollout, f"{rollout}/retokenised")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
@@ -90,10 +91,23 @@ def test_prompts_come_from_a_file(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert report["exact"] is report["retokenised"] is None
 
 
+def test_a_line_of_prompts_ends_with_a_line_feed_only(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "one\u2028two\x85three"}, {"prompt": "four"}]
+    file.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
+    assert asyncio.run(load_prompts(file)(0).start()).messages[0]["content"] == "one\u2028two\x85three"
+    assert asyncio.run(load_prompts(file)(1).start()).messages[0]["content"] == "four"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("", "at least one row"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": "1", '
+            '"type": "function", "function": {"name": "lookup", "arguments": {}}}]}]}',
+            "the last message must have a text",
+        ),
         ("{", "line 1 must be a JSON object"),
         ("[]", "must be an object with prompt or messages"),
         ('{"prompt": "a", "messages": []}', "must be an object with prompt or messages"),
@@ -127,8 +141,9 @@ def test_what_is_wrong_is_an_error_that_names_it(
     arguments: tuple[str, ...], expected: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ("--max-tokens", 2, "--no-score") if "--html" in arguments else ()
-    status, _, err = run(capsys, *(argument.format(model=model) for argument in arguments), *few)
+    status, out, err = run(capsys, *(argument.format(model=model) for argument in arguments), *few)
     assert status == 1
+    assert bool(out) == ("--html" in arguments)  # what was sampled for hours is shown all the same
     assert expected in err
     assert "Traceback" not in err
 

@@ -22,6 +22,7 @@ from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.runs import RunReader
+from unbroken.viewer.sources.tokenizers import Tokenizers
 from unbroken.viewer.sources.trajectories import describe_trajectory, find_forks, match_turns
 
 
@@ -126,6 +127,15 @@ def test_a_damaged_file_shows_what_comes_before_the_damage(tmp_path):
         assert RunReader(tmp_path).read_trajectory(1, each["index"])["record"]["trajectory"] == each["trajectory"]
 
 
+def test_whichever_byte_of_a_file_is_damaged_its_step_is_shown_with_what_is_wrong(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "rollouts" / "step-00000001.rank-0.jsonl.gz"
+    whole = path.read_bytes()
+    for position in range(10, len(whole), max(1, len(whole) // 200)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        assert len(RunReader(tmp_path).read_step(1)["problems"]) == 1, position
+
+
 def test_a_step_that_is_made_again_is_read_again(tmp_path):
     write_run(tmp_path)
     reader = RunReader(tmp_path)
@@ -170,6 +180,13 @@ def test_other_paths_are_unknown(tmp_path, path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(InvalidInputError, match="RUN must be the output folder of a run"):
         open_runs([tmp_path])
+
+
+@pytest.mark.parametrize("model", ["my--model", "..", "a.git", "x" * 97, "no-such/model"])
+def test_a_model_of_any_name_may_have_no_tokenizer_here(model):
+    tokenizers = Tokenizers(None, run=None)
+    assert tokenizers.find([model]) is None
+    assert tokenizers.find_template([model]) is None
 
 
 def test_the_texts_of_byte_level_ids_keep_spaces_and_parts_of_characters():

@@ -14,8 +14,10 @@ from support.recorded import HOSTILE, write_run
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.viewer.assets import ASSETS, read_asset
-from unbroken.viewer.resources import open_runs
+from unbroken.viewer.export import export_page
+from unbroken.viewer.resources import Resources, open_runs
 from unbroken.viewer.server import ViewerServer, find_image_type
+from unbroken.viewer.sources.runs import RunReader
 
 
 @pytest.fixture
@@ -110,6 +112,20 @@ def test_an_export_has_every_object_as_ascii_and_can_be_made_again(tmp_path, cap
     (run / "rollouts" / "step-00000000.rank-0.jsonl.gz").unlink()
     assert main(["view", str(run), "--export", str(page)]) == 0
     assert not (page / "data/run/0/step/0.js").exists()
+
+
+def test_an_export_of_a_live_run_leaves_out_what_is_deleted_meanwhile(tmp_path):
+    run = tmp_path / "run"
+
+    class Deleting(Resources):
+        def list_paths(self):
+            yield from super().list_paths()
+            yield "run/0/step/7"
+
+    resources = Deleting([RunReader(write_run(run))])
+    num_files = export_page(resources, tmp_path / "page")
+    assert num_files == sum(path.is_file() for path in (tmp_path / "page").rglob("*")) - 1
+    assert (tmp_path / "page/data/run/0/step/0.js").is_file()
 
 
 def test_an_export_takes_the_place_of_no_other_files(tmp_path, capsys):

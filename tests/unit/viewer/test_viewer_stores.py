@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gateways import USER, ask
+from support.gateways import USER, ask, running_gateway, scripted
 from support.image_servers import CAT, expanded
 from support.recorded import write_run
 from support.recorded_sessions import (
@@ -19,11 +19,20 @@ from support.recorded_sessions import (
     write_store,
     write_tokenizer,
 )
+from support.servers import server_tokenizer
 from support.sessions import make_commit, make_session
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
+from unbroken.runs.config import RendererConfig
+from unbroken.runs.folder import claim_folder
+from unbroken.runs.prompts.dataset import DataConfig
+from unbroken.runs.prompts.recipe import Config
+from unbroken.runs.prompts.rewards import RewardConfig
+from unbroken.runs.settings.build import describe
+from unbroken.training.config import LoopConfig
 from unbroken.viewer.resources import open_runs
-from unbroken.viewer.sources.stores import PAGE_SIZE
+from unbroken.viewer.sources.runs import RunReader
+from unbroken.viewer.sources.stores import PAGE_SIZE, StoreRun
 
 
 def read_tree(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -137,6 +146,34 @@ def test_a_store_is_shown_beside_a_run_and_knows_the_run_that_it_belongs_to(tmp_
         ("run", "run", "some/model"),
         ("store", "process-0", "some/model"),
     ]
+
+
+async def test_a_session_is_retokenised_with_the_options_that_its_template_had(tmp_path):
+    """Those of the run, and those of the session before them."""
+    config = Config(
+        output=tmp_path / "run",
+        loop=LoopConfig(num_steps=1),
+        model="m",
+        data=DataConfig(file=tmp_path / "rows.jsonl"),
+        rewards=(RewardConfig(function="rewards.py:reward"),),
+        renderer=RendererConfig(template_kwargs={"mood": "calm", "name": "Ann"}, parser="hermes"),
+    )
+    claim_folder(tmp_path / "run", "a recipe", describe(config))
+    store = tmp_path / "run" / "sessions" / "process-0"
+    store.parent.mkdir()
+    async with running_gateway(scripted("It is 17.<|im_end|>"), store) as gateway:
+        created = await gateway.create(template_options={"mood": "loud"})
+        await ask(gateway.agent(created), [USER])
+    tokenizer = server_tokenizer()
+    tokenizer.chat_template = "{{ mood }} {{ name }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    source = StoreRun(str(store), name="store", tokenizer=tmp_path / "tokenizer")
+    texts = source.find_template(source.read_trajectory(0, 0))
+    assert texts is not None
+    assert texts.render_text([USER]).startswith("loud Ann")
+    texts = RunReader(tmp_path / "run", tokenizer=tmp_path / "tokenizer").find_template({"model": "m"})
+    assert texts is not None
+    assert texts.render_text([USER]).startswith("calm Ann")
 
 
 def test_a_folder_of_stores_is_refused_with_their_names(tmp_path, capsys):

@@ -10,6 +10,7 @@ import gzip
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,8 @@ def write_records(
         for sha256, data in images.items():
             (folder / _IMAGES).mkdir(exist_ok=True)
             if not (folder / _IMAGES / sha256).exists():
-                _write_whole(folder / _IMAGES / sha256, data)
-        _write_whole(path, gzip.compress(text.encode("utf-8", "replace"), compresslevel=5, mtime=0))
+                _write_whole(folder / _IMAGES / sha256, data, rank)
+        _write_whole(path, gzip.compress(text.encode("utf-8", "replace"), compresslevel=5, mtime=0), rank)
     except OSError as error:
         raise MetricsError(
             f"the rollouts of step {step} cannot be written to {folder}: {error}. Free space and start the run again, "
@@ -89,7 +90,7 @@ def _open_records(path: Path) -> Iterator[TextIO]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             yield file
-    except (OSError, EOFError, ValueError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, AttributeError) as error:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"{path} must be a file of rollouts: {type(error).__name__}: {error}") from error
@@ -100,8 +101,8 @@ def _check_format(path: Path, head: Mapping[str, Any]) -> None:
         raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.part")
+def _write_whole(path: Path, data: bytes, rank: int) -> None:
+    part = path.with_name(f".{path.name}.rank-{rank}.part")  # two processes may write the same image
     try:
         part.write_bytes(data)
         part.replace(path)

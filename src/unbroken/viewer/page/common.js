@@ -91,8 +91,8 @@ function deviation(values) {
   return values.length ? Math.sqrt(mean(values.map((value) => (value - middle) ** 2))) : null;
 }
 
-function plural(number, noun) {
-  return `${number} ${noun}${number === 1 ? '' : 's'}`;
+function plural(number, noun, several = `${noun}s`) {
+  return `${number} ${number === 1 ? noun : several}`;
 }
 
 /* Links. */

@@ -33,7 +33,7 @@ function showRetokenised(state, body, found, row) {
   const texts = { ...state.rollout.texts, ...found.texts };
   const causes = [...new Set(found.changes.flatMap((change) => change.causes))];
   const summary = found.changes.length
-    ? `${found.num_changed} of ${plural(found.num_sampled, 'sampled id')} would not be trained on: ${plural(found.changes.length, 'stretch').replace(/stretchs$/, 'stretches')}, ${found.token_ids.length} ids in all instead of ${found.num_ids}`
+    ? `${found.num_changed} of ${plural(found.num_sampled, 'sampled id')} would not be trained on: ${plural(found.changes.length, 'stretch', 'stretches')}, ${found.token_ids.length} ids in all instead of ${found.num_ids}`
     : `Nothing: the same ${plural(found.num_ids, 'id')}.`;
   const ids = Int32Array.from(found.token_ids);
   const cause = new Int8Array(ids.length).fill(-1);

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPE_FILE = "recipe.json"
+_RENDERER = "renderer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class RecipeFacts:
     name: str | None
     model: str | None
     renderer: Mapping[str, Any] = field(default_factory=dict)
-    """Its settings `[renderer]`, as far as they are not the usual ones."""
+    """Its settings `[renderer]`, by their names."""
 
 
 def read_recipe(folder: Path) -> RecipeFacts:
@@ -30,11 +31,12 @@ def read_recipe(folder: Path) -> RecipeFacts:
     recipe = value if isinstance(value, dict) else {}
     settings = recipe.get("settings")
     settings = settings if isinstance(settings, dict) else {}
-    renderer = settings.get("renderer")
     return RecipeFacts(
         name=_to_text(recipe.get("recipe")),
         model=_to_text(settings.get("model")),
-        renderer=renderer if isinstance(renderer, dict) else {},
+        renderer={
+            name.removeprefix(_RENDERER): value for name, value in settings.items() if name.startswith(_RENDERER)
+        },
     )
 
 

@@ -6,6 +6,7 @@ template of the run's model, and compares nothing where they are not on this mac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
             {"before": change.gap.before, "after": change.gap.after, "causes": sorted(change.causes)}
             for change in found.changes
         ],
-        "texts": {each: text.text for each, text in TokenTexts(_get_backend(texts)).get_all(set(ids)).items()},
+        "texts": {each: text.text for each, text in _read_token_texts(texts.tokenizer).get_all(set(ids)).items()},
     }
 
 
@@ -104,8 +105,9 @@ def _refuse(problem: str) -> dict[str, Any]:
     return {"problem": problem}
 
 
-def _get_backend(texts: TemplateTexts) -> Any:
-    return texts.tokenizer.backend_tokenizer
+@functools.lru_cache(maxsize=8)  # half a second for a vocabulary of 150,000 ids
+def _read_token_texts(tokenizer: Any) -> TokenTexts:
+    return TokenTexts(tokenizer.backend_tokenizer)
 
 
 def _find_end(row: Mapping[str, Any], turn: int, turn_of_node: Mapping[int, int]) -> int:

@@ -69,6 +69,7 @@ def describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[st
             "created_s": stored.record.created_s,
             "expires_s": stored.record.expires_s,
             "settings": stored.record.settings,
+            "template_options": stored.turns[-1].options.get("template", {}) if stored.turns else {},
             "outcome": stored.record.outcome,
         },
         **describe_trajectory(record, texts, turn_of_node=grown.turn_of_node, turn_of_message=turn_of_message),

@@ -114,7 +114,7 @@ class StoreRun:
     def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
         """See `Source`."""
         models = dict.fromkeys(model for model in (shown["model"], self._run_model) if model is not None)
-        return self._tokenizers.find_template(list(models))
+        return self._tokenizers.find_template(list(models), template_options=shown["session"]["template_options"])
 
     def read_image(self, sha256: str) -> bytes:
         """See `Source`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,16 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
             write_records(tmp_path, 12, 3, lines, images={})
     assert path.read_bytes() == before
     assert not list(tmp_path.glob(".step-00000012*"))
+
+
+def test_processes_that_keep_the_same_images_do_not_disturb_each_other(tmp_path):
+    images = {f"{k:064x}": bytes(200_000) for k in range(40)}
+    with ThreadPoolExecutor(4) as threads:
+        for step in range(5):
+            folder = tmp_path / str(step)
+            written = [threads.submit(write_records, folder, step, rank, [], images=images) for rank in range(4)]
+            assert all(each.result().is_file() for each in written)
+            assert {file.name: file.read_bytes() for file in (folder / "images").iterdir()} == images
 
 
 def full_disk(path: Path, data: bytes) -> None:
