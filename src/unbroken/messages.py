@@ -286,7 +286,11 @@ def has_images(content: Any) -> bool:
 
 def get_reasoning(message: Mapping[str, Any]) -> str | None:
     """The reasoning of a checked message, under whichever of its names; None if it has none."""
-    return next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    for key in REASONING_KEYS:
+        reasoning: str | None = message.get(key)
+        if reasoning is not None:
+            return reasoning
+    return None
 
 
 def get_text(content: Content) -> str:

@@ -82,12 +82,8 @@ class MessageFormat:
     def _convert_message(self, position: int, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part["type"] not in ("text", *IMAGE_TYPES):
-                raise MessagesError(
-                    f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text and "
-                    'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
-                )
+        if isinstance(content, list):
+            _check_parts(position, content)
         if has_images(content):
             out["content"] = [_convert_part(part) for part in content or ()]
         else:
@@ -109,6 +105,15 @@ class MessageFormat:
         if self.arguments is ArgumentFormat.OBJECT and isinstance(arguments, str):
             function["arguments"] = _parse_or_keep(arguments)
         return {**call, "function": function}
+
+
+def _check_parts(position: int, parts: Sequence[Mapping[str, Any]]) -> None:
+    for part in parts:
+        if part["type"] not in ("text", *IMAGE_TYPES):
+            raise MessagesError(
+                f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text and "
+                'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
+            )
 
 
 def _convert_part(part: Mapping[str, Any]) -> dict[str, str]:

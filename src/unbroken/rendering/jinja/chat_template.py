@@ -67,7 +67,11 @@ class _Compiled:
     names: frozenset[str]
 
 
-@lru_cache(maxsize=32)  # a server has a template for each set of options that its clients ask for, of one source
+_NUM_SOURCES = 32
+"""Remembered: a server has a template for each set of options that its clients ask for, all of one source."""
+
+
+@lru_cache(maxsize=_NUM_SOURCES)
 def _compile(source: str) -> _Compiled:
     environment = TemplateEnvironment(now=datetime.min)
     tree = environment.parse(source)
@@ -77,6 +81,24 @@ def _compile(source: str) -> _Compiled:
         names=frozenset(node.name for node in tree.find_all(nodes.Name)),
         code=environment.compile(tree),
     )
+
+
+@lru_cache(maxsize=2 * _NUM_SOURCES)
+def _compile_marked(source: str, reaches_all: bool) -> CodeType:
+    environment = TemplateEnvironment(now=datetime.min)
+    environment.tests = {**environment.tests, **Conditions().get_tests()}
+    return environment.compile(mark_conditions(environment.parse(source), reaches_all=reaches_all))
+
+
+@lru_cache(maxsize=_NUM_SOURCES)
+def _parse(source: str) -> nodes.Template:
+    """The tree of a template, which is only read: compiling and marking change the trees that they are given."""
+    return TemplateEnvironment(now=datetime.min).parse(source)
+
+
+@lru_cache(maxsize=_NUM_SOURCES)
+def _find_tool_effect(source: str) -> ToolEffect:
+    return find_tool_effect(_parse(source))
 
 
 class ChatTemplate:
@@ -100,9 +122,6 @@ class ChatTemplate:
         self._limits = limits or TemplateLimits()
         self._variables = dict(variables)
         self._reads: TemplateReads | None = None
-        self._tool_effect: ToolEffect | None = None
-        self._spare_tree: nodes.Template | None = None
-        """One that was only read: marking changes it, and parsing a large template takes 10 ms."""
         if len(source) > self._limits.max_source_characters:
             raise TemplateError(
                 f"the chat template must have at most {self._limits.max_source_characters} characters "
@@ -123,9 +142,7 @@ class ChatTemplate:
                 f"the chat template does not compile: {type(error).__name__}: {error}. "
                 "Nest its expressions and blocks less, or pass another one as chat_template="
             ) from None
-        # Each rendering copies the globals, which a chain of maps does slowly.
-        variables_of_all = dict(self._environment.make_globals(None))
-        self._program = jinja2.Template.from_code(self._environment, self._compiled.code, variables_of_all)
+        self._program = _make_program(self._environment, self._compiled.code)
         self._check_one_message()
 
     def render(
@@ -175,32 +192,20 @@ class ChatTemplate:
     def reads(self) -> TemplateReads:
         """The reads of a conversation that may change the text after a turn; see `find_reads`."""
         if self._reads is None:
-            self._analyse()
-            assert self._reads is not None
+            self._reads = find_reads(_parse(self.source), self._variables)
         return self._reads
 
     def tool_effect(self) -> ToolEffect:
         """What of the tools may change the text after a turn; see `find_tool_effect`."""
-        if self._tool_effect is None:
-            self._analyse()
-            assert self._tool_effect is not None
-        return self._tool_effect
-
-    def _analyse(self) -> None:
-        tree = self._environment.parse(self.source)
-        self._reads = find_reads(tree, self._variables)
-        self._tool_effect = find_tool_effect(tree) if self.mentions("tools") else ToolEffect.NOTHING
-        self._spare_tree = tree
+        return _find_tool_effect(self.source) if self.mentions("tools") else ToolEffect.NOTHING
 
     def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
         """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""
         conditions = Conditions()
         environment = self._environment.overlay()
         environment.tests = {**environment.tests, **conditions.get_tests()}
-        tree, self._spare_tree = self._spare_tree or environment.parse(self.source), None
-        tree.set_environment(environment)
         marked = copy.copy(self)
-        marked._program = environment.from_string(mark_conditions(tree, reaches_all=reaches_all))
+        marked._program = _make_program(environment, _compile_marked(self.source, reaches_all))
         return marked, conditions
 
     def find_variables(self) -> frozenset[str]:
@@ -240,6 +245,11 @@ class ChatTemplate:
             raise
         except TemplateError:
             pass
+
+
+def _make_program(environment: TemplateEnvironment, code: CodeType) -> jinja2.Template:
+    # Each rendering copies the globals, which a chain of maps does slowly.
+    return jinja2.Template.from_code(environment, code, dict(environment.make_globals(None)))
 
 
 def _describe_refusal(error: Exception, messages: Sequence[Mapping[str, Any]]) -> str:
