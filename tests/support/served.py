@@ -18,9 +18,10 @@ from typing import Any
 from support.forks import ForkedPython
 from support.models import random_qwen3
 from support.servers import server_tokenizer
+from support.vllm_session import SMALL_VLLM
 
 _STARTED = re.compile(r"unbroken serves (\S+) at (http://\S+)")
-_VLLM_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048")
+_VLLM_OPTIONS = (*SMALL_VLLM, "--max-model-len", "2048")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from support.vision import Family, picture, save_vision_model
+from support.vllm_session import SMALL_VLLM
 from unbroken.images.decoding import encode_picture
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
@@ -36,7 +37,7 @@ async def start_vision_vllm(folder: Path, family: Family = "qwen2_5_vl") -> Visi
     from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
     save_vision_model(folder, family)
-    exact = ["--dtype", "float32", "--max-model-len", str(CONTEXT_LENGTH), "--enforce-eager", "--block-size", "32"]
+    exact = [*SMALL_VLLM, "--max-model-len", str(CONTEXT_LENGTH)]
     limits = ["--max-num-seqs", "16", "--limit-mm-per-prompt", f'{{"image": {MAX_IMAGES}}}']
     engine = await VllmEngine.start(parse_engine_args(["--model", str(folder), *exact, *limits]))
     return VisionEngine(engine=engine, folder=folder, processor=own_processor(folder))

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import support.vllm_processes  # noqa: F401  # engines start in less time
 from support.architectures import tiny_model
+from support.vllm_session import SMALL_VLLM
 from unbroken.engines.vllm import VllmEngine, parse_engine_args
 
 VOCAB_SIZE = 64
@@ -41,7 +42,7 @@ def tiny_vllm_model(seed: int = 0, *, tied: bool = True) -> Any:
 
 async def start_engine(folder: Path, *options: str, adapters: tuple[tuple[str, str], ...] = ()) -> VllmEngine:
     """Start vLLM on the model in `folder`, in float32."""
-    fixed = ["--dtype", "float32", "--max-model-len", str(CONTEXT_LENGTH), "--enforce-eager", "--block-size", "32"]
+    fixed = [*SMALL_VLLM, "--max-model-len", str(CONTEXT_LENGTH)]
     limits = ["--max-logprobs", str(MAX_TOP_LOGPROBS), "--max-num-seqs", "64"]
     return await VllmEngine.start(
         parse_engine_args(["--model", str(folder), *fixed, *limits, *options]), adapters=adapters

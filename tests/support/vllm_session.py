@@ -17,6 +17,12 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else the workers
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+SMALL_VLLM = (
+    "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "2048",
+)  # fmt: skip
+"""Options of an engine on a tiny model. Without the last one its KV cache is a gigabyte at least, which is filled with
+zeros."""
+
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def shared_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own, as it is imported
-    pytest.importorskip("vllm")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from unbroken.engines.vllm.starting import SampledCounter, start_llm
 from unbroken.errors import EngineError
 
 
@@ -26,6 +18,11 @@ from unbroken.errors import EngineError
 async def test_engines_on_other_gpus_have_a_compile_cache_of_their_own(
     device_ids, folder, is_set, tmp_path, monkeypatch
 ):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from unbroken.engines.vllm.starting import SampledCounter, start_llm
+
     root = str(tmp_path / "vllm")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", root)

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own, as it is imported
-    vllm_engine = pytest.importorskip("vllm.v1.engine")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.outputs import LogprobsLists
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    from unbroken.engines.vllm.starting import require_exactness
-    from unbroken.engines.vllm.step_logprobs import SCHEDULER, join_logprobs, split_logprobs
-
-EngineCoreOutput, EngineCoreOutputs = vllm_engine.EngineCoreOutput, vllm_engine.EngineCoreOutputs
-
-
-def make_step(numbers: list[int | None], *, width: int = 2) -> EngineCoreOutputs:
-    """A step in which each sequence got so many ids; None has no logprobs."""
-    total = sum(number or 0 for number in numbers)
-    rng = np.random.default_rng(0)
-    all_of_step = LogprobsLists(
-        rng.integers(100, size=(total, width)).astype(np.int32),
-        rng.normal(size=(total, width)).astype(np.float32),
-        rng.integers(9, size=total).astype(np.int32),
-    )
-    outputs, start = [], 0
-    for index, number in enumerate(numbers):
-        own = None if number is None else all_of_step.slice_request(start, number)
-        outputs.append(EngineCoreOutput(request_id=str(index), new_token_ids=[1] * (number or 1), new_logprobs=own))
-        start += number or 0
-    return EngineCoreOutputs(outputs=outputs)
-
-
-def send(outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-    return MsgpackDecoder(EngineCoreOutputs).decode([bytes(buf) for buf in MsgpackEncoder().encode(outputs)])
-
-
-def count_arrays(outputs: EngineCoreOutputs) -> int:
-    return 3 * sum(output.new_logprobs is not None for output in outputs.outputs)
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
 
 
 def assert_equal(found: EngineCoreOutputs, expected: EngineCoreOutputs) -> None:
@@ -57,6 +23,9 @@ def assert_equal(found: EngineCoreOutputs, expected: EngineCoreOutputs) -> None:
 @pytest.mark.parametrize("numbers", [[1] * 300, [1, None, 1], [None, 2, 1, None, 3], [1], [None], [], [None, 1]])
 @pytest.mark.parametrize("width", [1, 6])
 def test_each_sequence_gets_its_logprobs_back(numbers, width):
+    from support.vllm_steps import count_arrays, make_step, send
+    from unbroken.engines.vllm.step_logprobs import join_logprobs, split_logprobs
+
     expected = make_step(numbers, width=width)
     outputs = make_step(numbers, width=width)
     join_logprobs(outputs)
@@ -67,12 +36,18 @@ def test_each_sequence_gets_its_logprobs_back(numbers, width):
 
 
 def test_what_was_not_joined_is_left_as_it_is():
+    from support.vllm_steps import make_step, send
+    from unbroken.engines.vllm.step_logprobs import split_logprobs
+
     received = send(make_step([1, 1, None]))
     split_logprobs(received)
     assert_equal(received, make_step([1, 1, None]))
 
 
 def test_logprobs_of_different_numbers_of_ids_are_not_joined():
+    from support.vllm_steps import count_arrays, make_step
+    from unbroken.engines.vllm.step_logprobs import join_logprobs
+
     outputs = make_step([1, 1])
     outputs.outputs[1].new_logprobs = make_step([1], width=5).outputs[0].new_logprobs
     join_logprobs(outputs)
@@ -81,10 +56,17 @@ def test_logprobs_of_different_numbers_of_ids_are_not_joined():
 
 def test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves():
     """If this fails, `step_logprobs` is no longer needed."""
+    from support.vllm_steps import count_arrays, make_step, send
+
     assert count_arrays(send(make_step([1, 1, 1]))) == 9
 
 
 def test_the_engine_starts_with_the_joining_scheduler_unless_another_is_given(tmp_path):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from unbroken.engines.vllm.starting import require_exactness
+    from unbroken.engines.vllm.step_logprobs import SCHEDULER
+
     args = require_exactness(AsyncEngineArgs(model=str(tmp_path)), num_adapters=0)
     assert args.scheduler_cls == SCHEDULER
     args = require_exactness(AsyncEngineArgs(model=str(tmp_path), scheduler_cls="mine.Scheduler"), num_adapters=0)
