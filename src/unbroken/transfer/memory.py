@@ -59,7 +59,11 @@ class MemorySource(SharedSource):
 
 
 class MemoryReceiver(Receiver[MemorySource]):
-    """Opens the row; its tensors are views of it, to be copied from."""
+    """Opens the row; its tensors are views of it, to be copied from.
+
+    A row on another GPU is copied to this one's, weight by weight as they are read: memory that vLLM can put to sleep
+    is open to its own GPU alone, and a copy from another one's ends with `CUDA error: invalid argument`.
+    """
 
     def receive(self, source: MemorySource, *, tied: TiedNames | None = None) -> ReceivedWeights:
         """See `Receiver`."""
@@ -71,6 +75,8 @@ class MemoryReceiver(Receiver[MemorySource]):
             raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
         weights = dict(layout.split(row))
         check_tied(weights, tied)
+        if row.is_cuda:
+            return ReceivedWeights(tensors=((name, tensor.to(self._device)) for name, tensor in weights.items()))
         return ReceivedWeights(tensors=weights.items())
 
 
