@@ -5,11 +5,13 @@
     python bench/overlap.py --device cuda --shape 0.6b --tasks one_turn --limit-s 560     # vLLM on GPU 1, trainer on 0
 
 Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a tool of 20 to 200 ms between the turns.
-Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups. `idle` is the
-share of the time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default
-only waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each
-case the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more. It prints as it
-goes, and a table at the end; with `--record`, files from which `bench/simulate.py` simulates the same cases.
+Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups; with
+`--own-process true`, rollouts run in a process of their own, and with `false,true` in either way. `idle` is the share
+of the time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only
+waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each case
+the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more; nor do steps at the end,
+for which all groups are sampled already. It prints as it goes, and a table at the end; with `--record`, files from
+which `bench/simulate.py` simulates the same cases.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,17 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_task import CONTEXT_LENGTH, SHAPES, save_model
-from overlap_task import TASKS, TaskSource, TimedEngine
+from overlap_task import TASKS, TaskSource, TimedEngine, sample_order
 from unbroken.engines.base import Engine
+from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.rollout.process.process import RolloutProcess
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine
 from unbroken.runs.processes import Rank
 from unbroken.runs.server_process import start_server
 from unbroken.runs.shared_engine import RunEngine
+from unbroken.simulation.schedule import count_ending_steps
 from unbroken.training.asynchronous.events import EventKind, LoopEvent
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -49,14 +55,14 @@ from unbroken.training.metrics.stats import StepStats
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight
-from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
 COLUMNS = (
-    "task", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",
+    "task", "own", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",
     "cancelled", "ids", "k3",
 )  # fmt: skip
-ROW = "{:>10} {:>2} {:>5} {:>7} {:>5} {:>8} {:>7} {:>10} {:>10} {:>6} {:>3} {:>9} {:>6} {:>8}"
+OWN = {False: "no", True: "yes"}
+ROW = "{:>10} {:>3} {:>2} {:>5} {:>7} {:>5} {:>8} {:>7} {:>10} {:>10} {:>6} {:>3} {:>9} {:>6} {:>8}"
 
 
 class TimedTrainer(Trainer):
@@ -72,8 +78,8 @@ class TimedTrainer(Trainer):
         return stats
 
 
-class OutOfTimeError(Exception):
-    """The case has had its share of the time."""
+class CaseEndedError(Exception):
+    """The case has its steps, or has had its share of the time."""
 
 
 @dataclass(kw_only=True)
@@ -81,8 +87,11 @@ class Watch:
     """The steps of one case, and who was idle when."""
 
     task: str
+    own_process: bool = False
     max_staleness: int
     num_warmup: int
+    num_steps: int
+    """Those that count."""
     until_s: float
     """When to stop, on the clock of `time.perf_counter`."""
     lines: list[Metrics] = field(default_factory=list)
@@ -92,6 +101,11 @@ class Watch:
     unsampled_s: float = 0.0
     _last: LoopEvent | None = None
     _is_training: bool = False
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        return f"{self.task}{', own process' if self.own_process else ''}, staleness {self.max_staleness}"
 
     def observe(self, event: LoopEvent) -> None:
         """See `Observer`."""
@@ -112,9 +126,9 @@ class Watch:
             "train/shared_share",
         )  # fmt: skip
         shown = [f"{name.rpartition('/')[2]} {metrics.get(name) or 0:.3g}" for name in names]
-        print(f"{self.task}, staleness {self.max_staleness}, step {step + 1}:", *shown, sep="  ", flush=True)
-        if time.perf_counter() > self.until_s:
-            raise OutOfTimeError
+        print(f"{self.name}, step {step + 1}:", *shown, sep="  ", flush=True)
+        if len(self.lines) == self.num_warmup + self.num_steps or time.perf_counter() > self.until_s:
+            raise CaseEndedError
 
     def save(self, folder: Path, source: TaskSource) -> None:
         """Write all that the case has measured into a file of the folder."""
@@ -136,7 +150,7 @@ class Watch:
         """Seconds a step, and the row of the table."""
         counted = self.lines[self.num_warmup :]
         if not counted:
-            return 0.0, (self.task, self.max_staleness, 0, *["-"] * (len(COLUMNS) - 3))
+            return 0.0, (self.task, OWN[self.own_process], self.max_staleness, 0, *["-"] * (len(COLUMNS) - 4))
         total_s = self.ends_s[-1] - self.ends_s[self.num_warmup - 1]
         step_s = total_s / len(counted)
 
@@ -148,7 +162,8 @@ class Watch:
             waits_s = add("seconds/collect") + add("seconds/publish")
             trained_s, unsampled_s = total_s - waits_s, total_s - add("seconds/collect")
         row = (
-            self.task, self.max_staleness, len(counted), f"{step_s:.3f}", f"{(base_s or step_s) / step_s:.2f}",
+            self.task, OWN[self.own_process], self.max_staleness, len(counted),
+            f"{step_s:.3f}", f"{(base_s or step_s) / step_s:.2f}",
             f"{num_groups / step_s:.2f}", f"{add('rollout/num_sampled_tokens') / total_s:.0f}",
             f"{1 - trained_s / total_s:.0%}", f"{unsampled_s / total_s:.0%}",
             f"{np.mean([line.get('staleness/mean') or 0.0 for line in counted]):.2f}",
@@ -161,11 +176,13 @@ class Watch:
 
 
 async def run_case(
-    watch: Watch, source: TaskSource, trainer: Trainer, publisher: WeightPublisher, arguments: argparse.Namespace
+    watch: Watch, source: TaskSource, trainer: Trainer, sampler: RunEngine, arguments: argparse.Namespace
 ) -> None:
     """Train one task with one staleness."""
+    publisher = sampler.publisher
+    assert publisher is not None, "this process has it"
     config = LoopConfig(
-        num_steps=arguments.num_steps + watch.num_warmup,
+        num_steps=watch.num_warmup + watch.num_steps + count_ending_steps(watch.max_staleness),
         max_staleness=watch.max_staleness,
         max_drops=arguments.max_drops,
         publish_beside_step=not arguments.publish_between_steps,
@@ -180,9 +197,9 @@ async def run_case(
             on_step=watch.end_step,
             observer=watch,
         )
-    except OutOfTimeError:
-        print("  the case has had its time", flush=True)
-        if arguments.engine == "vllm" or source.engine.policy_version < trainer.policy_version:
+    except CaseEndedError:
+        print(f"  the case has ended, after {len(watch.lines) - watch.num_warmup} steps that count", flush=True)
+        if sampler.urls or sampler.engine.policy_version < trainer.policy_version:
             # The last publication was cancelled with the case.
             await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
 
@@ -190,6 +207,7 @@ async def run_case(
 async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """All cases, with one engine and one trainer."""
     started = time.perf_counter()
+    process = RolloutProcess.fork(partial(open_work, folder)) if True in arguments.own_process else None
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     accelerator = Accelerator(
         cpu=arguments.device == "cpu", mixed_precision="bf16" if arguments.device == "cuda" else None
@@ -202,32 +220,44 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
     trainer = TimedTrainer(policy, config, accelerator=accelerator)
     trainer.least_s = arguments.train_s if arguments.engine == "timed" else 0.0
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
-    cases = [(task, staleness) for task in arguments.tasks.split(",") for staleness in arguments.staleness]
+    cases = [
+        (task, own, staleness)
+        for task in arguments.tasks.split(",")
+        for own in arguments.own_process
+        for staleness in arguments.staleness
+    ]
     rows: list[tuple[Any, ...]] = []
-    async with open_sampler(arguments, folder, scratch, policy, accelerator) as (engine, publisher):
+    async with open_sampler(arguments, folder, scratch, policy, accelerator) as found, AsyncExitStack() as stack:
+        if process is not None:
+            stack.push_async_callback(process.close)
+            await process.open(found.urls)
         print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
-        base_s: float | None = None
-        for index, (name, staleness) in enumerate(cases):
+        base_s: dict[tuple[str, bool], float] = {}
+        for index, (name, own, staleness) in enumerate(cases):
             left_s = arguments.limit_s - (time.perf_counter() - arguments.started)
             watch = Watch(
                 task=name,
+                own_process=own,
                 max_staleness=staleness,
                 num_warmup=max(arguments.num_warmup, staleness + 1),
+                num_steps=arguments.num_steps,
                 until_s=time.perf_counter() + left_s / (len(cases) - index),
             )
             source = TaskSource(
-                engine=engine,
-                renderer=renderer,
+                sample_order=process.sample
+                if own and process is not None
+                else partial(sample_order, engine=found.engine, renderer=renderer),
                 task=TASKS[name].scaled(arguments.length_factor),
                 groups_per_step=arguments.problems,
                 group_size=arguments.group_size,
                 seed=0,
             )
-            await run_case(watch, source, trainer, publisher, arguments)
+            await run_case(watch, source, trainer, found, arguments)
             if arguments.record:
-                watch.save(arguments.record, source)
-            step_s, row = watch.report(base_s if staleness else None, num_groups=arguments.problems)
-            base_s = step_s if staleness == 0 else base_s
+                watch.save(arguments.record / "own" if own else arguments.record, source)
+            step_s, row = watch.report(base_s.get((name, own)), num_groups=arguments.problems)
+            if staleness == 0:
+                base_s[name, own] = step_s
             rows.append(row)
             print(ROW.format(*COLUMNS), ROW.format(*map(str, row)), sep="\n", flush=True)
     print(
@@ -240,12 +270,12 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
 @asynccontextmanager
 async def open_sampler(
     arguments: argparse.Namespace, folder: Path, scratch: Path, policy: Any, accelerator: Accelerator
-) -> AsyncIterator[tuple[Engine, WeightPublisher]]:
+) -> AsyncIterator[RunEngine]:
     """A timed engine, or a vLLM server that gets weights by broadcast."""
     if arguments.engine == "timed":
         vocab_size = policy.config.vocab_size
         timed = TimedEngine(context_length=CONTEXT_LENGTH, vocab_size=vocab_size, first_s=0.02, id_s=arguments.id_s)
-        yield timed, InProcessPublisher(timed)
+        yield RunEngine(engine=timed, publisher=InProcessPublisher(timed))
         return
     options = ["--dtype", "bfloat16" if arguments.device == "cuda" else "float32"]
     options += ["--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512"]
@@ -267,7 +297,7 @@ async def open_sampler(
                 config, model=policy, source=folder, output=scratch, device=accelerator.device, rank=Rank()
             )
             async with opening as found:
-                yield found.engine, check_publisher(found)
+                yield found
     except BaseException:
         await asyncio.to_thread(print_end, log)
         raise
@@ -278,10 +308,25 @@ def print_end(log: Path) -> None:
     print(f"the server's log ends with:\n{log.read_text()[-3000:] if log.exists() else ''}", flush=True)
 
 
-def check_publisher(found: RunEngine) -> WeightPublisher:
-    """The publisher, which this process has."""
-    assert found.publisher is not None
-    return found.publisher
+class TaskWork:
+    """Samples orders of tasks in the process of the rollouts."""
+
+    def __init__(self, engine: Engine, renderer: TemplateRenderer) -> None:
+        self.sample = partial(sample_order, engine=engine, renderer=renderer)
+
+    def tell(self, news: Any) -> None:
+        """See `Work`; there are none."""
+
+
+@asynccontextmanager
+async def open_work(folder: Path, urls: Sequence[str]) -> AsyncIterator[TaskWork]:
+    """Connect that process to the server."""
+    torch.set_num_threads(1)
+    engine = await HttpEngine.connect(urls)
+    try:
+        yield TaskWork(engine, TemplateRenderer(AutoTokenizer.from_pretrained(folder)))
+    finally:
+        await engine.close()
 
 
 def main() -> None:
@@ -294,6 +339,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of the model's files")
     parser.add_argument("--tasks", default="one_turn,four_turns")
     parser.add_argument("--staleness", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2, 4])
+    parser.add_argument(
+        "--own-process",
+        type=lambda text: [part == "true" for part in text.split(",")],
+        default=[False],
+        help="whether rollouts have a process of their own: false, true, or false,true for both",
+    )
     parser.add_argument("--problems", type=int, default=16, help="groups in a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--num-steps", type=int, default=12)
@@ -312,6 +363,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.started = time.perf_counter()
     arguments.engine = arguments.engine or ("vllm" if arguments.device == "cuda" else "timed")
+    if True in arguments.own_process and arguments.engine != "vllm":
+        parser.error("--own-process needs --engine vllm: the timed engine is in this process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast gains nothing here
     with tempfile.TemporaryDirectory() as scratch:

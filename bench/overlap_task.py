@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
-from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.simulation.fitting import MeasuredRollout
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams, VersionSpan
 from words_env import Words
@@ -68,12 +68,30 @@ class LimitedEngine:
         return await self._engine.sample(replace(request, params=params))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOrder:
+    """A group of a task."""
+
+    task: Task
+    number: int
+    """Lengths and times of calls follow from it."""
+    size: int
+    seed: int
+
+
+async def sample_order(order: TaskOrder, *, engine: Engine, renderer: TemplateRenderer) -> TrajectoryGroup:
+    """Sample a group."""
+    async with asyncio.TaskGroup() as tasks:
+        members = [tasks.create_task(_sample_member(order, k, engine, renderer)) for k in range(order.size)]
+    return TrajectoryGroup(group_id=str(order.number), trajectories=tuple(member.result() for member in members))
+
+
 @dataclass(kw_only=True)
 class TaskSource:
-    """Groups of a task, one by one or a step at a time; lengths and times of calls follow from a group's number."""
+    """Groups of a task, one by one or a step at a time."""
 
-    engine: Engine
-    renderer: TemplateRenderer
+    sample_order: Callable[[TaskOrder], Awaitable[TrajectoryGroup]]
+    """In this process, or in another."""
     task: Task
     groups_per_step: int
     group_size: int
@@ -90,24 +108,25 @@ class TaskSource:
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """Sample a group."""
-        async with asyncio.TaskGroup() as tasks:
-            members = [tasks.create_task(self._sample_member(number, k)) for k in range(self.group_size)]
-        return TrajectoryGroup(group_id=str(number), trajectories=tuple(member.result() for member in members))
+        order = TaskOrder(task=self.task, number=number, size=self.group_size, seed=self.seed)
+        group = await self.sample_order(order)
+        for each in group.trajectories:
+            lengths = [len(turn.sequence.completion_ids) for turn in each.turns]
+            step = number // self.groups_per_step
+            self.rollouts.append(MeasuredRollout(step=step, lengths=lengths, seconds=each.wall_time_s))
+        return group
 
-    async def _sample_member(self, number: int, k: int) -> Any:
-        rng = np.random.default_rng([self.seed, number, k])
-        found = await run_rollout(
-            Words(number, num_turns=self.task.num_turns, draw_tool_s=lambda: float(rng.uniform(*self.task.tool_s))),
-            engine=LimitedEngine(self.engine, self.task, rng),
-            renderer=self.renderer,
-            sampling=SamplingParams(max_tokens=self.task.max_ids, seed=int(rng.integers(2**31))),
-            limits=Limits(max_turns=self.task.num_turns, timeout_s=300.0),
-            trajectory_id=f"{self.task.name}-{self.seed}-{number}-{k}",
-        )
-        lengths = [len(turn.sequence.completion_ids) for turn in found.turns]
-        step = number // self.groups_per_step
-        self.rollouts.append(MeasuredRollout(step=step, lengths=lengths, seconds=found.wall_time_s))
-        return found
+
+async def _sample_member(order: TaskOrder, k: int, engine: Engine, renderer: TemplateRenderer) -> Trajectory:
+    task, rng = order.task, np.random.default_rng([order.seed, order.number, k])
+    return await run_rollout(
+        Words(order.number, num_turns=task.num_turns, draw_tool_s=lambda: float(rng.uniform(*task.tool_s))),
+        engine=LimitedEngine(engine, task, rng),
+        renderer=renderer,
+        sampling=SamplingParams(max_tokens=task.max_ids, seed=int(rng.integers(2**31))),
+        limits=Limits(max_turns=task.num_turns, timeout_s=300.0),
+        trajectory_id=f"{task.name}-{order.seed}-{order.number}-{k}",
+    )
 
 
 class TimedEngine(ScriptedEngine):

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_task import CONTEXT_LENGTH, ENGINE_SIZES, save_model
 from overlap import TimedTrainer, Watch, run_case
-from overlap_task import TASKS, Task, TaskSource, TimedEngine
+from overlap_task import TASKS, Task, TaskSource, TimedEngine, sample_order
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.runs.shared_engine import RunEngine
 from unbroken.simulation.config import EngineTimes, SimulationConfig, TrainerTimes, WorkloadConfig
 from unbroken.simulation.fitting import MeasuredRollout, fit_engine
 from unbroken.simulation.schedule import Outcome, simulate
@@ -123,13 +125,15 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         task, times = TASKS[name].scaled(arguments.length_factor), TrainerTimes()
         for staleness in arguments.staleness:
             watch = Watch(
-                task=name, max_staleness=staleness, num_warmup=arguments.num_warmup, until_s=time.perf_counter() + 3600
-            )
-            source = TaskSource(
-                engine=engine, renderer=renderer, task=task, groups_per_step=arguments.problems,
-                group_size=arguments.group_size, seed=0,
+                task=name, max_staleness=staleness, num_warmup=arguments.num_warmup, num_steps=arguments.num_steps,
+                until_s=time.perf_counter() + 3600,
             )  # fmt: skip
-            await run_case(watch, source, trainer, InProcessPublisher(engine), arguments)
+            source = TaskSource(
+                sample_order=partial(sample_order, engine=engine, renderer=renderer), task=task,
+                groups_per_step=arguments.problems, group_size=arguments.group_size, seed=0,
+            )  # fmt: skip
+            sampler = RunEngine(engine=engine, publisher=InProcessPublisher(engine))
+            await run_case(watch, source, trainer, sampler, arguments)
             times = find_times(watch) if staleness == 0 else times
             own, predicted = [
                 await asyncio.to_thread(simulate_case, arguments, task, staleness, each)
@@ -167,8 +171,12 @@ def simulate_recorded(folder: Path, tasks: Sequence[str], seed: int = 0) -> None
         for path in sorted(folder.glob(f"{name}-*.json")):
             case = json.loads(path.read_text())
             staleness, num_warmup, ends_s = case["max_staleness"], case["num_warmup"], case["ends_s"]
-            watch = Watch(task=name, max_staleness=staleness, num_warmup=num_warmup, until_s=0, lines=case["metrics"])
-            if not (num_steps := len(watch.lines) - num_warmup):
+            num_steps = len(ends_s) - num_warmup
+            watch = Watch(
+                task=name, max_staleness=staleness, num_warmup=num_warmup, num_steps=num_steps, until_s=0,
+                lines=case["metrics"],
+            )  # fmt: skip
+            if not num_steps:
                 continue
             own = find_recorded_times(watch)
             synchronous = own if staleness == 0 else synchronous

@@ -17,17 +17,14 @@ import sys
 import time
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from loop_lag import make_rollout, make_tool, make_words
 from rendering import make_tokenizer
-from trainer import VOCAB_SIZE, make_trajectory, time_pass
+from trainer import make_trainer, make_trajectory, time_pass
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
-from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 
@@ -67,7 +64,7 @@ def main() -> None:
     parser.add_argument("--idle", type=float, nargs="+", default=[0.0, 0.02], help="seconds after each batch")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    trainer, rng = make_trainer(), np.random.default_rng(0)
+    trainer, rng = make_trainer(num_layers=28, hidden_size=32), np.random.default_rng(0)
     trees = [make_trajectory(2, prompt=20, turn=20, bridge=10, rng=rng) for _ in range(16)]
     rows = [row for tree in trees for row in export_samples(tree, 1.0)]
     rollouts = Rollouts()
@@ -85,16 +82,6 @@ def main() -> None:
         for interval, measured in taken.items():
             pass_s, rate = (statistics.median(column) for column in zip(*measured, strict=True))
             print(f"{interval:<10g}{pass_s:>10.3f}{pass_s / alone:>13.2f}{rate:>12.0f}")
-
-
-def make_trainer() -> Trainer:
-    """A trainer of a deep and narrow model with random weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=28, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=64, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Trainer(Qwen3ForCausalLM(config), TrainerConfig())
 
 
 async def time_beside(

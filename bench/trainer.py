@@ -68,12 +68,13 @@ def split_into_turns(row: TrainingSample) -> list[TrainingSample]:
     return pieces
 
 
-def make_trainer() -> Trainer:
+def make_trainer(*, num_layers: int = 2, hidden_size: int = 64) -> Trainer:
     """A trainer of a tiny model with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, intermediate_size=128, max_position_embeddings=32768, tie_word_embeddings=True,
+        vocab_size=VOCAB_SIZE, hidden_size=hidden_size, num_hidden_layers=num_layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=hidden_size // 2, intermediate_size=2 * hidden_size,
+        max_position_embeddings=32768, tie_word_embeddings=True,
     )  # fmt: skip
     return Trainer(Qwen3ForCausalLM(config), TrainerConfig())
 

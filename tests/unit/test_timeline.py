@@ -83,11 +83,13 @@ def test_the_newest_events_are_kept_within_the_bound(tmp_path):
     assert len(names) > 20
 
 
-def test_without_a_file_nothing_is_written():
+def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     timeline = Timeline()
     with timeline.span("step"):
         timeline.count("groups", groups=1)
     timeline.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fails_ends_the_timeline_and_not_the_run(tmp_path, caplog):

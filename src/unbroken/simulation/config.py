@@ -128,7 +128,7 @@ class TrainerTimes:
     end_s: float = 0.0
     """Seconds after each step, such as for metrics."""
     evaluation_s: float = 0.0
-    """Seconds of an evaluation, for which the trainer waits."""
+    """Seconds of an evaluation, for which the trainer waits with staleness 0; otherwise it runs beside the steps."""
     evaluation_every: int = 0
     """Steps between two evaluations; 0 for none."""
 

@@ -105,8 +105,11 @@ def _fit_trainer(
         are_saved = [(int(line["step"]) + 1) % save_every == 0 for line in lines]
         made = [max(0.0, seconds - save_s * is_saved) for seconds, is_saved in zip(made, are_saved, strict=True)]
     step_s, id_s = fit_times([[1.0] * len(ids), ids], made)
-    evaluation_every = int(settings.get("evaluation.every") or 0)
-    evaluation_s = _find_duration(slices, "evaluation")
+    has_own_servers = "evaluation.engine.kind" in settings
+    evaluation_every = 0 if has_own_servers else int(settings.get("evaluation.every") or 0)
+    evaluation_s = _find_duration(slices, "evaluation") if evaluation_every else 0.0
+    is_beside = int(settings.get("loop.max_staleness") or 0) > 0  # and so no part of what comes after a step
+    evaluation_share_s = evaluation_s / evaluation_every if evaluation_every and not is_beside else 0.0
     after_s = _find_duration(slices, "after the step") + _find_duration(slices, "log")
     return TrainerTimes(
         step_s=step_s,
@@ -115,8 +118,8 @@ def _fit_trainer(
         publish_s=_find_duration(slices, "publish") or _mean(lines, "seconds/publish"),
         save_s=save_s,
         save_every=save_every,
-        end_s=max(0.0, after_s - (evaluation_s / evaluation_every if evaluation_every else 0.0)),
-        evaluation_s=evaluation_s if evaluation_every else 0.0,
+        end_s=max(0.0, after_s - evaluation_share_s),
+        evaluation_s=evaluation_s,
         evaluation_every=evaluation_every,
     )
 
@@ -140,22 +143,26 @@ def _find_step_s(lines: Sequence[Mapping[str, Any]], slices: Mapping[str, Mappin
 
 
 def _measure_slices(events: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Seconds of slices by their kind and a number; those of `step` have the step's, others count."""
+    """Seconds of slices by their kind and a number: that of the step, of the steps before an evaluation, or a count.
+
+    The evaluations of all sets after a step are one.
+    """
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    open_slices: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+    open_slices: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         row = (event["pid"], event.get("tid", 0))
         if event["ph"] == "B":
-            open_slices[row].append((event["name"], event["ts"]))
+            open_slices[row].append(event)
         elif event["ph"] == "E" and open_slices[row]:
-            name, began = open_slices[row].pop()
-            seconds = (event["ts"] - began) / 1e6
+            begin = open_slices[row].pop()
+            name, seconds = begin["name"], (event["ts"] - begin["ts"]) / 1e6
             if (match := re.fullmatch(r"step (\d+)", name)) is not None:
                 found["step"][int(match[1])] = seconds
                 found["step end"][int(match[1])] = event["ts"] / 1e6
             for kind in _KINDS:
                 if name.startswith(kind):
-                    found[kind][len(found[kind])] = seconds
+                    number = begin.get("args", {}).get("num_steps", len(found[kind]))
+                    found[kind][number] = found[kind].get(number, 0.0) + seconds
     return found
 
 
@@ -177,8 +184,9 @@ def _read_rollouts(folder: Path) -> list[MeasuredRollout]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of steps that trained; a last one without its end is being written, or was when the run was killed."""
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"--from must be the folder of a run with metrics/metrics.jsonl: {error}") from None
     return [line for line in lines if line.get("train/num_rows")]

@@ -24,7 +24,7 @@ from unbroken.training.config import LoopConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a schedule, without its first steps."""
+    """What came of a schedule, without its first steps, and those at the end for which nothing more was sampled."""
 
     max_staleness: int
     total_s: float
@@ -80,7 +80,7 @@ def simulate(config: SimulationConfig, max_staleness: int, *, plan: Plan | None 
     groups in flight than a step has, it takes 3 s.
     """
     loop_config = LoopConfig(
-        num_steps=config.num_steps,
+        num_steps=config.num_steps + count_ending_steps(max_staleness),
         max_staleness=max_staleness,
         adapt_ahead=config.adapt_ahead,
         max_drops=config.max_drops,
@@ -89,8 +89,13 @@ def simulate(config: SimulationConfig, max_staleness: int, *, plan: Plan | None 
     )
     plan = plan or RandomPlan(config=config.workload, seed=config.seed)
     steps = run_on_virtual_clock(_run(config, loop_config, plan))
-    first = steps[config.num_warmup - 1].ended_s
-    return Outcome(max_staleness=max_staleness, total_s=steps[-1].ended_s - first, steps=steps[config.num_warmup :])
+    first, *counted = steps[config.num_warmup - 1 : config.num_steps]
+    return Outcome(max_staleness=max_staleness, total_s=counted[-1].ended_s - first.ended_s, steps=counted)
+
+
+def count_ending_steps(max_staleness: int) -> int:
+    """How many steps at the end of a run may find all groups sampled: with nothing beside them, they take less time."""
+    return max_staleness + 1 if max_staleness else 0
 
 
 async def _run(config: SimulationConfig, loop_config: LoopConfig, plan: Plan) -> Sequence[SimulatedStep]:

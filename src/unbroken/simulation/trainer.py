@@ -112,7 +112,7 @@ class SimulatedTrainer:
         """See `StepMaker`."""
         assert self._taken is not None, "make_step is called first"
         counts = self._taken.counts
-        if self.needs_engine(step):
+        if self.is_serial and self.needs_engine(step):  # otherwise it runs beside the steps
             with self.timeline.span("evaluation"):
                 await asyncio.sleep(self.times.evaluation_s)
         await asyncio.sleep(self.times.end_s)

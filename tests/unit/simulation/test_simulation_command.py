@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from unbroken.simulation.fitting import MeasuredRollout, fit_engine, fit_times
 from unbroken.simulation.measured import measure_run
 from unbroken.simulation.schedule import simulate
 from unbroken.simulation.workload import RandomPlan
+from unbroken.timeline import Timeline, TraceFile
 
 FAST = ("--num-steps=8", "--num-warmup=2", "--workload.groups-per-step=2", "--workload.group-size=2")
 
@@ -105,6 +108,8 @@ def test_the_times_of_a_run_are_found_in_its_files(tmp_path, max_staleness, has_
     traces.rename(tmp_path / "timeline" / "rank-0.json")
     if not has_timeline:
         (tmp_path / "timeline" / "rank-0.json").unlink()
+    with (tmp_path / "metrics" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "train/num_ro')  # being written, or when the run was killed
     run = measure_run(tmp_path)
     assert run.config.engine.first_s == pytest.approx(0.3, rel=0.02)
     assert run.config.engine.id_s == pytest.approx(0.01, rel=0.02)
@@ -117,6 +122,45 @@ def test_the_times_of_a_run_are_found_in_its_files(tmp_path, max_staleness, has_
     assert re.search(
         rf"the run, max_staleness {max_staleness}: [\d.]+ s a step; simulated: [\d.]+ \([+-]\d\.\d%\)", text
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "every", "end_s"),
+    [
+        ({"loop.max_staleness": 0}, 5, 0.5),
+        ({"loop.max_staleness": 2}, 5, 2.5),
+        ({"loop.max_staleness": 0, "evaluation.engine.kind": "server"}, 0, 2.5),
+    ],
+    ids=["between steps", "beside them", "on servers of their own"],
+)
+def test_the_time_after_a_step_is_without_the_evaluations_that_are_in_it(tmp_path, settings, every, end_s):
+    """Of two sets, 4 s and 6 s, each five steps; 2.5 s a step pass after the step."""
+    config = SimulationConfig(num_steps=30, workload=WorkloadConfig(groups_per_step=1, group_size=2))
+    write_run(tmp_path, config, simulate(config, 0), 0)
+    found = json.loads((tmp_path / "recipe.json").read_text())
+    found["settings"] |= {"evaluation.every": 5, **settings}
+    (tmp_path / "recipe.json").write_text(json.dumps(found))
+    with run_on_a_clock(tmp_path / "timeline" / "rank-0.json") as (timeline, clock):
+        for num_steps in range(0, 30, 5):
+            for name, seconds in (("math", 4.0), ("code", 6.0)):
+                with timeline.span(f"evaluation of {name}", num_steps=num_steps):
+                    clock.append(seconds)
+        for _ in range(30):
+            with timeline.span("after the step"):
+                clock.append(2.5)
+    trainer = measure_run(tmp_path).config.trainer
+    assert trainer.evaluation_every == every
+    assert trainer.evaluation_s == pytest.approx(10.0 if every else 0.0)
+    assert trainer.end_s == pytest.approx(end_s)
+
+
+@contextmanager
+def run_on_a_clock(file) -> Iterator[tuple[Timeline, list[float]]]:
+    """A timeline whose time is the sum of the numbers in the list."""
+    clock = [0.0]
+    timeline = Timeline(TraceFile(file, max_bytes=None), clock=lambda: sum(clock))
+    yield timeline, clock
+    timeline.close()
 
 
 def test_a_run_that_is_too_short_is_refused(tmp_path):
