@@ -108,9 +108,12 @@ class GymEnv:
         return 0.0
 
     async def close(self) -> None:
-        """Close the environment."""
+        """Close the environment, also one that was still being made when the rollout was cancelled."""
+        await self._threads.run(self._close)
+
+    def _close(self) -> None:
         if hasattr(self._env, "close"):
-            await self._threads.run(self._env.close)
+            self._env.close()
 
     def _reset(self) -> str:
         if isinstance(self._source, str):

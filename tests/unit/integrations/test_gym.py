@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +162,25 @@ async def test_problems_differ_and_repeat_by_number_split_and_seed():
     assert seeds[:4] == seeds[4:]
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+async def test_an_environment_that_was_still_being_made_at_a_cancellation_is_closed(monkeypatch):
+    begun, may_go_on, corridor = threading.Event(), threading.Event(), Corridor()
+
+    def make(_):
+        begun.set()
+        may_go_on.wait(20)
+        return corridor
+
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=make))
+    env = GymEnv("Slow-v0")
+    starting = asyncio.create_task(env.start())
+    await asyncio.to_thread(begun.wait, 20)
+    starting.cancel()
+    closing = asyncio.create_task(env.close())
+    may_go_on.set()
+    await closing
+    assert corridor.num_closed == 1
 
 
 async def test_a_step_of_another_form_is_an_error():

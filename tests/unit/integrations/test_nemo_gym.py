@@ -10,19 +10,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from support.env_rollouts import call, play_env, texts
-from support.fake_renderer import CALL, CALL_END, END, FakeRenderer, encode
+from support.env_rollouts import call, fail_env, play_env, texts
+from support.fake_renderer import CALL, CALL_END, END, encode
 from support.nemo_gym_server import CounterServer, make_example, save_examples
 from support.packed_sender import free_port
 from support.servers import listening
-from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EnvServerError, InvalidInputError
 from unbroken.integrations.nemo_gym import NeMoGymEnv
+from unbroken.integrations.nemo_gym.examples import Examples
 from unbroken.rollout.env import Env
-from unbroken.rollout.limits import Limits
-from unbroken.rollout.runner import run_rollout
-from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.types import SamplingParams
+from unbroken.rollout.trajectory import TrajectoryStatus
 
 
 @pytest.fixture
@@ -34,18 +31,6 @@ def server() -> CounterServer:
 async def url(server) -> AsyncIterator[str]:
     async with listening(server.make_app()) as url:
         yield url
-
-
-async def fail(env: Env) -> Trajectory:
-    trajectory = await run_rollout(
-        env,
-        engine=ScriptedEngine([[*encode("1"), END]]),
-        renderer=FakeRenderer(),
-        sampling=SamplingParams(max_tokens=9),
-        limits=Limits(),
-    )
-    assert trajectory.status is TrajectoryStatus.FAILED
-    return trajectory
 
 
 async def test_calls_go_to_the_session_of_the_rollout_and_the_verifier_gives_the_reward(tmp_path, server, url):
@@ -187,7 +172,7 @@ async def test_all_items_of_an_input_are_messages(tmp_path, url):
 )
 async def test_a_verifier_without_a_valid_reward_fails_the_rollout(tmp_path, server, url, verdict, message):
     server.verdict = verdict
-    trajectory = await fail(NeMoGymEnv(url, save_examples(tmp_path)))
+    trajectory = await fail_env(NeMoGymEnv(url, save_examples(tmp_path)))
     assert isinstance(trajectory.error, EnvServerError)
     assert message in str(trajectory.error)
     assert trajectory.reward is None
@@ -197,13 +182,13 @@ async def test_a_verifier_without_a_valid_reward_fails_the_rollout(tmp_path, ser
 async def test_what_the_server_says_of_a_seed_is_the_error(tmp_path, url):
     example = make_example()
     del example["initial_count"]
-    trajectory = await fail(NeMoGymEnv(url, save_examples(tmp_path, example)))
+    trajectory = await fail_env(NeMoGymEnv(url, save_examples(tmp_path, example)))
     assert "answered /seed_session with 422" in str(trajectory.error)
     assert "initial_count is missing" in str(trajectory.error)
 
 
 async def test_a_server_that_is_not_there_is_named(tmp_path):
-    trajectory = await fail(NeMoGymEnv(f"http://127.0.0.1:{free_port()}", save_examples(tmp_path)))
+    trajectory = await fail_env(NeMoGymEnv(f"http://127.0.0.1:{free_port()}", save_examples(tmp_path)))
     assert isinstance(trajectory.error, EnvServerError)
     assert "cannot be reached for /seed_session: ConnectError" in str(trajectory.error)
     assert isinstance(trajectory.error.__cause__, httpx.ConnectError)
@@ -230,6 +215,14 @@ def test_a_url_is_checked(tmp_path, url):
             '{"responses_create_params": {"input": "x", "tools": [{"type": "web_search"}]}}',
             r"line 1, tools\[0\] must be a function with a name",
         ),
+        ('{"responses_create_params": {"input": "x", "tools": ["look"]}}', r"line 1, tools\[0\] must be a function"),
+        (
+            '{"responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "a", "parameters": 1}'
+            "]}}",
+            r"line 1, tools\[0\].parameters must be an object, got 1",
+        ),
+        ('{"responses_create_params": {"input": "x", "tools": 5}}', r"line 1, tools must be a list, got 5"),
+        ('{"responses_create_params": {"input": 5}}', "line 1, input must be a text or a list, got 5"),
     ],
 )
 def test_lines_that_are_no_examples_are_named(tmp_path, line, message):
@@ -237,6 +230,16 @@ def test_lines_that_are_no_examples_are_named(tmp_path, line, message):
     file.write_text(line)
     with pytest.raises(InvalidInputError, match=message):
         NeMoGymEnv("http://x", file)
+
+
+def test_a_line_of_examples_ends_with_a_line_feed_only(tmp_path):
+    file = tmp_path / "examples.jsonl"
+    lines = [json.dumps(make_example(text), ensure_ascii=False) for text in ("one\u2028two\x85three", "four")]
+    file.write_bytes("\r\n".join(lines).encode())
+    examples = Examples(file)
+    assert len(examples) == 2
+    assert "one\u2028two\x85three" in json.dumps(examples[0].row, ensure_ascii=False)
+    assert examples[1].place.endswith("line 2")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

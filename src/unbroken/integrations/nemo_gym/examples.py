@@ -63,7 +63,7 @@ class Examples:
 def _read_lines(file: Path, _changed_ns: int) -> tuple[tuple[int, str], ...]:
     """The lines that are not empty, each with its number; all are checked."""
     try:
-        lines = file.read_text("utf-8").splitlines()
+        lines = file.read_text("utf-8").split("\n")
     except ValueError as error:
         raise InvalidInputError(f"the examples {file} must be text in UTF-8: {error}") from None
     found = tuple((number, line) for number, line in enumerate(lines, 1) if line.strip())

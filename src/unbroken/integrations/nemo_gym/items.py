@@ -31,6 +31,8 @@ def read_messages(params: Mapping[str, Any], place: str) -> list[Message]:
         InvalidInputError: an item or a part is of a type that a conversation here does not have.
     """
     given = params["input"]
+    if not isinstance(given, (str, list)):
+        raise InvalidInputError(f"{place}, input must be a text or a list, got {_shorten(given)}")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     if params.get("instructions"):
         items.insert(0, {"role": "system", "content": params["instructions"]})
@@ -42,11 +44,17 @@ def read_messages(params: Mapping[str, Any], place: str) -> list[Message]:
 
 def read_tools(params: Mapping[str, Any], place: str) -> list[ToolSchema]:
     """The functions that the model may call; raises `InvalidInputError` for a tool that is not a function."""
+    given = params.get("tools") or []
+    if not isinstance(given, list):
+        raise InvalidInputError(f"{place}, tools must be a list, got {_shorten(given)}")
     tools: list[ToolSchema] = []
-    for k, tool in enumerate(params.get("tools") or ()):
-        if tool.get("type") != "function" or not tool.get("name"):
+    for k, tool in enumerate(given):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function" or not tool.get("name"):
             raise InvalidInputError(f"{place}, tools[{k}] must be a function with a name, got {_shorten(tool)}")
-        schema = {"type": "object", "properties": {}, **(tool.get("parameters") or {})}
+        parameters = tool.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise InvalidInputError(f"{place}, tools[{k}].parameters must be an object, got {_shorten(parameters)}")
+        schema = {"type": "object", "properties": {}, **parameters}
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
         tools.append(cast(ToolSchema, {"type": "function", "function": function}))
     return tools

@@ -121,7 +121,7 @@ class Rows:
         if self._config.tools is None:
             return
         for number, names in enumerate(self._rows[self._config.tools]):
-            if not isinstance(names, list) or not set(names) <= set(known):
+            if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
                 raise InvalidInputError(
                     f"{self.name}, row {number}, column {self._config.tools!r} must be a list of names of tools, got "
                     f"{names!r}: the tools are {', '.join(known) or 'not given'}"

@@ -83,6 +83,13 @@ def test_rows_may_name_the_tools_that_they_are_offered(tmp_path):
         rows.check_tools(["search"])
 
 
+def test_schemas_of_tools_in_the_place_of_their_names_are_an_error_with_the_row(tmp_path):
+    file = jsonl(tmp_path, {"prompt": "1?", "uses": [{"type": "function", "name": "add"}]})
+    rows = Rows(DataConfig(file=file, tools="uses"), seed=0)
+    with pytest.raises(InvalidInputError, match=r"row 0, column 'uses' must be a list of names of tools, got .*func"):
+        rows.check_tools(["add"])
+
+
 def test_the_source_tells_data_sets_apart(tmp_path):
     sources = {Rows(DataConfig(file=numbered(tmp_path, n)), seed=0).source for n in (3, 4)}
     assert sources == {
