@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 
 from unbroken.client.calls import Calls
+from unbroken.client.errors import unexpected_answer
 from unbroken.client.images import PromptImages, read_images
 from unbroken.client.sessions import SessionCalls
 from unbroken.client.wire import encode_params, read_chunk, read_result, read_scored
@@ -251,12 +252,12 @@ class AsyncClient:
 
     async def policy_version(self) -> int:
         """The version of the weights in use."""
-        version: int = (await self._calls.get("/version"))["policy_version"]
+        version: int = await self._read("/version", "policy_version")
         return version
 
     async def world_size(self) -> int:
         """Number of the server's workers that take part in an update of the weights."""
-        size: int = (await self._calls.get("/get_world_size"))["world_size"]
+        size: int = await self._read("/get_world_size", "world_size")
         return size
 
     async def health(self) -> bool:
@@ -264,9 +265,18 @@ class AsyncClient:
         return await self._calls.is_ok("/health")
 
     async def models(self) -> list[dict[str, Any]]:
-        """The server's models; `max_model_len` is the context length."""
-        answer: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
-        return answer
+        """The server's models, at least one; `max_model_len` is the context length."""
+        models = await self._read("/v1/models", "data")
+        if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
+            raise unexpected_answer(self.base_url, "/v1/models", {"data": models})
+        return models
+
+    async def _read(self, path: str, field: str) -> Any:
+        """Read a field of a path's answer; raises `ServerError` if it lacks it."""
+        answer = await self._calls.get(path)
+        if not isinstance(answer, dict) or field not in answer:
+            raise unexpected_answer(self.base_url, path, answer)
+        return answer[field]
 
     async def _chat(
         self, path: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]

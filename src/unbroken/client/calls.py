@@ -14,7 +14,7 @@ import httpx
 
 from unbroken import compact
 from unbroken.client.connections import Connections
-from unbroken.client.errors import to_error, unreachable_error
+from unbroken.client.errors import to_error, unexpected_answer, unreachable_error
 from unbroken.client.images import Files, PromptImages, SentImages, read_messages
 from unbroken.errors import ImageError, ServerError, UnknownImageError
 from unbroken.types import EncodedImage
@@ -55,7 +55,7 @@ class Calls:
 
     async def get(self, path: str) -> Any:
         """Read a path's JSON."""
-        return (await self._try("GET", path, {}, {})).json()
+        return self._read_json(await self._try("GET", path, {}, {}))
 
     async def get_compact(self, path: str) -> Any:
         """Read a path's answer in the compact form, with arrays."""
@@ -82,11 +82,11 @@ class Calls:
         response = await self._post_with_key(path, body)
         if response.headers.get("content-type", "").startswith(compact.MEDIA_TYPE):
             return compact.decode(response.content)
-        return response.json()
+        return self._read_json(response)
 
     async def post_again(self, path: str, body: Mapping[str, Any], *, session_id: str | None = None) -> Any:
         """Send a body as JSON to a server that knows no idempotency keys: a retry is a new request there."""
-        return (await self._try("POST", path, {"json": body}, _session_header(session_id))).json()
+        return self._read_json(await self._try("POST", path, {"json": body}, _session_header(session_id)))
 
     async def post_without_answer(self, path: str) -> None:
         """Send an empty body, and read no answer but its status."""
@@ -100,7 +100,7 @@ class Calls:
             raise unreachable_error(self.base_url, error, 1) from error
         if response.status_code != 200:
             raise to_error(response)
-        return response.json()
+        return self._read_json(response)
 
     async def post_with_images(
         self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
@@ -164,6 +164,12 @@ class Calls:
                     raise
                 self._images.forget(files)
         return await call(True)
+
+    def _read_json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError:  # of a web page, or of bytes in no encoding
+            raise unexpected_answer(self.base_url, response.url.path, response.text) from None
 
     async def _upload(self, image: EncodedImage) -> None:
         await self._try("POST", "/v1/images", {"content": image.data}, {"Content-Type": "application/octet-stream"})

@@ -25,6 +25,14 @@ def unreachable_error(base_url: str, error: Exception, num_tries: int) -> Server
     )
 
 
+def unexpected_answer(base_url: str, path: str, answer: object) -> ServerError:
+    """The error for an answer with status 200 that is not one of a server of ours."""
+    return ServerError(
+        f"{base_url} answered {path} with {str(answer)[:200]!r}, which is no answer of a server of this package: is "
+        "this its address?"
+    )
+
+
 def to_error(response: httpx.Response) -> Exception:
     """Convert an error answer to one of our exceptions, with the server's message."""
     try:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from unbroken.client import AsyncClient
 from unbroken.client.calls import Calls
+from unbroken.client.errors import unexpected_answer
 from unbroken.engines.vllm_server import VllmServer
 from unbroken.errors import EngineError
 from unbroken.types import ImageSpan, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds
@@ -122,10 +123,12 @@ async def open_server(
     """Find out which kind of server this is. Returns `client` if it is ours, or a client of stock vLLM.
 
     Raises:
-        ServerError: it does not answer.
+        ServerError: it does not answer, or not as such a server does.
         EngineError: it is neither of them, or it is vLLM and `vocab_size` is None.
     """
     models = await client.models()
+    if not models[0].keys() >= {"id", "max_model_len"}:
+        raise unexpected_answer(client.base_url, "/v1/models", {"data": models})
     if "vocab_size" in models[0]:
         facts = _read_facts(
             models,
