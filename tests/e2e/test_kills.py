@@ -71,8 +71,8 @@ def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> 
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness):
+@pytest.mark.parametrize(("max_staleness", "own_process"), [(0, "false"), (2, "true")])
+def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness, own_process):
     model, output, weights = save_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "weights"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,6 +87,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
         tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
         "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
         f"--loop.num-steps={NUM_STEPS}", f"--loop.max-staleness={max_staleness}", "--rollout-log.groups=none",
+        f"--rollouts.own-process={own_process}",
     )  # fmt: skip
     serve = Supervisor(
         tmp_path / "server.log", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",

@@ -11,7 +11,7 @@ from unbroken.messages import get_text
 from unbroken.rollout.env import Env
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
-from unbroken.rollout.trajectory import Trajectory
+from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
 
 
@@ -34,6 +34,19 @@ async def play_env(env: Env, *replies: str | list[int], limits: Limits | None = 
     assert trajectory.error is None, trajectory.error
     assert trajectory.close_error is None, trajectory.close_error
     check_row(trajectory, scripted)
+    return trajectory
+
+
+async def fail_env(env: Env) -> Trajectory:
+    """Play an environment whose rollout fails."""
+    trajectory = await run_rollout(
+        env,
+        engine=ScriptedEngine([[*encode("1"), END]]),
+        renderer=FakeRenderer(),
+        sampling=SamplingParams(max_tokens=9),
+        limits=Limits(),
+    )
+    assert trajectory.status is TrajectoryStatus.FAILED
     return trajectory
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 LONGEST_S = 60.0
-_IMPORTED = "support.imported"
+_IMPORTED, _FROZEN = "support.imported", "support.frozen"
 _preloaded = [_IMPORTED]
 
 
@@ -35,7 +35,7 @@ def preload(module: str) -> None:
 def fork_server() -> ForkServerContext:
     """The context whose processes are forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_preloaded)
+    context.set_forkserver_preload([*_preloaded, _FROZEN])
     # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         ensure_running()

@@ -73,6 +73,8 @@ class HttpEngine:
         """Of all servers together, when they were connected."""
         self._policy_version = policy_version
         self._required_version = 0
+        self.followers: list[Callable[[int], None]] = []
+        """Called with each version that is required: engines of other processes, at the same servers."""
         self.takes_images = takes_images
         self.adapters = tuple(adapters)
         """Names of the servers' LoRA adapters, when they were connected."""
@@ -144,6 +146,8 @@ class HttpEngine:
         """See `RequiresVersion`."""
         self._required_version = policy_version
         self._behind.clear()
+        for follower in self.followers:
+            follower(policy_version)
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless a server is healthy."""

@@ -14,6 +14,10 @@ class Effort:
 
     num_ids: int = 0
 
+    def add(self, num_ids: int) -> None:
+        """Count the ids of a turn."""
+        self.num_ids += num_ids
+
 
 _current: ContextVar[Effort | None] = ContextVar("effort", default=None)
 
@@ -28,7 +32,12 @@ def count_effort(effort: Effort) -> Iterator[None]:
         _current.reset(token)
 
 
+def get_effort() -> Effort | None:
+    """What counts in this task; None outside of `count_effort`."""
+    return _current.get()
+
+
 def add_effort(num_ids: int) -> None:
     """Count the ids of a turn."""
     if (effort := _current.get()) is not None:
-        effort.num_ids += num_ids
+        effort.add(num_ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from unbroken.errors import RolloutError
+
 
 def must_propagate(error: BaseException) -> bool:
     """Whether an exception must be raised again: a cancellation of the current task, its closing, the user's interrupt.
@@ -34,6 +36,18 @@ def unwrap_group(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def to_exception(error: BaseException) -> Exception:
+    """Return an error that may end a run: a `RolloutError` in the place of what is no `Exception`."""
+    if isinstance(error, Exception):
+        return error
+    message = f"rollouts ended with {format_error(error)}"
+    if isinstance(error, asyncio.CancelledError):
+        message = "rollouts were cancelled, and not by the run: an environment or a tool cancels its own task"
+    ended = RolloutError(message)
+    ended.__cause__ = error
+    return ended
 
 
 def format_error(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.env import Env
+from unbroken.rollout.failures import must_propagate, to_exception
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import RolloutConfig
@@ -50,6 +51,14 @@ class Problems:
             raise InvalidInputError("problems must have exactly one of env and agent")
 
 
+class SamplesElsewhere(Protocol):
+    """Another process, which samples in the place of this one."""
+
+    async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
+        """Sample as `sampler` would here."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """Samples groups of one problem each, with a seed derived from `seed` and the problem's number."""
@@ -66,6 +75,8 @@ class Sampler:
     """For problems with agents."""
     returns_experts: bool = False
     """Whether the engine returns the experts of each id, for a trainer that replays them."""
+    elsewhere: SamplesElsewhere | None = None
+    """What samples instead; then there are no `sessions` here."""
 
     async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
         """Sample the groups of these problems concurrently; the first error cancels all of them."""
@@ -77,7 +88,21 @@ class Sampler:
         return [group.result() for group in groups]
 
     async def sample_group(self, number: int, *, size: int) -> TrajectoryGroup:
-        """Sample `size` trajectories of one problem concurrently."""
+        """Sample `size` trajectories of one problem concurrently.
+
+        Raises:
+            RolloutError: user code cancels its own task, which whoever waits for the group would not see.
+        """
+        if self.elsewhere is not None:
+            return await self.elsewhere.sample_group(self, number, size=size)
+        try:
+            return await self._sample_here(number, size)
+        except asyncio.CancelledError as error:
+            if must_propagate(error):
+                raise
+            raise to_exception(error) from error
+
+    async def _sample_here(self, number: int, size: int) -> TrajectoryGroup:
         sampling = self.sampling or self.config.sampling
         entropy = [*self.seed, number] if sampling.seed is None else [*self.seed, number, sampling.seed]
         sampling = replace(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -27,6 +27,9 @@ from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
+
+if TYPE_CHECKING:
+    from unbroken.engines.http import HttpEngine
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank (`vllm.config.lora.MaxLoRARanks`)."""
@@ -157,7 +160,6 @@ async def _connect(
 ) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient
-        from unbroken.engines.http import HttpEngine
         from unbroken.weights.collective import CollectivePublisher
         from unbroken.weights.disk import DiskPublisher
     except ModuleNotFoundError as error:
@@ -165,11 +167,10 @@ async def _connect(
             f"{name}.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
         ) from None
     async with AsyncExitStack() as stack:
-        key = read_key(config.api_key_file, field=f"{name}.api_key_file")
-        engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
-        stack.push_async_callback(engine.close)
+        engine = await connect_servers(stack, config, urls, name=name)
         publisher: WeightPublisher | None = None
         if rank.index == 0:
+            key = read_key(config.api_key_file, field=f"{name}.api_key_file")
             clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
             if config.transport is WeightTransport.FILES:
                 publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
@@ -182,7 +183,19 @@ async def _connect(
                     **_updating(config),
                 )
                 stack.callback(publisher.close)
-        yield RunEngine(engine=engine, publisher=publisher)
+        yield RunEngine(engine=engine, publisher=publisher, urls=urls)
+
+
+async def connect_servers(
+    stack: AsyncExitStack, config: EngineConfig, urls: Sequence[str], *, name: str = "engine"
+) -> HttpEngine:
+    """Connect to servers, until the stack is closed; raises as `HttpEngine.connect`."""
+    from unbroken.engines.http import HttpEngine
+
+    key = read_key(config.api_key_file, field=f"{name}.api_key_file")
+    engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
+    stack.push_async_callback(engine.close)
+    return engine
 
 
 def _updating(config: EngineConfig) -> dict[str, Any]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from unbroken.errors import InvalidInputError
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.processing import ImageProcessor
-from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.runs.collector import Problems, Sampler
-from unbroken.runs.config import EngineConfig, EngineKind, Precision, RunConfig
+from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
-from unbroken.runs.models import load_image_inputs, load_model, load_model_renderer, locate, prepare_model
+from unbroken.runs.models import load_model, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
-from unbroken.runs.sessions import open_sessions
+from unbroken.runs.sampling.opening import SamplerOpener
+from unbroken.runs.sampling.process import SamplingProcess
 from unbroken.runs.shared_engine import RunEngine
 from unbroken.training.model.sharding import keep_float32
 from unbroken.training.trainer import Trainer
@@ -83,32 +81,45 @@ async def open_run(
 
     Engine and gateway are closed when the block ends.
     """
-    _check_agents(config, train_on, evaluate_on)
-    problems = (train_on, *evaluate_on)
-    images = load_image_inputs(model, config, prompts_have_images=any(each.has_images for each in problems))
-    renderer = load_model_renderer(model, config.renderer, images=images)
-    policy = load_model(model, takes_images=images is not None)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
+    samplers.check()
     async with AsyncExitStack() as stack:
-        opener = _Opener(
-            config=config, source=model, model=policy, images=images, device=accelerator.device, rank=rank, stack=stack
+        process: SamplingProcess | None = None
+        if config.rollouts.own_process:
+            process = SamplingProcess.fork(samplers)
+            stack.push_async_callback(process.close)
+        images = samplers.load_images()
+        renderer = samplers.load_renderer(images)
+        policy = load_model(model, takes_images=images is not None)
+        processor = None if images is None else images.processor
+        open_one = partial(
+            open_engine,
+            model=policy,
+            source=model,
+            output=config.output,
+            device=accelerator.device,
+            rank=rank,
+            image_processor=processor,
         )
-        engine = await opener.open_engine(
-            config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay
+        engine = await stack.enter_async_context(
+            open_one(config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay)
         )
-        sampler = Sampler(
-            returns_experts=config.trainer.routing_replay,
-            engine=engine.engine,
-            renderer=renderer,
-            config=config.rollouts,
-            problems=train_on,
-            seed=(config.seed, 0),
-            sessions=await opener.open_sessions(config, engine) if _have_agents(problems) else None,
-        )
-        evaluation_engine, evaluation_sampler = None, sampler
+        evaluation_engine: RunEngine | None = None
         if config.evaluation.engine is not None:
-            evaluation_engine = await opener.open_engine(config.evaluation.engine, name="evaluation.engine")
-            evaluation_sampler = await opener.move_sampler(sampler, evaluation_engine, evaluate_on)
+            opening = open_one(config.evaluation.engine, name="evaluation.engine")
+            evaluation_engine = await stack.enter_async_context(opening)
+        if process is not None:
+            await process.open(engine, evaluation_engine)
+            stack.push_async_callback(process.close)  # before its servers
+        opened = await samplers.open(
+            stack,
+            engine=engine.engine,
+            evaluation_engine=None if evaluation_engine is None else evaluation_engine.engine,
+            renderer=renderer,
+            images=images,
+            elsewhere=process,
+        )
         # The engine has its copy by now: adapters are added to the model itself.
         policy, reference = prepare_model(policy, config)
         trainer = Trainer(
@@ -116,80 +127,16 @@ async def open_run(
             config.training,
             objective=config.objective,
             accelerator=accelerator,
-            images=opener.image_processor,
+            images=processor,
             reference=reference,
         )
         yield OpenRun(
             source=locate(model),
             rank=rank,
             engine=engine,
-            sampler=sampler,
+            sampler=opened.training,
             evaluation_engine=evaluation_engine,
-            evaluation_sampler=evaluation_sampler,
+            evaluation_sampler=opened.evaluation,
             trainer=trainer,
             model=policy,
         )
-
-
-def _have_agents(problems: Sequence[Problems]) -> bool:
-    return any(each.agent is not None for each in problems)
-
-
-def _check_agents(config: RunConfig, train_on: Problems, evaluate_on: Sequence[Problems]) -> None:
-    if config.trainer.routing_replay and train_on.agent is not None:
-        raise InvalidInputError(
-            "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
-        )
-    has_own_engine = config.evaluation.engine is not None
-    if has_own_engine and _have_agents(evaluate_on) and (config.sessions.url or config.sessions.store):
-        raise InvalidInputError(
-            "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations get "
-            f"a gateway and a store of their own, got {config.sessions.url!r} and {config.sessions.store!r}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opener:
-    """Opens engines and gateways of one model, until `stack` is closed."""
-
-    config: RunConfig
-    source: str | Path
-    """Where the model was loaded from."""
-    model: Any
-    images: ImageInputs | None
-    device: torch.device
-    rank: Rank
-    stack: AsyncExitStack
-
-    @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The processor of `images`."""
-        return None if self.images is None else self.images.processor
-
-    async def open_engine(self, choice: EngineConfig, **options: Any) -> RunEngine:
-        """Open an engine, with these further options of `engines.open_engine`."""
-        opening = open_engine(
-            choice,
-            model=self.model,
-            source=self.source,
-            output=self.config.output,
-            device=self.device,
-            rank=self.rank,
-            image_processor=self.image_processor,
-            **options,
-        )
-        return await self.stack.enter_async_context(opening)
-
-    async def open_sessions(self, config: RunConfig, engine: RunEngine) -> SessionGateway:
-        """Open the gateway of an engine."""
-        opening = open_sessions(config, engine=engine.engine, model=self.source, images=self.images, rank=self.rank)
-        return await self.stack.enter_async_context(opening)
-
-    async def move_sampler(self, sampler: Sampler, engine: RunEngine, evaluate_on: Sequence[Problems]) -> Sampler:
-        """The sampler with the engine of evaluations, and for agents with a gateway of that engine."""
-        sessions = sampler.sessions
-        if _have_agents(evaluate_on):
-            store = str(self.config.output / "sessions" / f"evaluation-{self.rank.index}")
-            own = replace(self.config, sessions=replace(self.config.sessions, store=store))
-            sessions = await self.open_sessions(own, engine)
-        return replace(sampler, engine=engine.engine, sessions=sessions, returns_experts=False)

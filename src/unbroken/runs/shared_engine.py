@@ -47,6 +47,8 @@ class RunEngine:
     """None in a process whose engine gets its weights from another process."""
     before_step: BeforeStep | None = None
     """Frees the engine's memory for the trainer."""
+    urls: tuple[str, ...] = ()
+    """The servers behind the engine, if there are any."""
 
 
 class EngineHost:

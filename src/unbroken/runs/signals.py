@@ -6,12 +6,13 @@ SIGTERM ──► the run's task is cancelled ──► engines, servers and fil
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from unbroken.rollout.exiting import exit_in
 
 _T = TypeVar("_T")
 INTERRUPTED = 130
@@ -65,14 +66,8 @@ async def _run(main: Coroutine[Any, Any, _T]) -> _T:
     except asyncio.CancelledError:
         if not came.is_set():
             raise
-        _exit_in(_THREADS_S)
+        exit_in(_THREADS_S, status=TERMINATED)
         raise Terminated from None
     finally:
         if can_handle:
             loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _exit_in(seconds: float) -> None:
-    exit_now = threading.Timer(seconds, os._exit, args=(TERMINATED,))
-    exit_now.daemon = True
-    exit_now.start()

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ import pytest
 from support.servers import listening, make_app, scripted_engine
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
-from unbroken.errors import ContextOverflowError, EngineError, SamplingError, ServerBehindError, ServerUnreachableError
+from unbroken.errors import (
+    ContextOverflowError,
+    EngineError,
+    SamplingError,
+    ServerBehindError,
+    ServerError,
+    ServerUnreachableError,
+)
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
 
@@ -61,12 +70,12 @@ async def test_the_turns_of_a_conversation_go_to_one_server_and_conversations_to
         listening(make_app(engines[2])) as three,
     ):
         engine = await HttpEngine.connect([one, two, three])
-        for conversation in range(12):
+        for conversation in range(40):
             for turn in range(3):
                 await engine.sample(ask(f"{conversation}/{turn}", [conversation + 1, 2]))
         seen = [{int(request.prompt_ids[0]) for request in one_engine.requests} for one_engine in engines]
         assert all(seen)
-        assert sum(map(len, seen)) == 12
+        assert sum(map(len, seen)) == 40
         await engine.close()
 
 
@@ -75,13 +84,13 @@ async def test_when_a_server_goes_away_its_conversations_go_on_elsewhere() -> No
     async with listening(make_app(stays)) as url:
         async with listening(make_app(scripted_engine(lambda prompt_ids: [5], allow_forks=True))) as leaving:
             engine = await HttpEngine.connect([url, leaving], max_retries=0)
-            for k in range(8):
+            for k in range(24):
                 await engine.sample(ask(f"{k}/0"))
             num_before = len(stays.requests)
-            assert 0 < num_before < 8
-        results = [await engine.sample(ask(f"{k}/1")) for k in range(8)]
-        assert [result.sequences[0].completion_ids.tolist() for result in results] == [[5]] * 8
-        assert len(stays.requests) == num_before + 8
+            assert 0 < num_before < 24
+        results = [await engine.sample(ask(f"{k}/1")) for k in range(24)]
+        assert [result.sequences[0].completion_ids.tolist() for result in results] == [[5]] * 24
+        assert len(stays.requests) == num_before + 24
         await engine.check_health()
         await engine.close()
 
@@ -241,3 +250,33 @@ async def test_servers_of_different_models_are_refused() -> None:
     ):
         with pytest.raises(EngineError, match="must serve one model"):
             await HttpEngine.connect([one, two])
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers every path with the same page, as many a site does."""
+
+    page = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.page)))
+        self.end_headers()
+        self.wfile.write(self.page)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "page",
+    [b"<html>", b"\xff", b"{}", b"[]", b'{"data": []}', b'{"data": ["x"]}', b'{"data": [{"id": "x"}]}',
+     b'{"data": [{"id": "x", "max_model_len": 8, "vocab_size": 9}]}'],
+)  # fmt: skip
+async def test_the_address_of_another_server_is_an_error_that_names_it_and_what_came(page: bytes) -> None:
+    handler = type("_", (_Page,), {"page": page})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ServerError, match=f"{url} answered .* is this its address"):
+            await HttpEngine.connect([url], max_retries=0)
+        server.shutdown()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +15,14 @@ import httpx
 import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, running_gateway, scripted
+from support.open_files import count_open_files
 from support.servers import encode
 from unbroken.client import AsyncClient
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, ServerUnreachableError
 from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
+from unbroken.rollout.agents.processes import run_process
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.effort import Effort, count_effort
@@ -200,6 +204,21 @@ async def test_a_cancelled_attempt_leaves_no_session(tmp_path: Path) -> None:
         assert await client.sessions.list() == []
 
 
+async def test_an_attempt_that_is_cancelled_while_its_session_is_made_leaves_none(tmp_path: Path) -> None:
+    async def think(session: AgentSession) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    async with gateway_client(tmp_path, CALL) as client:
+        attempts = [asyncio.create_task(attempt(client, think)) for _ in range(20)]
+        for k, work in enumerate(attempts):
+            await asyncio.sleep(0.001 * (k % 4))
+            work.cancel()
+        await asyncio.wait(attempts)
+        assert all(work.cancelled() for work in attempts)
+        assert await client.sessions.list() == []
+
+
 async def test_the_reward_may_come_from_finish_or_later_or_not_at_all(tmp_path: Path) -> None:
     async with gateway_client(tmp_path, ANSWER) as client:
 
@@ -274,6 +293,55 @@ async def test_a_cancelled_command_takes_its_process_tree_with_it(tmp_path: Path
     alive.unlink()
     await asyncio.sleep(0.5)
     assert not alive.exists()
+
+
+async def test_a_command_that_will_not_end_is_killed_also_if_it_is_cancelled_twice(tmp_path: Path) -> None:
+    """As by the end of the run, while it is being ended because of its time-out."""
+    script = "trap '' TERM; echo $$; while true; do sleep 0.05; done"
+    files = {"folder": tmp_path, "output": tmp_path / "out", "errors": tmp_path / "err"}
+    num_open = count_open_files()
+    work = asyncio.create_task(run_process(["bash", "-c", script], variables={"PATH": os.environ["PATH"]}, **files))
+    async with asyncio.timeout(20):
+        while not (files["output"].exists() and files["output"].read_text()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    process = int(files["output"].read_text())
+    for _ in range(2):
+        work.cancel()
+        await asyncio.sleep(0.1)
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    await asyncio.sleep(0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert count_open_files() == num_open
+
+
+async def test_a_command_that_is_cancelled_while_it_starts_leaves_no_file_open_and_no_process(tmp_path: Path) -> None:
+    files = {"folder": tmp_path, "output": tmp_path / "out", "errors": tmp_path / "err"}
+    script = "(while true; do : > alive; sleep 0.02; done) & wait"
+    num_open = count_open_files()
+    for num_turns_of_loop in range(12):
+        work = asyncio.create_task(run_process(["bash", "-c", script], variables={"PATH": os.environ["PATH"]}, **files))
+        for _ in range(num_turns_of_loop):
+            await asyncio.sleep(0)
+        time.sleep(0.1)  # noqa: ASYNC251  # the process goes on, and the loop does not know yet that it has started
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        (tmp_path / "alive").unlink(missing_ok=True)
+        await asyncio.sleep(0.1)
+        assert not (tmp_path / "alive").exists(), num_turns_of_loop
+    assert count_open_files() == num_open
+
+
+async def test_a_gateway_that_is_gone_is_the_error_of_its_client_which_a_run_waits_out() -> None:
+    async def agent(session: AgentSession) -> float:
+        raise AssertionError("there is no session")
+
+    async with AsyncClient("http://127.0.0.1:9", max_retries=0) as client:
+        with pytest.raises(ServerUnreachableError, match="no answer from"):
+            await run_agent_group(
+                agent, 3, gateway=client.sessions, task={}, sampling=SamplingParams(max_tokens=4), limits=Limits()
+            )
 
 
 def test_a_command_must_be_a_list_of_words() -> None:

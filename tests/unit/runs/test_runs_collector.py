@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import CheckpointError, InvalidInputError, RewardError
+from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
+from unbroken.training.asynchronous.numbers import GroupNumbers
+from unbroken.training.filling import StepFiller
 from unbroken.types import SamplingParams
 
 
@@ -104,3 +107,33 @@ async def test_a_reward_that_is_wrong_ends_the_step_with_its_own_error():
     collect = Collector(sampler(Problems(env=numbered, score=score)))
     with pytest.raises(RewardError, match="problem 0"):
         await collect()
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+async def test_a_score_that_cancels_itself_is_an_error_and_no_group_is_left_out(is_filled: bool) -> None:
+    """A task group takes no notice of a task that ends as cancelled."""
+
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        if number == 2:
+            raise asyncio.CancelledError
+        return group
+
+    collect = Collector(sampler(Problems(env=numbered, score=score)))
+    filler = StepFiller(collect, GroupNumbers(8), has_variance=lambda group: True, max_replaced=0)
+    with pytest.raises(RolloutError, match="cancelled, and not by the run"):
+        await (filler.collect() if is_filled else collect())
+
+
+async def test_a_cancelled_step_is_cancelled_and_no_error() -> None:
+    begun = asyncio.Event()
+
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        begun.set()
+        await asyncio.sleep(60)
+        return group
+
+    step = asyncio.create_task(Collector(sampler(Problems(env=numbered, score=score)))())
+    await begun.wait()
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step

@@ -38,13 +38,20 @@ async def run_process(
         InvalidInputError: the program cannot be started.
     """
     async with _writing(output, max_output_bytes) as out, _writing_beside(errors, output, out, max_output_bytes) as err:
-        try:
-            process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
                 *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err, cwd=folder, env=dict(variables),
                 start_new_session=True, pass_fds=tuple(pass_fds),
-            )  # fmt: skip
+            )
+        )  # fmt: skip
+        try:
+            process = await asyncio.shield(starting)
         except OSError as error:
             raise InvalidInputError(f"command must be a program, got {words[0]!r}: {error}") from None
+        except asyncio.CancelledError:  # asyncio would kill the process, but none that it has started
+            starting.add_done_callback(_kill_group)
+            await asyncio.wait([starting])
+            raise
         try:
             return await process.wait()
         finally:
@@ -59,14 +66,25 @@ def read_end(*files: Path) -> str:
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
     """End what is left of a process group: first politely, if its leader still runs."""
-    with suppress(ProcessLookupError, PermissionError):
+    try:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGTERM)
+            _signal_group(process, signal.SIGTERM)
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(process.wait()), _TERM_S)
-        os.killpg(process.pid, signal.SIGKILL)
+    finally:  # also if the caller is cancelled once more
+        _signal_group(process, signal.SIGKILL)
     if process.returncode is None:
         await process.wait()
+
+
+def _kill_group(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        _signal_group(starting.result(), signal.SIGKILL)
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 @asynccontextmanager
@@ -75,18 +93,24 @@ async def _writing(file: Path, max_bytes: int | None) -> AsyncIterator[int]:
     read_end_fd, write_end_fd = os.pipe()
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end_fd, "rb", buffering=0)
-    )
+    try:
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end_fd, "rb", buffering=0)
+        )
+    except BaseException:
+        os.close(write_end_fd)
+        raise
     copying = asyncio.create_task(_copy(reader, file, max_bytes))
     try:
         yield write_end_fd
     finally:
         os.close(write_end_fd)
-        # A process that left its group may hold the pipe open for ever.
-        await asyncio.wait([copying], timeout=_DRAIN_S)
-        copying.cancel()
-        transport.close()
+        try:
+            # A process that left its group may hold the pipe open for ever.
+            await asyncio.wait([copying], timeout=_DRAIN_S)
+        finally:
+            copying.cancel()
+            transport.close()
         with suppress(asyncio.CancelledError):
             await copying
 

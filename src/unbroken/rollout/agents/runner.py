@@ -23,7 +23,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryS
 from unbroken.types import EncodedImage, SamplingParams
 
 _ABANDON_S = 10.0
-"""How long to try to delete the session of a cancelled attempt."""
+"""How long to wait for the session of a cancelled attempt, and to try to delete it."""
 
 
 class SessionGateway(Protocol):
@@ -76,21 +76,24 @@ async def run_agent_group(
         ServerError: the gateway cannot be reached, or refuses.
     """
     name = group_id or uuid.uuid4().hex
-    async with asyncio.TaskGroup() as tasks:
-        attempts = [
-            tasks.create_task(
-                _run_attempt(
-                    agent,
-                    gateway,
-                    task,
-                    replace(sampling, seed=derive_seed(sampling.seed, k)),
-                    limits,
-                    is_scored_later=is_scored_later,
-                    trajectory_id=f"{name}/{k}",
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            attempts = [
+                tasks.create_task(
+                    _run_attempt(
+                        agent,
+                        gateway,
+                        task,
+                        replace(sampling, seed=derive_seed(sampling.seed, k)),
+                        limits,
+                        is_scored_later=is_scored_later,
+                        trajectory_id=f"{name}/{k}",
+                    )
                 )
-            )
-            for k in range(n)
-        ]
+                for k in range(n)
+            ]
+    except BaseExceptionGroup as failed:  # of the gateway, whose first error has cancelled the others
+        raise failed.exceptions[0] from None
     return TrajectoryGroup(group_id=name, trajectories=tuple(attempt.result() for attempt in attempts))
 
 
@@ -126,12 +129,13 @@ async def _run_attempt(
     is_scored_later: bool,
     trajectory_id: str,
 ) -> Trajectory:
-    created = await gateway.create(
+    created = await _create(
+        gateway,
         {
             "metadata": {"trajectory": trajectory_id},
             "sampling": {name: getattr(sampling, name) for name in _FORCED},
             "limits": {"turns": limits.max_turns, "tokens": limits.max_tokens},
-        }
+        },
     )
     session = AgentSession(
         session_id=created["session_id"],
@@ -146,6 +150,23 @@ async def _run_attempt(
         return await _record_attempt(agent, gateway, session, limits, is_scored_later=is_scored_later)
     except asyncio.CancelledError:  # nobody wants it: the session would be sampled on, and stay open until it expires
         await asyncio.shield(_abandon(gateway, session.session_id))
+        raise
+
+
+async def _create(gateway: SessionGateway, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Create a session, or, if that is cancelled, delete it once it is there: the gateway may have made it already."""
+    creating = asyncio.create_task(gateway.create(settings))
+
+    async def abandon() -> None:
+        with suppress(EngineError, StoreError, TimeoutError):
+            async with asyncio.timeout(_ABANDON_S):
+                created = await creating
+            await _abandon(gateway, created["session_id"])
+
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        await asyncio.shield(abandon())
         raise
 
 

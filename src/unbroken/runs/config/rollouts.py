@@ -23,6 +23,10 @@ class RolloutConfig:
     """Only the temperature may change the distribution: top-k, top-p, min-p, penalties and structured output are
     refused, because the trainer computes logprobs without them."""
     limits: Limits = field(default_factory=Limits)
+    own_process: bool = False
+    """Whether rollouts run in a process of their own, which is forked from the trainer's. Their Python (environments,
+    tools, rewards, templates) then takes no time from the trainer's, above all with loop.max_staleness. For engine.kind
+    started and server; rewards must not use a GPU in it."""
 
     def __post_init__(self) -> None:
         if self.problems_per_step < 1:

@@ -83,6 +83,11 @@ class RunConfig:
                 "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
+        if self.rollouts.own_process and self.engine.kind not in (EngineKind.STARTED, EngineKind.SERVER):
+            raise InvalidInputError(
+                f"rollouts.own_process must be false with engine.kind {self.engine.kind}, whose engine is in the "
+                "trainer's process, got true: take started or server"
+            )
         self.evaluation.check_engine(self.engine)
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")

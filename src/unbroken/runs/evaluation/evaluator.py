@@ -10,7 +10,14 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from unbroken.errors import EngineError, InvalidInputError, MetricsError, OutageError, RolloutError
+from unbroken.errors import (
+    EngineError,
+    InvalidInputError,
+    MetricsError,
+    OutageError,
+    RolloutError,
+    ServerUnreachableError,
+)
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.collector import Problems, Sampler
@@ -98,8 +105,15 @@ class Evaluator:
             return found
         if step == 0 and self.sampler.engine.policy_version > 0:
             return None
+        groups: Sequence[TrajectoryGroup] = ()
+        lost: OutageError | None = None
         with fail_together():
-            groups = await self.sample()
+            try:
+                groups = await self.sample()
+            except OutageError as error:
+                lost = error
+        if any(gather_object([lost is not None])):
+            raise lost or OutageError("another process lost the engine of the evaluation")
         return self.record(step, groups, num_lost=num_lost)
 
     def find(self, step: int) -> Evaluation | None:
@@ -109,8 +123,15 @@ class Evaluator:
         return next((Evaluation(numbers=line) for line in lines), None)
 
     async def sample(self) -> list[TrajectoryGroup]:
-        """Sample this process's problems. It waits for no other process."""
-        return await self.sampler.sample_groups(self._numbers, size=self.num_samples)
+        """Sample this process's problems. It waits for no other process.
+
+        Raises:
+            OutageError: the gateway of agents is gone. (Other rollouts keep such an error in their trajectory.)
+        """
+        try:
+            return await self.sampler.sample_groups(self._numbers, size=self.num_samples)
+        except ServerUnreachableError as error:
+            raise _make_outage(format_error(error)) from error
 
     def record(self, step: int, groups: Sequence[TrajectoryGroup], *, num_lost: int = 0) -> Evaluation:
         """Write the line of an evaluation that began after `step` steps, of the groups that each process sampled.
@@ -162,12 +183,16 @@ def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     failed = [error for _, found in everyone for error in found]
     lost = next((message for is_lost, message in failed if is_lost), None)
     if lost is not None:
-        raise OutageError(
-            f"the evaluation lost its engine ({lost}): once the engine is back, the same command evaluates again"
-        )
+        raise _make_outage(lost)
     if len(failed) == sum(map(len, of_problem.values())):
         raise RolloutError(f"all {len(failed)} rollouts of the evaluation failed, the first with {failed[0][1]}")
     return [of_problem[number] for number in sorted(of_problem)]
+
+
+def _make_outage(reason: str) -> OutageError:
+    return OutageError(
+        f"the evaluation lost its engine ({reason}): once the engine is back, the same command evaluates again"
+    )
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:

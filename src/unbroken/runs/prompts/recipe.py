@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
 from unbroken.rollout.agents.command import CommandReward
@@ -96,6 +98,7 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
+        self._check_reward_models()
         package = find_package(self.environment)
         if package is not None:
             self._check_package(takes_agent=package.takes_agent)
@@ -117,6 +120,14 @@ class Config(RunConfig):
         elif self.rewards and self.data is None:
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
+            )
+
+    def _check_reward_models(self) -> None:
+        models = [each.model for each in self.rewards if each.model is not None]
+        if models and self.rollouts.own_process and torch.cuda.is_available():
+            raise InvalidInputError(
+                "rewards.model must be left out with rollouts.own_process on a machine with GPUs, which a forked "
+                f"process cannot use, got {models}: serve the model, and ask it in a reward function"
             )
 
     def _check_package(self, *, takes_agent: bool) -> None:

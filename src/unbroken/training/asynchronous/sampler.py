@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from unbroken.errors import EngineError
 from unbroken.rollout.effort import Effort, count_effort
+from unbroken.rollout.failures import must_propagate, to_exception
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
 from unbroken.training.asynchronous.maker import FindsLoss, SamplerCounts
@@ -217,13 +218,13 @@ class Sampler:
         try:
             sampled = await self._sample_once(live)
             is_replaced = isinstance(sampled, TrajectoryGroup) and self._may_replace(sampled)
-        except asyncio.CancelledError:
-            if live in self._live:  # the run ends
-                raise
-            sampled, is_replaced = None, False
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
             if live in self._live:
-                self.fail(error)
+                if must_propagate(error):  # the run ends
+                    raise
+                self.fail(to_exception(error))
                 return
             sampled, is_replaced = None, False
         if live not in self._live:  # it was cancelled, and only now have its requests left the engine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,13 +109,24 @@ def accepted_inputs(model: Any, pixels: PixelInputs) -> dict[str, torch.Tensor]:
 
 
 def parameters_beside_text(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters outside of decoder and output embeddings, which a pass without images does not use."""
-    text = {
-        id(parameter)
-        for part in (model.get_decoder(), model.get_output_embeddings())
-        for parameter in part.parameters()
-    }
-    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in text]
+    """Trainable parameters outside of decoder and output embeddings, which a pass without images does not use.
+
+    Each pass asks for them: in a model of text the modules of the decoder are not visited.
+    """
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    outside = {id(parameter) for parameter in _parameters_outside(model, parts) if parameter.requires_grad}
+    if not outside:
+        return []
+    outside -= {id(parameter) for part in parts for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) in outside]
+
+
+def _parameters_outside(module: nn.Module, parts: tuple[nn.Module, ...]) -> Iterator[nn.Parameter]:
+    if any(module is part for part in parts):
+        return
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        yield from _parameters_outside(child, parts)
 
 
 @torch.no_grad()

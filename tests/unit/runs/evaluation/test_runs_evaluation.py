@@ -11,7 +11,7 @@ import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError
+from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError, ServerUnreachableError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import Problems, Sampler
@@ -87,6 +87,21 @@ async def test_an_evaluation_of_which_nothing_is_left_is_no_reward_of_0(tmp_path
 
     with pytest.raises(raised, match=message):
         await evaluator(tmp_path, fail).evaluate(0)
+    assert read_evaluations(tmp_path) == []
+
+
+class GoneGateway:
+    """Samples in the place of this process: its gateway does not answer."""
+
+    async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
+        raise ServerUnreachableError("http://127.0.0.1:1 cannot be reached")
+
+
+async def test_a_gateway_that_is_gone_is_an_outage_which_a_run_waits_out(tmp_path):
+    whole = evaluator(tmp_path)
+    lost = replace(whole, sampler=replace(whole.sampler, elsewhere=GoneGateway()))
+    with pytest.raises(OutageError, match=r"the evaluation lost its engine \(ServerUnreachableError: http"):
+        await lost.evaluate(0)
     assert read_evaluations(tmp_path) == []
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from support import letters_recipe
+from support.evaluations import count_steps, read_evaluations, wait_for_steps
 from support.processes import run_two
 from support.served import save_tiny_model
 from unbroken.cli import main
@@ -30,29 +29,13 @@ def train(output: Path, model: Path, *options: str, num_steps: int = 8) -> int:
     return main([*words, *options])
 
 
-def evaluations(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
-
-
-def num_steps_made(output: Path) -> int:
-    return len((output / "metrics" / "metrics.jsonl").read_text().splitlines())
-
-
 def test_steps_are_made_while_an_evaluation_runs_and_the_best_model_is_the_one_it_began_with(
     tmp_path, model, monkeypatch
 ):
     """An evaluation that waits until three more steps are made ends only if they are."""
-    sample = Evaluator.sample
-
-    async def slow(self):
-        begun = num_steps_made(tmp_path)
-        while 3 <= begun < 6 and num_steps_made(tmp_path) < begun + 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return await sample(self)
-
-    monkeypatch.setattr(Evaluator, "sample", slow)
+    wait_for_steps(monkeypatch, tmp_path)
     assert train(tmp_path, model) == 0
-    lines = evaluations(tmp_path)
+    lines = read_evaluations(tmp_path)
     assert [line["step"] for line in lines] == [0, 3, 6, 8]
     assert all(line["policy_version/min"] <= line["policy_version/max"] for line in lines)
     by_step = {line["step"]: line for line in lines}
@@ -75,7 +58,7 @@ def test_a_killed_run_evaluates_again_what_was_not_recorded(tmp_path, model, mon
     sample = Evaluator.sample
 
     async def killed(self):
-        if num_steps_made(tmp_path) >= 3:
+        if count_steps(tmp_path) >= 3:
             raise KilledError
         return await sample(self)
 
@@ -83,10 +66,10 @@ def test_a_killed_run_evaluates_again_what_was_not_recorded(tmp_path, model, mon
         patch.setattr(Evaluator, "sample", killed)
         with pytest.raises(KilledError):
             train(tmp_path, model)
-    assert [line["step"] for line in evaluations(tmp_path)] == [0]
-    made = num_steps_made(tmp_path)
+    assert [line["step"] for line in read_evaluations(tmp_path)] == [0]
+    made = count_steps(tmp_path)
     assert train(tmp_path, model) == 0
-    steps = [line["step"] for line in evaluations(tmp_path)]
+    steps = [line["step"] for line in read_evaluations(tmp_path)]
     assert steps[0] == 0
     assert 3 <= steps[1] <= made + 1
     assert steps[-1] == 8
@@ -98,9 +81,9 @@ def test_two_processes_evaluate_their_parts_beside_training(tmp_path, model):
     words = ["train", str(RECIPE), f"--output={tmp_path}", f"--model={model}", "--loop.num-steps=6"]
     words += ["--evaluation.num-problems=3", "--evaluation.every=2", "--loop.max-staleness=1"]
     run_two("unbroken", *words, "--rollouts.sampling.max-tokens=8")
-    lines = evaluations(tmp_path)
+    lines = read_evaluations(tmp_path)
     assert [(line["step"], line["num_rollouts"]) for line in lines] == [(step, 3) for step in (0, 2, 4, 6)]
-    assert num_steps_made(tmp_path) == 6
+    assert count_steps(tmp_path) == 6
     best = max(lines[1:], key=lambda line: line["reward/mean"])
     assert read_info(tmp_path / "best").step == best["step"]
     assert not (tmp_path / "best-candidate").exists()

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support import letters_recipe
+from support.evaluations import read_evaluations
 from support.served import save_tiny_model
 from unbroken.cli import main
 
@@ -44,10 +45,6 @@ def train(output: Path, model: Path, *options: str) -> int:
     return main(["train", str(RECIPE), f"--output={output}", f"--model={model}", *options])
 
 
-def evaluations(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
-
-
 def curve(output: Path, name: str) -> dict[int, float]:
     events = EventAccumulator(str(output / "metrics"))
     events.Reload()
@@ -58,9 +55,9 @@ def test_a_run_evaluates_every_n_steps_and_keeps_the_best_model(tmp_path, model,
     options = ["--evaluation.num-problems=3", "--evaluation.num-samples=4", "--evaluation.every=2"]
     options += ["--evaluation.sampling.temperature=0.8", "--export.every=1", "--evaluation.pass-reward=0.5"]
     assert train(tmp_path, model, *options, "--loop.num-steps=4") == 0
-    assert [line["step"] for line in evaluations(tmp_path)] == [0, 2, 4]
+    assert [line["step"] for line in read_evaluations(tmp_path)] == [0, 2, 4]
     assert train(tmp_path, model, *options, "--loop.num-steps=5") == 0  # it continues, and evaluates nothing twice
-    found = {line["step"]: line for line in evaluations(tmp_path)}
+    found = {line["step"]: line for line in read_evaluations(tmp_path)}
     assert list(found) == [0, 2, 4, 5]
     assert {(line["num_problems"], line["num_samples"], line["num_rollouts"]) for line in found.values()} == {
         (3, 4, 12)
@@ -81,7 +78,7 @@ def test_a_run_evaluates_every_n_steps_and_keeps_the_best_model(tmp_path, model,
 
 def test_without_evaluations_between_the_ends_no_best_model_is_kept(tmp_path, model):
     assert train(tmp_path, model, "--evaluation.num-problems=1", "--loop.num-steps=1") == 0
-    assert [line["step"] for line in evaluations(tmp_path)] == [0, 1]
+    assert [line["step"] for line in read_evaluations(tmp_path)] == [0, 1]
     assert not (tmp_path / "best").exists()
 
 
@@ -99,7 +96,8 @@ def test_several_named_sets_have_their_own_problems_samples_and_sampling(tmp_pat
 
     assert run("run") == 0
     found = [
-        (line["step"], line["set"], line["num_problems"], line["num_samples"]) for line in evaluations(tmp_path / "run")
+        (line["step"], line["set"], line["num_problems"], line["num_samples"])
+        for line in read_evaluations(tmp_path / "run")
     ]
     assert found == [(0, "easy", 3, 3), (0, "hard", 1, 1), (1, "easy", 3, 3), (1, "hard", 1, 1)]
     printed = capsys.readouterr().out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from support import letters_recipe
+from support.evaluations import count_steps, read_evaluations, wait_for_steps
 from support.processes import run_two
 from support.served import Served, save_tiny_model, served
 from unbroken.cli import main
@@ -46,35 +45,18 @@ def words(output: Path, model: Path, server: Served, *options: str, transport: s
     return [*found, *options]
 
 
-def evaluations(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
-
-
 def versions(line: dict) -> tuple[int, int]:
     return line["policy_version/min"], line["policy_version/max"]
-
-
-def num_steps_made(output: Path) -> int:
-    metrics = output / "metrics" / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 @pytest.mark.parametrize(("loop", "transport"), [(ASYNCHRONOUS, "files"), ("--loop.max-staleness=0", "broadcast")])
 def test_a_version_is_evaluated_while_the_next_ones_are_trained(tmp_path, model, monkeypatch, loop, transport):
     """An evaluation that waits until two more steps are made ends only if they are, and still has one version."""
     output = tmp_path / "run"
-    sample = Evaluator.sample
-
-    async def slow(self):
-        begun = num_steps_made(output)
-        while 3 <= begun < 6 and num_steps_made(output) < begun + 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return await sample(self)
-
-    monkeypatch.setattr(Evaluator, "sample", slow)
+    wait_for_steps(monkeypatch, output)
     with evaluation_server(model, tmp_path / "weights") as server:
         assert main(words(output, model, server, loop, "--export.every=1", transport=transport)) == 0
-    lines = evaluations(output)
+    lines = read_evaluations(output)
     assert [(line["step"], *versions(line), line["num_lost"]) for line in lines] == [
         (step, step, step, 0) for step in (0, 3, 6, 8)
     ]
@@ -109,7 +91,7 @@ def test_an_evaluation_whose_server_restarts_is_made_again_with_the_weights_that
         restarted = []
 
         async def restarts(self):
-            if num_steps_made(output) >= 3 and not restarted:
+            if count_steps(output) >= 3 and not restarted:
                 server.process.kill()
                 server.process.wait(timeout=60)
                 port = server.url.rpartition(":")[2]
@@ -118,7 +100,7 @@ def test_an_evaluation_whose_server_restarts_is_made_again_with_the_weights_that
 
         monkeypatch.setattr(Evaluator, "sample", restarts)
         assert main(words(output, model, server)) == 0
-    lines = evaluations(output)
+    lines = read_evaluations(output)
     assert [line["num_lost"] for line in lines] == [0, *[1] * (len(lines) - 1)]
     assert all(versions(line) == (line["step"], line["step"]) for line in lines)
     steps = [line["step"] for line in lines]
@@ -135,7 +117,7 @@ def test_an_evaluation_begins_after_the_first_step_at_which_its_server_is_back(t
         server = stack.enter_context(evaluation_server(model, tmp_path / "weights"))
 
         async def dies(self):
-            if num_steps_made(output) >= 3 and not faults:
+            if count_steps(output) >= 3 and not faults:
                 server.process.kill()
                 server.process.wait(timeout=60)
             return await sample(self)
@@ -146,7 +128,7 @@ def test_an_evaluation_begins_after_the_first_step_at_which_its_server_is_back(t
                 stack.enter_context(evaluation_server(model, tmp_path / "weights", "--port", port))
             fault = await find_fault(self)
             if fault is not None or faults:
-                faults.append((fault, num_steps_made(output)))
+                faults.append((fault, count_steps(output)))
             return fault
 
         monkeypatch.setattr(Evaluator, "sample", dies)
@@ -155,7 +137,7 @@ def test_an_evaluation_begins_after_the_first_step_at_which_its_server_is_back(t
     (away, _), (back, begun), *_ = faults
     assert "is healthy" in away
     assert back is None
-    lines = evaluations(output)
+    lines = read_evaluations(output)
     assert [(line["step"], *versions(line), line["num_lost"]) for line in lines][:2] == [
         (0, 0, 0, 0),
         (begun, begun, begun, 1),
@@ -170,7 +152,7 @@ def test_a_killed_run_continues_with_the_server_that_has_a_version_of_it(tmp_pat
     sample = Evaluator.sample
 
     async def killed(self):
-        if num_steps_made(output) >= 3:
+        if count_steps(output) >= 3:
             raise KilledError
         return await sample(self)
 
@@ -179,9 +161,9 @@ def test_a_killed_run_continues_with_the_server_that_has_a_version_of_it(tmp_pat
             patch.setattr(Evaluator, "sample", killed)
             with pytest.raises(KilledError):
                 main(words(output, model, server, ASYNCHRONOUS))
-        assert [line["step"] for line in evaluations(output)] == [0]
+        assert [line["step"] for line in read_evaluations(output)] == [0]
         assert main(words(output, model, server, ASYNCHRONOUS)) == 0
-    lines = evaluations(output)
+    lines = read_evaluations(output)
     assert all(versions(line) == (line["step"], line["step"]) and line["num_lost"] == 0 for line in lines)
     assert 3 <= lines[1]["step"] <= 6
     assert lines[-1]["step"] == 8
@@ -193,7 +175,7 @@ def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypa
     with evaluation_server(model, tmp_path / "weights") as server:
 
         async def dies(self):
-            if num_steps_made(output) >= 3:
+            if count_steps(output) >= 3:
                 server.process.kill()
                 server.process.wait(timeout=60)
             return await sample(self)
@@ -201,8 +183,8 @@ def test_a_server_that_stays_away_does_not_end_the_run(tmp_path, model, monkeypa
         monkeypatch.setattr(Evaluator, "sample", dies)
         options = [ASYNCHRONOUS, "--loop.outages.wait-s=0.2", "--loop.outages.ask-every-s=0.1"]
         assert main(words(output, model, server, *options)) == 0
-    assert [line["step"] for line in evaluations(output)] == [0]
-    assert num_steps_made(output) == 8
+    assert [line["step"] for line in read_evaluations(output)] == [0]
+    assert count_steps(output) == 8
     assert (output / "final").exists()
     assert not (output / "best-candidate").exists()
     assert "is left out: its servers stayed away" in caplog.text
@@ -236,7 +218,7 @@ def test_agents_are_evaluated_through_a_gateway_of_their_own(tmp_path, model):
     with evaluation_server(model, tmp_path / "weights") as server:
         command, _, *options = words(output, model, server, ASYNCHRONOUS)
         assert main([command, str(recipe), *options]) == 0
-    found = [(line["step"], line["num_without_reward"], *versions(line)) for line in evaluations(output)]
+    found = [(line["step"], line["num_without_reward"], *versions(line)) for line in read_evaluations(output)]
     assert found == [(step, 0, step, step) for step in (0, 3, 6, 8)]
     assert (output / "sessions" / "evaluation-0").exists()
 
@@ -246,7 +228,7 @@ def test_two_processes_evaluate_their_parts_on_servers_of_their_own(tmp_path, mo
     output = tmp_path / "run"
     with evaluation_server(model, tmp_path / "weights") as server:
         run_two("unbroken", *words(output, model, server, "--loop.max-staleness=1", "--rollouts.sampling.max-tokens=8"))
-    found = [(line["step"], line["num_rollouts"], *versions(line)) for line in evaluations(output)]
+    found = [(line["step"], line["num_rollouts"], *versions(line)) for line in read_evaluations(output)]
     assert found == [(step, 3, step, step) for step in (0, 3, 6, 8)]
 
 

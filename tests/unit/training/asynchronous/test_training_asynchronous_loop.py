@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.turns import Seen, TurnEngine, TurnMaker, TurnSource
-from unbroken.errors import EngineError, OutageError, RewardError
+from unbroken.errors import EngineError, OutageError, RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind
 from unbroken.training.asynchronous.loop import run_steps
@@ -159,21 +160,47 @@ def test_a_group_that_ends_its_engine_each_time_ends_the_run():
     assert source.num_running == 0
 
 
-@pytest.mark.parametrize("error", [RewardError("row 5"), EngineError("no such adapter")])
-def test_an_error_that_is_no_outage_ends_the_run_and_leaves_nothing_in_flight(error):
-    class Refuses(TurnMaker):
-        async def is_outage(self, error):
-            return False
+def turns_until(error: BaseException) -> Callable[[int, int], int]:
+    """Two turns for each group, but for the sixth, which ends with the error."""
 
     def turns(number: int, num_before: int) -> int:
         if number == 5:
             raise error
         return 2
 
+    return turns
+
+
+@pytest.mark.parametrize("error", [RewardError("row 5"), EngineError("no such adapter")])
+def test_an_error_that_is_no_outage_ends_the_run_and_leaves_nothing_in_flight(error):
+    class Refuses(TurnMaker):
+        async def is_outage(self, error):
+            return False
+
     engine = TurnEngine()
-    source = TurnSource(engine, turns, 2)
+    source = TurnSource(engine, turns_until(error), 2)
     with pytest.raises(type(error), match=str(error)):
         run(source, Refuses(engine), LoopConfig(num_steps=10, max_staleness=1))
+    assert source.num_running == 0
+
+
+class PanicError(BaseException):
+    """As those that the Rust parts of a package raise."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PanicError("index out of bounds"), "ended with PanicError: index out of bounds"),
+        (asyncio.CancelledError(), "cancelled, and not by the run"),
+    ],
+    ids=["panic", "cancels itself"],
+)
+def test_a_group_that_ends_with_no_usual_exception_ends_the_run_rather_than_being_waited_for(error, message):
+    engine = TurnEngine()
+    source = TurnSource(engine, turns_until(error), 2)
+    with pytest.raises(RolloutError, match=message):
+        run(source, TurnMaker(engine), LoopConfig(num_steps=10, max_staleness=1))
     assert source.num_running == 0
 
 

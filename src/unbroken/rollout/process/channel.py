@@ -1,0 +1,99 @@
+"""Objects between a process and its child: pickled, each behind its length, over a socket.
+
+Arrays that are read-only stay so. Exceptions keep their class and attributes; one that cannot be pickled becomes a
+`RuntimeError` with its class and message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from unbroken.rollout.failures import format_error
+
+_LENGTH = struct.Struct("!Q")
+
+
+class Channel:
+    """One end of a socket. Made by `open`, in the event loop that uses it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, end: socket.socket) -> Channel:
+        """Use one end of a connected pair of sockets."""
+        return cls(*await asyncio.open_connection(sock=end))
+
+    def send(self, message: Any) -> None:
+        """Send a message, which is pickled before this returns; nothing is sent if that fails."""
+        content = pack(message)
+        self._writer.write(_LENGTH.pack(len(content)))
+        self._writer.write(content)
+
+    async def receive(self) -> Any:
+        """Return the next message; `EOFError` if the other process has closed its end, or is gone."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            content = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EOFError("the other process has closed the channel") from error
+        return pickle.loads(content)
+
+    def close(self) -> None:
+        """Close this end, once everything is sent."""
+        self._writer.close()
+
+
+def pack(value: Any) -> bytes:
+    """Pickle a value for another process of this program."""
+    content = io.BytesIO()
+    _Pickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return content.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and not value.flags.writeable and not value.dtype.hasobject:
+            return _make_array, (value.tobytes(), value.dtype, value.shape)
+        if isinstance(value, BaseException):
+            return _reduce_error(value)
+        return NotImplemented
+
+
+def _make_array(content: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _reduce_error(error: BaseException) -> Any:
+    arguments = _find_builtin(type(error)).__reduce__(error)[1]  # with the name of a file, which `args` lacks
+    reduced = _make_error, (type(error), arguments, error.__dict__)
+    try:
+        _make_error(*pickle.loads(pickle.dumps(reduced[1])))
+    except Exception:
+        return RuntimeError, (format_error(error),)
+    return reduced
+
+
+def _make_error(kind: type[BaseException], arguments: tuple[Any, ...], attributes: Mapping[str, Any]) -> BaseException:
+    """Make an error without its own `__init__` and `__new__`, which may take other arguments than those it keeps.
+
+    Those of its built-in class keep what has no place in `attributes`, such as the codec of a `UnicodeError`.
+    """
+    builtin = _find_builtin(kind)
+    error: BaseException = builtin.__new__(kind, *arguments)
+    builtin.__init__(error, *arguments)
+    error.__dict__.update(attributes)
+    return error
+
+
+def _find_builtin(kind: type[BaseException]) -> Any:
+    return next(each for each in kind.__mro__ if each.__module__ == "builtins")

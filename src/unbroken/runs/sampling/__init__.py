@@ -1,0 +1,1 @@
+"""What samples the groups of a run: in the trainer's process, or in one of its own."""

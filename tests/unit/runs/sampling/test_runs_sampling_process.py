@@ -1,0 +1,150 @@
+"""Runs whose rollouts are in a process of their own: the same rollouts, agents, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import letters_recipe
+from support.evaluations import read_evaluations
+from support.processes import run_two
+from support.served import save_tiny_model, served
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.runs import collector
+from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
+from unbroken.runs.records.files import find_records, read_records
+from unbroken.training.config import LoopConfig
+
+OWN_PROCESS = "--rollouts.own-process=true"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def engine_options(model: Path, weights: Path, name: str = "engine") -> Iterator[list[str]]:
+    """Start a server; yields the options that make it an engine of a run."""
+    with served(model, "--weights-dir", str(weights), engine="transformers") as server:
+        yield [f"--{name}.kind=server", f"--{name}.urls={server.url}", f"--{name}.weights-dir={weights}"]
+
+
+@pytest.fixture
+def noted_processes(tmp_path, monkeypatch) -> Path:
+    """A file with the process of each group that was sampled."""
+    path, run_group = tmp_path / "processes", collector.run_group
+
+    async def noted(*arguments: Any, **options: Any) -> Any:
+        with path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return await run_group(*arguments, **options)
+
+    monkeypatch.setattr(collector, "run_group", noted)
+    return path
+
+
+def read_samples(output: Path) -> list[Any]:
+    """The recorded rollouts, but for what differs from run to run, such as times and the trainer's roundings."""
+    names = ("trajectory", "status", "reward", "counters", "messages")
+    return [
+        [record[name] for name in names] + [row["token_ids"] for row in record["rows"]]
+        for path in find_records(output / "rollouts").values()
+        for record in read_records(path)
+        if record["kind"] == "trajectory"
+    ]
+
+
+def test_rollouts_are_those_that_the_trainers_process_would_sample(tmp_path, model, noted_processes):
+    found = []
+    for name, own in (("here", []), ("elsewhere", [OWN_PROCESS])):
+        output = tmp_path / name
+        with engine_options(model, tmp_path / f"weights-{name}") as engine:
+            words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", "--loop.num-steps=2"]
+            assert main([*words, "--evaluation.num-problems=2", *engine, *own]) == 0
+        processes = set(noted_processes.read_text().split())
+        noted_processes.unlink()
+        assert (processes == {str(os.getpid())}) is (name == "here")
+        assert len(processes) == 1
+        evaluations = [(line["step"], line["reward/mean"]) for line in read_evaluations(output)]
+        found.append((evaluations, read_samples(output)))
+    assert len(found[0][1]) > 0
+    assert found[0] == found[1]
+
+
+AGENT_RECIPE = """
+import os
+from pathlib import Path
+import httpx
+from support.letters_recipe import Config, share_of_letters
+from unbroken.rollout.agents.session import AgentTask
+from unbroken.runs.collector import Problems
+from unbroken.runs.reinforce import reinforce
+
+async def run(config):
+    noted = config.output / "processes"
+
+    async def attempt(session):
+        with noted.open("a") as file:
+            file.write(f"{os.getpid()} {session.openai_base_url.split('/s/')[0]}\\n")
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer " + session.api_key}, timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": "Write."}]}
+            answer = await client.post(session.openai_base_url + "/chat/completions", json=body)
+        return share_of_letters([answer.json()["choices"][0]["message"]])
+
+    tasks = Problems(agent=lambda number: AgentTask(agent=attempt, task={}))
+    await reinforce(config, model=config.model, train_on=tasks, evaluate_on=tasks)
+"""
+
+
+def test_agents_and_both_gateways_are_in_the_process_while_training_goes_on(tmp_path, model):
+    recipe, output = tmp_path / "recipe.py", tmp_path / "run"
+    recipe.write_text(AGENT_RECIPE)
+    with (
+        engine_options(model, tmp_path / "weights") as engine,
+        engine_options(model, tmp_path / "evaluated", "evaluation.engine") as evaluation,
+    ):
+        words = ["train", str(recipe), f"--output={output}", f"--model={model}", "--loop.num-steps=4", OWN_PROCESS]
+        words += ["--loop.max-staleness=1", "--evaluation.num-problems=2", "--evaluation.every=2"]
+        assert main([*words, *engine, *evaluation]) == 0
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/policy_version"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["mismatch/k3"] for line in lines if line["staleness/max"] == 0) < 1e-6
+    found = [
+        (line["step"], line["policy_version/min"], line["policy_version/max"]) for line in read_evaluations(output)
+    ]
+    assert found == [(step, step, step) for step in (0, 2, 4)]
+    noted = {tuple(line.split()) for line in (output / "processes").read_text().splitlines()}
+    assert len({process for process, _ in noted}) == 1
+    assert str(os.getpid()) not in {process for process, _ in noted}
+    assert len({gateway for _, gateway in noted}) == 2
+
+
+@pytest.mark.processes
+def test_each_of_two_trainer_processes_has_its_own(tmp_path, model):
+    output = tmp_path / "run"
+    with engine_options(model, tmp_path / "weights") as engine:
+        words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", "--loop.num-steps=3"]
+        words += ["--loop.max-staleness=1", "--rollouts.sampling.max-tokens=8", "--evaluation.num-problems=3"]
+        run_two("unbroken", *words, *engine, OWN_PROCESS)
+    assert [(line["step"], line["num_rollouts"]) for line in read_evaluations(output)] == [(0, 3), (3, 3)]
+    trajectories = {record[0] for record in read_samples(output)}
+    assert trajectories == {f"0-0-{problem}/{member}" for problem in range(6) for member in range(8)}
+
+
+@pytest.mark.parametrize("kind", ["embedded", "colocated"])
+def test_an_engine_in_the_trainers_process_is_refused(kind):
+    with pytest.raises(InvalidInputError, match=f"own_process must be false with engine.kind {kind}"):
+        RunConfig(
+            output=Path("x"),
+            loop=LoopConfig(num_steps=1),
+            engine=EngineConfig(kind=kind),
+            rollouts=RolloutConfig(own_process=True),
+        )
