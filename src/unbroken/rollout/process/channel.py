@@ -1,7 +1,7 @@
 """Objects between a process and its child: pickled, each behind its length, over a socket.
 
-Arrays that are read-only stay so. Exceptions keep their class and attributes; one that cannot be pickled becomes a
-`RuntimeError` with its class and message.
+Arrays that are read-only stay so. Exceptions keep their class and attributes; one that cannot be pickled, or read by
+the other process, becomes a `RuntimeError` with its class and message.
 """
 
 from __future__ import annotations
@@ -75,12 +75,21 @@ def _make_array(content: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
 
 def _reduce_error(error: BaseException) -> Any:
     arguments = _find_builtin(type(error)).__reduce__(error)[1]  # with the name of a file, which `args` lacks
-    reduced = _make_error, (type(error), arguments, error.__dict__)
+    text = format_error(error)
     try:
-        _make_error(*pickle.loads(pickle.dumps(reduced[1])))
+        content = pack((type(error), arguments, error.__dict__))
+        _make_error(*pickle.loads(content))
     except Exception:
-        return RuntimeError, (format_error(error),)
-    return reduced
+        return RuntimeError, (text,)
+    return _read_error, (content, text)
+
+
+def _read_error(content: bytes, text: str) -> BaseException:
+    """The error, or its text if this process cannot import its class, which the other one may have made itself."""
+    try:
+        return _make_error(*pickle.loads(content))
+    except Exception:
+        return RuntimeError(text)
 
 
 def _make_error(kind: type[BaseException], arguments: tuple[Any, ...], attributes: Mapping[str, Any]) -> BaseException:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
@@ -48,7 +50,16 @@ def run_worker(other_end: socket.socket, end: socket.socket, open_work: OpenWork
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_serve(end, open_work))
+
+
+def _end_with_parent() -> None:
+    """End this process soon after the one that forked it, also if user code holds up the event loop."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process is forked"
+    parent.join()
+    exit_in(_CLOSE_S, status=1)
 
 
 async def _serve(end: socket.socket, open_work: OpenWork) -> None:

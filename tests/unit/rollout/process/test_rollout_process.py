@@ -6,10 +6,12 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from unbroken.errors import ContextOverflowError, InvalidInputError, RolloutErro
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.effort import Effort, add_effort, count_effort
+from unbroken.rollout.process import worker
 from unbroken.rollout.process.process import RolloutProcess
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 
@@ -141,6 +144,7 @@ class PanicError(BaseException):
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
         OwnOSError("the connection was refused", code=3),
         OwnNewError(code=3),
+        ExceptionGroup("two", [ContextOverflowError(num_prompt_tokens=9, context_length=8), OSError(28, "no space")]),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -171,6 +175,25 @@ async def test_an_error_that_cannot_be_pickled_becomes_its_text() -> None:
     async with opened(sample) as process:
         with pytest.raises(RuntimeError, match="LocalError: of the environment"):
             await process.sample(None)
+
+
+async def test_an_error_that_only_the_rollouts_can_import_becomes_its_text() -> None:
+    """A module that user code makes there, such as a file that it loads in the middle of a run."""
+
+    async def sample(order: str) -> TrajectoryGroup:
+        module = sys.modules["made_there"] = ModuleType("made_there")
+        exec("class OwnError(Exception):\n    pass", module.__dict__)
+        error = module.OwnError("of the environment")
+        if order == "raise":
+            raise error
+        return make_group(0, status=TrajectoryStatus.FAILED, reward=None, error=ExceptionGroup("two", [error, error]))
+
+    async with opened(sample) as process:
+        failed = (await process.sample("return")).trajectories[0].error
+        with pytest.raises(RuntimeError, match="OwnError: of the environment"):
+            await process.sample("raise")
+    assert isinstance(failed, ExceptionGroup)
+    assert list(map(str, failed.exceptions)) == ["OwnError: of the environment"] * 2
 
 
 async def test_an_error_whose_text_cannot_be_read_ends_only_its_rollout() -> None:
@@ -312,10 +335,15 @@ def child_that(work: Callable[[], None]) -> Any:
         os.waitpid(pid, 0)
 
 
-def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path, monkeypatch, is_stuck: bool) -> None:
+    monkeypatch.setattr(worker, "_CLOSE_S", 0.5)
+
     async def sample(order: None) -> TrajectoryGroup:
         (tmp_path / "pid.part").write_text(str(os.getpid()))
         (tmp_path / "pid.part").rename(tmp_path / "pid")
+        if is_stuck:
+            time.sleep(60)  # noqa: ASYNC251  # user code that holds up all rollouts
         try:
             await asyncio.sleep(60)
         finally:
@@ -331,7 +359,7 @@ def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path) -> No
         pid = int((tmp_path / "pid").read_text())
         assert is_alive(pid)
     wait_until(lambda: not is_alive(pid))
-    assert (tmp_path / "closed").exists()
+    assert (tmp_path / "closed").exists() is not is_stuck
 
 
 async def test_one_that_was_never_opened_ends_too() -> None:
