@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from unbroken.errors import RolloutError
@@ -46,12 +47,18 @@ def run_worker(other_end: socket.socket, end: socket.socket, open_work: OpenWork
     """Serve until the other process closes its end, or is gone."""
     other_end.close()  # otherwise the channel would stay open without that process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
-    # Ctrl-C reaches all processes of a terminal, and the trainer's ends this one.
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_to_parent)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_serve(end, open_work))
+
+
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal that all processes of a terminal or a job get: the trainer's then closes and ends this one.
+
+    Programs that this process starts would inherit `SIG_IGN`; a function they do not.
+    """
 
 
 def _end_with_parent() -> None:

@@ -308,15 +308,25 @@ async def test_a_killed_process_fails_what_waits_for_it_and_what_comes_later() -
             await process.sample("later")
 
 
-async def test_an_interrupt_of_the_terminal_leaves_it_to_the_first_process() -> None:
-    async def sample(order: None) -> TrajectoryGroup:
-        return make_group(os.getpid())
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_that_all_processes_of_a_job_get_leaves_it_to_the_first_one(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As Ctrl-C in a terminal, and `scancel` or `systemctl stop`; what the work starts gets it too."""
 
-    async with opened(sample) as process:
-        pid = int((await process.sample(None)).group_id)
-        os.kill(pid, signal.SIGINT)
-        assert int((await process.sample(None)).group_id) == pid
-    assert not is_alive(pid)
+    async def sample(order: None) -> TrajectoryGroup:
+        started = await asyncio.create_subprocess_exec("sleep", "60")
+        started.send_signal(number)
+        return make_group(os.getpid(), reward_parts={"status": float(await started.wait())})
+
+    async with opened(sample, tmp_path / "notes") as process, asyncio.timeout(20):
+        first = await process.sample(None)
+        os.kill(int(first.group_id), number)
+        second = await process.sample(None)
+    assert first.group_id == second.group_id
+    assert first.trajectories[0].reward_parts == {"status": -number}
+    assert not is_alive(int(first.group_id))
+    assert "closed" in (tmp_path / "notes").read_text()
 
 
 @contextmanager
