@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -36,6 +37,8 @@ POLICY_ADAPTER = "policy version "
 """How vLLM's names of the policy's adapters begin."""
 _EXIT_S = 60.0
 """How long vLLM's processes may take to end by themselves; vLLM's default kills them after five seconds."""
+_WAKE_S = 1.0
+"""After this time they are woken, again and again; see `_wake`."""
 
 
 def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
@@ -190,12 +193,26 @@ async def shut_down(llm: AsyncLLM) -> None:
         handler.cancel()
         await asyncio.gather(handler, return_exceptions=True)
     llm.output_processor.propagate_error(EngineDeadError())  # for callers that still wait
-    await asyncio.to_thread(llm.shutdown, _EXIT_S)
+    ending = asyncio.create_task(asyncio.to_thread(llm.shutdown, _EXIT_S))
+    while not (await asyncio.wait([ending], timeout=_WAKE_S))[0]:
+        await _wake(llm)
+    await ending
     # Its destructor would shut down again, and fail at the interpreter's exit, when vLLM's modules are gone.
     llm.shutdown = _do_nothing
     # vLLM closes its sockets in the loop's next turn, but not their context.
     await asyncio.sleep(0)
     await asyncio.to_thread(llm.engine_core.resources.ctx.destroy)
+
+
+async def _wake(llm: AsyncLLM) -> None:
+    """Let vLLM's processes notice that they are to end.
+
+    A signal that comes just before their main thread begins to wait for requests is noticed after the next request
+    (Python runs the handlers of signals between two instructions, which that wait is not), so they get one.
+    """
+    with suppress(Exception):  # they may have ended by now
+        for process in llm.engine_core.core_engines:
+            await llm.engine_core._send_input(EngineCoreRequestType.ABORT, [], process)
 
 
 def _do_nothing() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ async def wait_for_ids(engine: Any, number: int) -> None:
     async with asyncio.timeout(60):
         while engine.num_sampled < until:  # noqa: ASYNC110  # engines announce no single ids
             await asyncio.sleep(0.001)
+
+
+def find_threads_that_take(number: int, process: int) -> Iterator[int]:
+    """Threads of a process that do not block a signal; Linux says so."""
+    for status in Path(f"/proc/{process}/task").glob("*/status"):
+        blocked = next(line for line in status.read_text().splitlines() if line.startswith("SigBlk:"))
+        if not int(blocked.split()[1], 16) >> (number - 1) & 1:
+            yield int(status.parent.name)
 
 
 async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_error(tmp_path: Path) -> None:
@@ -104,3 +114,29 @@ async def test_an_engine_whose_update_failed_answers_nothing_more(tmp_path: Path
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await engine.check_health()
+
+
+async def test_an_engine_that_does_not_notice_that_it_is_to_end_is_woken(tmp_path: Path) -> None:
+    """As if the signal came just before its main thread began to wait: it is given to another thread."""
+    from support.vllm_engines import save_model, tiny_vllm_model
+
+    save_model(tmp_path, tiny_vllm_model())
+    already = set(multiprocessing.active_children())
+    engine = await start(tmp_path)
+    (core,) = set(multiprocessing.active_children()) - already
+    shut_down = engine._llm.shutdown
+    was_noticed = []
+
+    def shut_down_unnoticed(timeout_s: float) -> None:
+        thread = next(thread for thread in find_threads_that_take(signal.SIGTERM, core.pid) if thread != core.pid)
+        assert ctypes.CDLL(None).tgkill(core.pid, thread, signal.SIGTERM) == 0
+        core.join(0.5)
+        was_noticed.append(not core.is_alive())
+        core.join(timeout_s)
+        shut_down(timeout_s)
+
+    engine._llm.shutdown = shut_down_unnoticed
+    async with asyncio.timeout(20):
+        await engine.close()
+    assert was_noticed == [False]
+    assert set(multiprocessing.active_children()) == already
