@@ -15,6 +15,7 @@ from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.processes import run_two
 from support.served import save_tiny_model, served
+from support.vision import save_vision_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs import collector
@@ -55,7 +56,7 @@ def read_samples(output: Path) -> list[Any]:
     """The recorded rollouts, but for what differs from run to run, such as times and the trainer's roundings."""
     names = ("trajectory", "status", "reward", "counters", "messages")
     return [
-        [record[name] for name in names] + [row["token_ids"] for row in record["rows"]]
+        [record[name] for name in names] + [[row["token_ids"], row["images"]] for row in record["rows"]]
         for path in find_records(output / "rollouts").values()
         for record in read_records(path)
         if record["kind"] == "trajectory"
@@ -76,6 +77,43 @@ def test_rollouts_are_those_that_the_trainers_process_would_sample(tmp_path, mod
         evaluations = [(line["step"], line["reward/mean"]) for line in read_evaluations(output)]
         found.append((evaluations, read_samples(output)))
     assert len(found[0][1]) > 0
+    assert found[0] == found[1]
+
+
+PICTURES_RECIPE = """
+from support.pictures_recipe import Config, PictureEnv
+from support.vision import picture
+from unbroken.rollout.env import EnvStart
+from unbroken.runs.collector import Problems
+from unbroken.runs.reinforce import reinforce
+
+class Env(PictureEnv):
+    async def start(self):
+        parts = [{"type": "image", "image": picture(28, 28, seed=7)}, {"type": "text", "text": "What is it?"}]
+        return EnvStart(messages=[{"role": "user", "content": parts}])
+
+async def run(config):
+    problems = Problems(env=Env, has_images=True)
+    await reinforce(config, model=config.model, train_on=problems, evaluate_on=problems)
+"""
+
+
+def test_images_of_prompts_and_answers_come_to_the_trainer_as_they_are(tmp_path):
+    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+    recipe, model = tmp_path / "recipe.py", save_vision_model(tmp_path / "model")
+    recipe.write_text(PICTURES_RECIPE)
+    found = []
+    for name, own in (("here", []), ("elsewhere", [OWN_PROCESS])):
+        output = tmp_path / name
+        with engine_options(model, tmp_path / f"weights-{name}") as engine:
+            words = ["train", str(recipe), f"--output={output}", f"--model={model}", "--rollout-log.groups=2"]
+            assert main([*words, *engine, *own]) == 0
+        lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+        assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
+        images = sorted(path.name for path in (output / "rollouts" / "images").iterdir())
+        found.append((images, read_samples(output)))
+    assert len(found[0][0]) == 5  # that of all prompts, and one of each problem
+    assert len(found[0][1]) == 8
     assert found[0] == found[1]
 
 
