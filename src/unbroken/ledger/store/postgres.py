@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -211,11 +211,15 @@ class _Connection:
             return _Transaction(begin, has_number=False).run(self._get(), work)
 
     def close(self) -> None:
-        """Close it, after the transaction that another thread is in."""
+        """Close it, after the transaction that another thread is in. Its owner's lock is free when this returns."""
         with self._mutex:
             self._closed = True
-            if self._connection is not None:
-                self._connection.close()
+            if self._connection is None:
+                return
+            if self.owner is not None:
+                with suppress(psycopg.Error):  # it may be lost
+                    self._connection.execute("SELECT pg_advisory_unlock_all()")
+            self._connection.close()
 
     def _get(self) -> Any:
         """The connection, made again if it was lost. A server that is being started again is waited for."""
