@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs import collector
 from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
 from unbroken.runs.records.files import find_records, read_records
+from unbroken.runs.sampling.process import SamplingProcess
 from unbroken.training.config import LoopConfig
 
 OWN_PROCESS = "--rollouts.own-process=true"
@@ -165,6 +167,35 @@ def test_agents_and_both_gateways_are_in_the_process_while_training_goes_on(tmp_
     assert len({process for process, _ in noted}) == 1
     assert str(os.getpid()) not in {process for process, _ in noted}
     assert len({gateway for _, gateway in noted}) == 2
+
+
+@pytest.mark.parametrize(("num_servers", "losses"), [(1, [0, 0, 1, 0]), (2, [0, 0, 0, 0])])
+def test_a_server_that_restarts_with_its_first_weights_is_not_sampled_from(
+    tmp_path, model, monkeypatch, num_servers, losses
+):
+    """With another server nothing is lost: the process knows which weights its servers must have."""
+    output, weights, sample_group = tmp_path / "run", tmp_path / "weights", SamplingProcess.sample_group
+    with ExitStack() as stack:
+        serve = partial(served, model, "--weights-dir", str(weights), engine="transformers")
+        servers = [stack.enter_context(serve()) for _ in range(num_servers)]
+        port = servers[0].url.rpartition(":")[2]
+        restarted = []
+
+        async def restarts(self, sampler, number, *, size):
+            if number == 4 and not restarted:  # in the third step
+                servers[0].process.kill()
+                servers[0].process.wait(timeout=60)
+                restarted.append(stack.enter_context(serve("--port", port)))
+            return await sample_group(self, sampler, number, size=size)
+
+        monkeypatch.setattr(SamplingProcess, "sample_group", restarts)
+        words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", "--loop.num-steps=4"]
+        words += ["--engine.kind=server", f"--engine.urls={','.join(each.url for each in servers)}"]
+        assert main([*words, f"--engine.weights-dir={weights}", OWN_PROCESS]) == 0
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["outages/num_losses"] for line in lines] == losses
+    assert [line["staleness/max"] for line in lines] == [0] * 4
+    assert [line["train/num_rows"] for line in lines] == [16] * 4
 
 
 @pytest.mark.processes
