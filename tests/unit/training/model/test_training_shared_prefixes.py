@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ from unbroken.types import SamplingParams
 
 CPU = torch.device("cpu")
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+SUBTRACT_MUCH = replace(SUBTRACT_GRADIENT, learning_rate=1000 * SUBTRACT_GRADIENT.learning_rate)
+"""A thousandfold gradient, beside which the rounding of the weights that it is read off from is small."""
 ALWAYS, NEVER = SharedPrefixes.ALWAYS, SharedPrefixes.NEVER
 
 
@@ -142,11 +145,20 @@ def test_the_gradient_notices_when_a_branch_is_predicted_from_another_node(exact
         exact_policy._hidden_of_tree = original
 
 
-def update(model, units, shared_prefixes, *, reference=None, objective=None, accelerator=None, limit=60, **others):
-    """A step's statistics and its gradient, read off the update that it made."""
-    config = TrainerConfig(
-        optimizer=SUBTRACT_GRADIENT, shared_prefixes=shared_prefixes, tokens_per_micro_batch=limit, **others
-    )
+def update(
+    model,
+    units,
+    shared_prefixes,
+    *,
+    reference=None,
+    objective=None,
+    accelerator=None,
+    limit=60,
+    optimizer=SUBTRACT_MUCH,
+    **others,
+):
+    """A step's statistics and a multiple of its gradient, read off the update that it made."""
+    config = TrainerConfig(optimizer=optimizer, shared_prefixes=shared_prefixes, tokens_per_micro_batch=limit, **others)
     trainer = Trainer(model, config, objective=objective, reference=reference, accelerator=accelerator)
     before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
     stats = trainer.step(units)
@@ -161,7 +173,7 @@ def rows_of(seed: int = 0, num_rows: int = 9):
 WAYS = {
     "plain": {},
     "several passes": {"limit": 45},
-    "two minibatches": {"num_minibatches": 2},
+    "two minibatches": {"num_minibatches": 2, "optimizer": SUBTRACT_GRADIENT},
     "old logprobs": {"old_logprobs": OldLogprobs.RECOMPUTE},
     "never packed": {"packing": Packing.NEVER},
     "gradient checkpointing": {"gradient_checkpointing": True},
