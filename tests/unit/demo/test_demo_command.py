@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+import pytest
+
+from support.forks import ForkedPython
+
+pytestmark = pytest.mark.processes
 
 DEMO = """
 import sys
@@ -19,15 +23,16 @@ sys.exit(main(["demo", "--output", sys.argv[1]]))
 
 
 def test_sigterm_ends_the_demo_while_it_warms_its_model_up(tmp_path: Path) -> None:
-    lock = tmp_path / "demo" / "run.lock"
-    with subprocess.Popen([sys.executable, "-c", DEMO, str(lock.parent)]) as process:
-        try:
-            while not lock.exists():
-                assert process.poll() is None
-                time.sleep(0.05)
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 143
-        finally:
-            process.kill()
+    lock, program = tmp_path / "demo" / "run.lock", tmp_path / "program.py"
+    program.write_text(DEMO)
+    process = ForkedPython(program, lock.parent, output=tmp_path / "output")
+    try:
+        while not lock.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    finally:
+        process.kill()
     assert not lock.exists()
