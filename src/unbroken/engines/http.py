@@ -21,8 +21,9 @@ from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
+from unbroken.engines.failover import Failover
 from unbroken.engines.http_servers import Access, EngineServer, open_server
-from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
+from unbroken.errors import EngineError, ServerBehindError, ServerError
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
@@ -37,8 +38,6 @@ from unbroken.types import (
     WeightReceipt,
 )
 
-_AVOID_S = 15.0
-"""How long a server that could not be reached gets no requests."""
 _HEALTH_POLL_S = 1.0
 """How often `connect` asks missing servers for their health."""
 
@@ -78,8 +77,7 @@ class HttpEngine:
         self.takes_images = takes_images
         self.adapters = tuple(adapters)
         """Names of the servers' LoRA adapters, when they were connected."""
-        self._avoid_until_s: dict[EngineServer, float] = {}
-        self._behind: set[EngineServer] = set()
+        self._failover = Failover(clients)
         self._in_flight: dict[str, Callable[[], object]] = {}
         """What ends each request."""
         self._aborted: set[str] = set()
@@ -145,7 +143,7 @@ class HttpEngine:
     def require_version(self, policy_version: int) -> None:
         """See `RequiresVersion`."""
         self._required_version = policy_version
-        self._behind.clear()
+        self._failover.require_newer()
         for follower in self.followers:
             follower(policy_version)
 
@@ -217,15 +215,15 @@ class HttpEngine:
         )
         check_images(images, max_images=self._max_images(images))
         last: ServerError | None = None
-        for client in self._order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
+        for client in self._failover.order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
                 (scored,) = await client.score(
                     [token_ids], images=[images], temperature=temperature, num_top_logprobs=num_top_logprobs
                 )
                 return scored
             except ServerError as error:
-                last = await self._leave(client, error)
-        raise self._unreachable(last)
+                last = await self._failover.leave(client, error)
+        raise self._failover.to_error(last)
 
     async def abort(self, request_id: str) -> None:
         """See `Engine`."""
@@ -270,7 +268,7 @@ class HttpEngine:
 
     async def _sample(self, request: SampleRequest) -> SampleResult:
         last: ServerError | None = None
-        for client in self._order(_session(request)):
+        for client in self._failover.order(_session(request)):
             try:
                 (result,) = await client.generate(
                     [request.prompt_ids],
@@ -284,12 +282,12 @@ class HttpEngine:
                     self._learn_version(client, sequence)
                 return result
             except ServerError as error:
-                last = await self._leave(client, error)
-        raise self._unreachable(last)
+                last = await self._failover.leave(client, error)
+        raise self._failover.to_error(last)
 
     async def _stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         last: ServerError | None = None
-        for client in self._order(_session(request)):
+        for client in self._failover.order(_session(request)):
             has_begun = False
             chunks = client.stream(
                 request.prompt_ids,
@@ -307,42 +305,10 @@ class HttpEngine:
                         yield chunk
                 return
             except ServerError as error:
-                last = await self._leave(client, error)
+                last = await self._failover.leave(client, error)
                 if has_begun:
                     raise
-        raise self._unreachable(last)
-
-    async def _leave(self, client: EngineServer, error: ServerError) -> ServerError:
-        """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
-        if isinstance(error, ServerBehindError):
-            self._behind.add(client)
-        elif await self._is_gone(client, error):
-            self._avoid(client)
-        else:
-            raise error
-        return error
-
-    async def _is_gone(self, client: EngineServer, error: ServerError) -> bool:
-        """Whether a server no longer serves, as opposed to failing on this request."""
-        return isinstance(error, ServerUnreachableError) or not await client.health()
-
-    def _order(self, session: str) -> list[EngineServer]:
-        """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
-        now_s = time.monotonic()
-
-        def rank(client: EngineServer) -> tuple[bool, bytes]:
-            avoided = client in self._behind or self._avoid_until_s.get(client, 0.0) > now_s
-            return avoided, hashlib.sha256(f"{session}|{client.base_url}".encode()).digest()
-
-        return sorted(self._clients, key=rank)
-
-    def _avoid(self, client: EngineServer) -> None:
-        self._avoid_until_s[client] = time.monotonic() + _AVOID_S
-
-    def _unreachable(self, last: ServerError | None) -> ServerError:
-        if isinstance(last, ServerBehindError):
-            return last
-        return ServerUnreachableError(f"none of {[client.base_url for client in self._clients]} can be reached")
+        raise self._failover.to_error(last)
 
     def _learn_version(self, client: EngineServer, sampled: SampledSequence | SampleChunk) -> None:
         for span in sampled.version_spans:
