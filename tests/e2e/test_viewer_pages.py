@@ -69,6 +69,17 @@ def test_the_run_view_has_curves_of_each_run_evaluations_and_steps(browser, page
     assert count(browser, 'a[href="#step/1/1"]') == 1
 
 
+def test_the_numbers_at_the_axis_of_tiny_values_are_not_cut(browser, page):
+    browser.open(f"{page}#run")
+    labels = browser.run(
+        "(() => { const axes = makeAxes({ x0: 0, x1: 49, y0: 0, y1: 5e-14, unit: 2.5e-14 });"
+        "document.querySelector('svg[role=img]').append(axes);"
+        "return [...axes.querySelectorAll('text')].map((each) => [each.textContent, each.getBBox().x]); })()"
+    )
+    assert [text for text, _ in labels] == ["0", "2.5e-14", "5e-14", "0", "49"]
+    assert min(x for _, x in labels) >= 0
+
+
 def test_the_step_view_has_groups_strips_and_rollouts(browser, page):
     browser.open(f"{page}#step/0/1")
     assert "3 of 3 rollouts" in read(browser)

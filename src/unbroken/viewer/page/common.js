@@ -78,7 +78,7 @@ function format(value, digits = 4) {
   if (!isNumber(value)) return '–';
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.max(1, digits - 2));
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(Math.max(1, digits - 2)).replace(/\.?0+e/, 'e');
   return String(Number(value.toPrecision(digits)));
 }
 
