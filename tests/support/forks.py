@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
@@ -37,7 +38,7 @@ def fork_server() -> ForkServerContext:
     context.set_forkserver_preload([*_preloaded, _FROZEN])
     # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        _server().ensure_running()
+        ensure_running()
     return context
 
 
@@ -67,7 +68,7 @@ class ForkedPython:
         context = fork_server()
         self._process = context.Process(
             target=_run,
-            args=(program, list(map(str, arguments)), output, errors, variables, new_session, server_address()),
+            args=(program, list(map(str, arguments)), output, errors, variables, new_session, _server_address()),
         )
         self._process.start()
 
@@ -135,10 +136,10 @@ def _run(
     errors: Path | None,
     variables: dict[str, str],
     new_session: bool,
-    address: str,
+    server_address: str,
 ) -> None:
     _check_preloaded()
-    share_server(address)
+    _share_server(server_address)
     if new_session:
         os.setsid()
     # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
@@ -157,22 +158,15 @@ def _run(
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def server_address() -> str:
-    """Where the fork server listens, which `fork_server` started."""
-    address: str = _server()._forkserver_address
+def _server_address() -> str:
+    address: str = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     return address
 
 
-def share_server(address: str) -> None:
-    """Have the context `forkserver` of this process use a server that runs; Python would start another one."""
-    server = _server()
-    if server._forkserver_alive_fd is None:  # of a process that neither started the server nor is a fork of it
-        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+def _share_server(address: str) -> None:
+    """Have the context `forkserver` of this fork use the server that forked it; Python would start another one."""
+    server: Any = multiprocessing.forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None
-
-
-def _server() -> Any:
-    return multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def _check_preloaded() -> None:

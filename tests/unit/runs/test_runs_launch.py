@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 
 from support import letters_recipe
-from support.forking_python import forking_python
 from support.forks import run_python
 from support.processes import run_two
 from support.served import save_tiny_model
@@ -34,16 +33,10 @@ def train_arguments(output: Path, model: Path, settings: Mapping[str, Any] | Non
     return ["train", letters_recipe.__file__, *(f"--{name}={value}" for name, value in options.items())]
 
 
-def launch(
-    launcher: str, *words: str, output: Path, model: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m launcher words -m unbroken train` on a CPU; the launcher is a fork, what it starts is not.
-
-    With the variables of `forking_python` that is one too.
-    """
+def launch(launcher: str, *words: str, output: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m launcher words -m unbroken train` on a CPU; the launcher is a fork, what it starts is not."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     variables |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    variables |= environment or {}
     arguments = (*words, "-m", "unbroken", *train_arguments(output, model))
     with patch.dict(os.environ, variables, clear=True):
         return run_python(launcher, *arguments, timeout=300)
@@ -69,8 +62,7 @@ def model(tmp_path_factory) -> Path:
     ],
 )
 def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, launcher):
-    environment = forking_python(tmp_path)
-    ended = launch(*launcher, str(free_port()), output=tmp_path / "run", model=model, environment=environment)
+    ended = launch(*launcher, str(free_port()), output=tmp_path / "run", model=model)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
