@@ -23,12 +23,13 @@ def assert_equal(found: EngineCoreOutputs, expected: EngineCoreOutputs) -> None:
 @pytest.mark.parametrize("numbers", [[1] * 300, [1, None, 1], [None, 2, 1, None, 3], [1], [None], [], [None, 1]])
 @pytest.mark.parametrize("width", [1, 6])
 def test_each_sequence_gets_its_logprobs_back(numbers, width):
-    from support.vllm_steps import count_arrays, make_step, send
-    from unbroken.engines.vllm.step_logprobs import join_logprobs, split_logprobs
+    from support.vllm_steps import count_arrays, deal_out, make_logprobs, make_step, send
+    from unbroken.engines.vllm.step_logprobs import StepLogprobs, split_logprobs
 
     expected = make_step(numbers, width=width)
-    outputs = make_step(numbers, width=width)
-    join_logprobs(outputs)
+    of_step = StepLogprobs(make_logprobs(numbers, width=width))
+    outputs = deal_out(of_step, numbers)
+    of_step.join(outputs)
     assert count_arrays(outputs) <= 3
     received = send(outputs)
     split_logprobs(received)
@@ -44,14 +45,16 @@ def test_what_was_not_joined_is_left_as_it_is():
     assert_equal(received, make_step([1, 1, None]))
 
 
-def test_logprobs_of_different_numbers_of_ids_are_not_joined():
-    from support.vllm_steps import count_arrays, make_step
-    from unbroken.engines.vllm.step_logprobs import join_logprobs
+def test_places_are_those_that_vllm_finds_where_sequences_got_several_ids():
+    """As with speculative decoding, where the arrays have room for ids that were not accepted."""
+    from support.vllm_steps import make_logprobs
+    from unbroken.engines.vllm.step_logprobs import StepLogprobs
 
-    outputs = make_step([1, 1])
-    outputs.outputs[1].new_logprobs = make_step([1], width=5).outputs[0].new_logprobs
-    join_logprobs(outputs)
-    assert count_arrays(outputs) == 6
+    logprobs = make_logprobs([3, 1, 2], starts=[0, 3, 4, 6])
+    for index, number in enumerate((2, 1, 1)):
+        places = StepLogprobs(logprobs).slice_request(index, number)
+        for array, expected in zip(logprobs[:3], logprobs.slice_request(index, number)[:3], strict=True):
+            np.testing.assert_array_equal(array[list(places)], expected)
 
 
 def test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves():
