@@ -127,6 +127,7 @@ def make_config(arguments: argparse.Namespace, watch: Watch, *, has_tools: bool)
         lr_scheduler_type="constant",
         bf16=arguments.mixed_precision == "bf16",
         gradient_checkpointing=False,
+        torch_compile=arguments.compile,
         model_init_kwargs={"dtype": "float32"},
         use_cpu=arguments.device == "cpu",
         use_vllm=True,

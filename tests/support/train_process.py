@@ -36,6 +36,7 @@ from unbroken.training.loss_config import (
     KlPlace,
     LossNormalization,
 )
+from unbroken.training.model import compiling
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.model.weights import gather_adapter_weights
 from unbroken.training.objective.algorithms import ALGORITHMS
@@ -137,6 +138,15 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
         torch.save(dict(went_on.named_weights()), directory / f"weights-{how}-{name}-{rank}.pt")
 
 
+def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Train as `plain`, with layers that are traced, and save the weights."""
+    compiling.BACKEND = "eager"  # another compiler would take a minute
+    trainer = Trainer(tiny_qwen3(), config(compile=True), accelerator=accelerator)
+    for step in range(len(NUM_ROWS)):
+        trainer.step(samples_of("plain", rank, step))
+    torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-compiled-{rank}.pt")
+
+
 def main() -> None:
     """Train, and save the results of this process."""
     faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the other one forever says where
@@ -148,6 +158,8 @@ def main() -> None:
             train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
         publishing.run(kind, accelerator, rank, directory)
         flaky_server.run(kind, accelerator, rank, directory)
+        if kind == "fsdp2":
+            train_compiled(kind, accelerator, rank, directory)
         if kind == "ddp":
             failing.run(accelerator, rank, directory)
     accelerator.wait_for_everyone()

@@ -40,6 +40,7 @@ from unbroken.training.model.adapters import (
 )
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.batch import ScoredRow
+from unbroken.training.model.compiling import compile_blocks
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
@@ -113,8 +114,9 @@ class Trainer:
         Raises:
             InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`),
                 trainable parameters are not float32, the reference is missing, not used or not a copy, the accelerator
-                accumulates gradients or scales the loss, the config has settings that the objective does not use, or
-                the sharding or the adapters are not supported (`check_sharding`, `check_adapters`).
+                accumulates gradients or scales the loss, the config has settings that the objective does not use,
+                the layers cannot be compiled (`compile_blocks`), or the sharding or the adapters are not supported
+                (`check_sharding`, `check_adapters`).
         """
         self.objective = objective or PolicyGradient()
         self.objective.check_config(config)
@@ -147,6 +149,8 @@ class Trainer:
         with self._computing(), self._accelerator.autocast():
             for each in (self._accelerator.unwrap_model(self._policy), self._reference):
                 if each is not None:
+                    if config.compile:
+                        compile_blocks(each)
                     each.allow_by_rows()
                     each.check_trees()
         if reference is Reference.BASE:

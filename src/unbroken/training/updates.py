@@ -29,7 +29,7 @@ from unbroken.training.model.adapters import BasePolicy
 from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.pass_size import MAX_PASS_IDS, measure_pass_size
+from unbroken.training.model.pass_size import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.routing import RoutingStats, count_ids
 from unbroken.training.model.scores import Entropy
 from unbroken.training.model.scoring import RowScores, score_rows
@@ -106,7 +106,12 @@ class Updater:
         """By what is free on the fullest GPU, now that an engine in this process sleeps."""
         if self._accelerator.device.type != "cuda":
             return MAX_PASS_IDS
-        own = measure_pass_size(self._unwrapped, self._accelerator, chunk_size=self._config.logprob_chunk_size)
+        own = measure_pass_size(
+            self._unwrapped,
+            self._accelerator,
+            chunk_size=self._config.logprob_chunk_size,
+            max_ids=MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS,
+        )
         smallest: int = min(gather_object([own]))
         return smallest
 

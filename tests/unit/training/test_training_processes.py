@@ -72,6 +72,12 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
 
 
+def test_sharded_layers_that_are_compiled_train_as_they_are(results):
+    plain, compiled = (weights(results, f"fsdp2-{config}-0") for config in ("plain", "compiled"))
+    for name, weight in plain.items():
+        torch.testing.assert_close(compiled[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_processes_share_prefixes_in_passes_of_their_own(results, kind):
     """With as many passes in each, whatever their trees save."""

@@ -17,6 +17,9 @@ import torch
 MAX_PASS_IDS = 12_288
 """More is not faster: of a 0.6B model, the CPU launches the kernels of a pass in the time that the GPU needs for 8,000
 to 10,000 ids (docs/lab-notes.md), and larger models need fewer."""
+MAX_COMPILED_PASS_IDS = 24_576
+"""Compiled layers are done in two thirds of the time, but launched no faster: of this many ids a step took 3.56 s on an
+H200, of 12,288 3.90 s (docs/lab-notes.md)."""
 MIN_PASS_IDS = 768
 _USABLE_SHARE = 0.8
 """Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
@@ -26,15 +29,15 @@ _LOGIT_COPIES = 5
 """Of a chunk of logits that are in memory at the same time, at most."""
 
 
-def choose_pass_size(*, bytes_per_id: float, free_bytes: float) -> int:
+def choose_pass_size(*, bytes_per_id: float, free_bytes: float, max_ids: int = MAX_PASS_IDS) -> int:
     """The largest size that fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
-    size = MAX_PASS_IDS
+    size = max_ids
     while size > MIN_PASS_IDS and size * bytes_per_id > _USABLE_SHARE * free_bytes:
         size //= 2
     return size
 
 
-def measure_pass_size(policy: Any, accelerator: Any, *, chunk_size: int) -> int:
+def measure_pass_size(policy: Any, accelerator: Any, *, chunk_size: int, max_ids: int = MAX_PASS_IDS) -> int:
     """Measure passes of the trained `PolicyLogprobs` on the GPU, and choose the size. All processes call it.
 
     Gradients are dropped: call it where there are none.
@@ -47,7 +50,8 @@ def measure_pass_size(policy: Any, accelerator: Any, *, chunk_size: int) -> int:
     for_logits = _LOGIT_COPIES * chunk_size * policy.vocab_size * 4
     # Gradients, and AdamW's two averages, which the first update makes.
     for_update = 3 * sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
-    return choose_pass_size(bytes_per_id=bytes_per_id, free_bytes=max(free_bytes - for_logits - for_update, 0))
+    left = max(free_bytes - for_logits - for_update, 0)
+    return choose_pass_size(bytes_per_id=bytes_per_id, free_bytes=left, max_ids=max_ids)
 
 
 def _measure_pass(policy: Any, accelerator: Any, num_ids: int) -> int:

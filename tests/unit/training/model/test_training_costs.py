@@ -84,6 +84,7 @@ def test_a_pass_is_as_large_as_memory_allows_but_not_larger_than_it_needs_to_be(
     assert choose_pass_size(bytes_per_id=2**20, free_bytes=16 * GIB) == 12_288
     assert choose_pass_size(bytes_per_id=2**20, free_bytes=14 * GIB) == 6_144
     assert choose_pass_size(bytes_per_id=4 * 2**20, free_bytes=16 * GIB) == 3_072
+    assert choose_pass_size(bytes_per_id=2**20, free_bytes=100 * GIB, max_ids=24_576) == 24_576
 
 
 def test_a_pass_is_tried_even_if_nothing_seems_to_be_free():

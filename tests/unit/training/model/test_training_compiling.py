@@ -1,0 +1,117 @@
+"""Compiled layers: logprobs and gradients are those of the layers as they are, and all layers share what is compiled.
+
+The layers are traced, and one test differentiates what was traced; a compiler would take a minute (`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from support.adapted import with_lora
+from support.models import random_qwen3, tiny_qwen3
+from support.prefixes import branching_rows
+from support.rows import random_rows
+from unbroken.errors import InvalidInputError
+from unbroken.training.config import OptimizerConfig, Packing, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.model import compiling
+from unbroken.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+
+
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def rows():
+    return random_rows(np.random.default_rng(0), 6)
+
+
+def deep_qwen3():
+    return random_qwen3(
+        vocab_size=64, hidden_size=32, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+
+
+def train(model, samples, **config):
+    """The logprobs of all rows, and the gradient of a step."""
+    reference = config.pop("reference", None)
+    trainer = Trainer(
+        model, TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config), reference=reference
+    )
+    logprobs = np.concatenate(trainer.logprobs(samples))
+    before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
+    trainer.step(samples)
+    moved = [before[name] - weight.double() for name, weight in trainer.named_weights()]
+    return logprobs, torch.cat([each.flatten() for each in moved])
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        ("aot_eager", {"packing": Packing.NEVER}),
+        ("eager", {"packing": Packing.ONE_LANE}),
+        ("eager", {"shared_prefixes": SharedPrefixes.ALWAYS}),
+        ("eager", {"gradient_checkpointing": True}),
+    ],
+    ids=["padded", "packed", "trees", "checkpointed"],
+)
+def test_compiled_layers_train_as_they_are(backend, config, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", backend)
+    samples = branching_rows(np.random.default_rng(0), 6)
+    logprobs, gradient = train(deep_qwen3(), samples, **config)
+    compiled, again = train(deep_qwen3(), samples, compile=True, **config)
+    np.testing.assert_allclose(compiled, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 16, "twelve layers share what is traced for the first"
+
+
+def test_adapters_are_compiled_with_their_layers_and_the_base_without_them(rows):
+    config = {"reference": Reference.BASE, "kl_weight": 0.1}
+    logprobs, gradient = train(with_lora(tiny_qwen3()), rows, **config)
+    compiled, again = train(with_lora(tiny_qwen3()), rows, compile=True, **config)
+    np.testing.assert_allclose(compiled, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
+
+
+def test_a_compiler_that_changes_the_logprobs_is_refused(monkeypatch):
+    def wrong(graph, _inputs):
+        return lambda *inputs: [2 * each for each in graph(*inputs)]
+
+    monkeypatch.setattr(compiling, "BACKEND", wrong)
+    with pytest.raises(InvalidInputError, match=r"Qwen3ForCausalLM gives other logprobs once it is compiled, by .* of"):
+        Trainer(tiny_qwen3(), TrainerConfig(compile=True))
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch):
+    def broken(_graph, _inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiling, "BACKEND", broken)
+    with pytest.raises(InvalidInputError, match=r"cannot be compiled, .*\n.*no compiler here. Set .*compile to False"):
+        Trainer(tiny_qwen3(), TrainerConfig(compile=True))
+
+
+def test_a_model_that_does_not_name_its_blocks_is_refused(monkeypatch):
+    model = tiny_qwen3()
+    monkeypatch.setattr(model, "_no_split_modules", None)
+    with pytest.raises(InvalidInputError, match="must name its blocks"):
+        Trainer(model, TrainerConfig(compile=True))
+
+
+def test_replayed_routing_is_refused():
+    with pytest.raises(InvalidInputError, match="compile must be False with routing_replay, got True"):
+        TrainerConfig(compile=True, routing_replay=True)
