@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -67,6 +68,24 @@ def show_kernels(trainer: Trainer, rows: Sequence[TrainingSample], num_shown: in
         print(f"    {us / total:6.1%}  {us / 1e6:.3f} s  {counts[name]:>6}  {name[:110]}")
 
 
+def measure(trainer: Trainer, rows: Sequence[TrainingSample], rounds: int) -> tuple[float, Logprobs, str]:
+    """Median seconds of the steps after the first, the logprobs of some rows afterwards, and what to print."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    first, *seconds = (step(trainer, rows) for _ in range(rounds + 1))
+    median, num_ids = statistics.median(seconds), sum(len(row.token_ids) for row in rows)
+    gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else math.nan
+    shown = f"{median:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), first {first:.1f} s, "
+    return median, np.concatenate(trainer.logprobs(rows[:16])), shown + f"{num_ids / median:,.0f} ids/s, {gib:.1f} GiB"
+
+
+def find_k3(logprobs: Logprobs, expected: Logprobs) -> float:
+    """Estimate of KL(expected || found) over the sampled ids."""
+    gap = (logprobs - expected)[np.isfinite(expected)].astype(np.float64)
+    return float((np.expm1(gap) - gap).mean())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
@@ -75,7 +94,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="256 on a GPU, 8 on a CPU")
     parser.add_argument("--tokens-per-pass", type=int, nargs="+", default=[12_288])
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--only-compiled", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernels", type=int, default=0, help="how many of them are listed")
     arguments = parser.parse_args()
@@ -88,40 +106,30 @@ def main() -> None:
         for task in arguments.tasks.split(",")
     }
     found: dict[tuple[int, str], tuple[float, Logprobs]] = {}
-    for is_compiled in [True] if arguments.only_compiled else [False, True]:
-        for size in arguments.tokens_per_pass:
-            started = time.perf_counter()
-            config = TrainerConfig(
-                optimizer=SMALL_STEPS,
-                tokens_per_micro_batch=size,
-                gradient_checkpointing=arguments.gradient_checkpointing,
-                compile=is_compiled,
-            )
-            trainer = Trainer(make_model(arguments.shape, LONGEST), config, accelerator=accelerator)
-            print(f"\n{'compiled' if is_compiled else 'as it is'}, passes of {size} ids: trainer made in "
-                  f"{time.perf_counter() - started:.1f} s", flush=True)  # fmt: skip
-            for task, rows in tasks.items():
-                if on_gpu:
-                    torch.cuda.reset_peak_memory_stats()
-                first, *seconds = (step(trainer, rows) for _ in range(arguments.rounds + 1))
-                median, num_ids = statistics.median(seconds), sum(len(row.token_ids) for row in rows)
-                gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else math.nan
-                logprobs = np.concatenate(trainer.logprobs(rows[:16]))
-                before, expected = found.setdefault((size, task), (median, logprobs))
-                gap = (logprobs - expected)[np.isfinite(expected)].astype(np.float64)
-                k3 = float((np.exp(gap) - 1 - gap).mean())
-                print(
-                    f"{task:>8}: {median:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), first {first:.1f} s, "
-                    f"{num_ids / median:,.0f} ids/s, {median / before:.2f} of as it is, {gib:.1f} GiB, "
-                    f"k3 to as it is {k3:.1e}",
-                    flush=True,
-                )
-                if arguments.kernels and on_gpu:
-                    show_kernels(trainer, rows, arguments.kernels)
-            del trainer
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
+    for is_compiled, size in itertools.product((False, True), arguments.tokens_per_pass):
+        started = time.perf_counter()
+        config = TrainerConfig(
+            optimizer=SMALL_STEPS,
+            tokens_per_micro_batch=size,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+            compile=is_compiled,
+        )
+        trainer = Trainer(make_model(arguments.shape, LONGEST), config, accelerator=accelerator)
+        made_s = time.perf_counter() - started
+        print(
+            f"\n{'compiled' if is_compiled else 'as it is'}, passes of {size} ids: made in {made_s:.1f} s", flush=True
+        )
+        for task, rows in tasks.items():
+            seconds, logprobs, shown = measure(trainer, rows, arguments.rounds)
+            before, expected = found.setdefault((size, task), (seconds, logprobs))
+            k3 = find_k3(logprobs, expected)
+            print(f"{task:>8}: {shown}; {seconds / before:.2f} of as it is, k3 to it {k3:.1e}", flush=True)
+            if arguments.kernels and on_gpu:
+                show_kernels(trainer, rows, arguments.kernels)
+        del trainer
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
