@@ -46,12 +46,10 @@ def deep_qwen3():
     )  # fmt: skip
 
 
-def train(model, samples, **config):
+def train(model, samples, *, reference=None, **changes):
     """The logprobs of all rows, and the gradient of a step."""
-    reference = config.pop("reference", None)
-    trainer = Trainer(
-        model, TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config), reference=reference
-    )
+    config = {"shared_prefixes": SharedPrefixes.NEVER, "tokens_per_micro_batch": 400, **changes}
+    trainer = Trainer(model, TrainerConfig(optimizer=SUBTRACT_GRADIENT, **config), reference=reference)
     logprobs = np.concatenate(trainer.logprobs(samples))
     before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
     trainer.step(samples)
