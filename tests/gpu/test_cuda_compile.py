@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 
-from support.models import random_qwen3
+from support.models import wide_qwen3
 from support.prefixes import branching_rows
 from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.trainer import Trainer
@@ -27,26 +27,12 @@ LAYOUTS = {
 }
 
 
-def make_model():
-    return random_qwen3(
-        vocab_size=64,
-        hidden_size=256,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-    )
-
-
 def train(rows, precision, **options):
     """The logprobs of all rows, and the gradient of a step."""
     AcceleratorState._reset_state()
     config = {"shared_prefixes": SharedPrefixes.NEVER, **options}
     trainer = Trainer(
-        make_model(),
+        wide_qwen3(12),
         TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=4096, logprob_chunk_size=64, **config),
         accelerator=Accelerator(mixed_precision=precision),
     )

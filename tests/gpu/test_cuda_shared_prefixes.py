@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from support.models import random_qwen3
+from support.models import wide_qwen3
 from support.prefixes import branching_rows
 from unbroken.training.config import OptimizerConfig, SharedPrefixes, TrainerConfig
 from unbroken.training.model.prefixes.attention import MaskKind
@@ -22,27 +22,13 @@ TOLERANCES = {"no": 1e-5, "bf16": 2e-2}
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 
 
-def make_model():
-    return random_qwen3(
-        vocab_size=64,
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-    )
-
-
 def train(rows, shared_prefixes, precision):
     """The logprobs of all rows, the gradient of a step, and the trainer."""
     AcceleratorState._reset_state()
     config = TrainerConfig(
         optimizer=SUBTRACT_GRADIENT, shared_prefixes=shared_prefixes, tokens_per_micro_batch=4096, logprob_chunk_size=64
     )
-    trainer = Trainer(make_model(), config, accelerator=Accelerator(mixed_precision=precision))
+    trainer = Trainer(wide_qwen3(2), config, accelerator=Accelerator(mixed_precision=precision))
     logprobs = np.concatenate(trainer.logprobs(rows))
     before = {name: weight.detach().clone() for name, weight in trainer.named_weights()}
     stats = trainer.step(rows)

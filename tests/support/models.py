@@ -23,6 +23,21 @@ def random_qwen3(*, seed: int = 0, **sizes: Any) -> Any:
         return Qwen3ForCausalLM(config).eval()
 
 
+def wide_qwen3(num_hidden_layers: int) -> Any:
+    """A Qwen3 whose heads a GPU's attention kernels take, with rows of up to 1,024 of 64 ids."""
+    return random_qwen3(
+        vocab_size=64,
+        hidden_size=256,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+    )
+
+
 @functools.cache
 def _tiny_qwen3(vocab_size: int, seed: int) -> Any:
     return random_qwen3(
