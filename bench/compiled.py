@@ -25,6 +25,7 @@ from accelerate import Accelerator
 
 from packing import SHAPES, make_model, make_rows
 from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.metrics.mismatch import mismatch
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, Logprobs, TrainingSample
 
@@ -80,12 +81,6 @@ def measure(trainer: Trainer, rows: Sequence[TrainingSample], rounds: int) -> tu
     return median, np.concatenate(trainer.logprobs(rows[:16])), shown + f"{num_ids / median:,.0f} ids/s, {gib:.1f} GiB"
 
 
-def find_k3(logprobs: Logprobs, expected: Logprobs) -> float:
-    """Estimate of KL(expected || found) over the sampled ids."""
-    gap = (logprobs - expected)[np.isfinite(expected)].astype(np.float64)
-    return float((np.expm1(gap) - gap).mean())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
@@ -122,7 +117,8 @@ def main() -> None:
         for task, rows in tasks.items():
             seconds, logprobs, shown = measure(trainer, rows, arguments.rounds)
             before, expected = found.setdefault((size, task), (seconds, logprobs))
-            k3 = find_k3(logprobs, expected)
+            known = np.isfinite(expected)
+            k3 = mismatch(logprobs[known], expected[known]).k3
             print(f"{task:>8}: {shown}; {seconds / before:.2f} of as it is, k3 to it {k3:.1e}", flush=True)
             if arguments.kernels and on_gpu:
                 show_kernels(trainer, rows, arguments.kernels)

@@ -133,7 +133,6 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         options += ["--block-size", "32"]
     if arguments.eager:
         options.append("--enforce-eager")
-    options += arguments.engine_option
     if arguments.mode == "server":
         options = ["--engine", "vllm", *options]
         transport = WeightTransport(arguments.transport)
@@ -381,9 +380,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-rows", type=int, help="TRL's rows in a pass; 32 for a single turn, 16 with tools")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
-    parser.add_argument(
-        "--engine-option", action="append", default=[], help="of vLLM on our side, as --engine-option=X"
-    )
     parser.add_argument("--compile", action="store_true", help="the trainer's model by torch.compile, on either side")
     parser.add_argument("--trl-tool-steps", type=int, default=1, help="measured steps of TRL with tools")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one process")

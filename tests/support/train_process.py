@@ -141,8 +141,8 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
 def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train as `plain`, with layers that are traced, and save the weights."""
     compiling.BACKEND = "eager"  # another compiler would take a minute
-    changes = {"compile": True, "shared_prefixes": SharedPrefixes.NEVER}
-    trainer = Trainer(tiny_qwen3(), config(**changes), accelerator=accelerator)
+    changed = config(compile=True, shared_prefixes=SharedPrefixes.NEVER)
+    trainer = Trainer(tiny_qwen3(), changed, accelerator=accelerator)
     for step in range(len(NUM_ROWS)):
         trainer.step(samples_of("plain", rank, step))
     torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-compiled-{rank}.pt")

@@ -2,13 +2,12 @@
 
 transformers writes rotary embeddings, gates, norms, casts and sums as a kernel each, which take half of a pass of a
 small model on a GPU (docs/lab-notes.md). Each block of the decoder is compiled by itself: all of them share what is
-compiled for the first, and the rest of the model runs as it is. Lengths are symbols, so that it is compiled again only
-for one lane in place of several, with or without gradients, and with or without borders of rows.
+compiled for the first, and the rest of the model runs as it is. Rows of all lengths share it too. A pass of one lane,
+one without gradients and one with the borders of rows have a variant of their own, compiled when it is first needed.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,11 +15,12 @@ import torch
 from torch import nn
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.model.recompiling import limit_variants
 from unbroken.training.model.sharding import reshard
 
 BACKEND = "inductor"
 MAX_VARIANTS = 32
-"""Of one block's code. torch's limit is 8, after which it runs the code as it is, with a warning."""
+"""Of one block's code."""
 TOLERANCE = 1e-4
 """Maximum difference, relative to the largest logprob; in smaller dtypes than float32 it is at least their rounding."""
 PROBE_SHAPES = ((2, 5), (1, 7))
@@ -30,22 +30,19 @@ PROBE_SHAPES = ((2, 5), (1, 7))
 def compile_blocks(policy: Any) -> None:
     """Compile the blocks of a `PolicyLogprobs` in place, where it is trained.
 
-    Called under the autocast of its passes; all processes call it. It compiles at once, as it compares logprobs with
-    those before, which takes up to a minute.
+    All processes call it, under the autocast of its passes. It compares logprobs before and after, and so compiles at
+    once, which takes up to a minute.
 
     Raises:
-        InvalidInputError: no block can be told from the rest, it fails, or logprobs are no longer the same.
+        InvalidInputError: the model does not name its blocks, compiling fails, or logprobs are no longer the same.
     """
     name = type(policy.causal).__name__
     blocks = list(_find_blocks(policy.causal))
     if not blocks:
         raise InvalidInputError(f"{name} must name its blocks (_no_split_modules) for TrainerConfig.compile")
     before = _probe(policy)
-    options: dict[str, Any] = {}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # since torch 2.13
-        options["recompile_limit"] = MAX_VARIANTS
     for block in blocks:
-        block.compile(backend=BACKEND, dynamic=True, **options)
+        block.compile(backend=BACKEND, dynamic=True, **limit_variants(MAX_VARIANTS))
     try:
         after = _probe(policy)
     except Exception as error:  # a compiler may raise anything

@@ -10,7 +10,6 @@ mask of T x T entries is made. Elsewhere the model gets one.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from enum import StrEnum
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from unbroken.training.model.recompiling import limit_variants
 
 BLOCK = 128
 """Nodes in a block of FlexAttention; lanes of trees on a GPU are padded to a multiple."""
@@ -110,10 +111,7 @@ def _get_kernel(device_type: str) -> Callable[..., torch.Tensor]:
     """
     if device_type != "cuda":
         return flex_attention
-    options: dict[str, Any] = {}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # since torch 2.13; 8 before
-        options["recompile_limit"] = _MAX_KERNELS
-    return torch.compile(flex_attention, dynamic=IS_DYNAMIC, fullgraph=True, **options)
+    return torch.compile(flex_attention, dynamic=IS_DYNAMIC, fullgraph=True, **limit_variants(_MAX_KERNELS))
 
 
 def _list_blocks(is_listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
