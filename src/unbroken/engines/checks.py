@@ -12,6 +12,11 @@ from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:
     """Raise `ContextOverflowError` if the prompt fills the context, `SamplingError` for ids outside the vocabulary."""
     check_vocabulary(request.prompt_ids, vocab_size=vocab_size, name="prompt_ids")
+    if len(request.params.stop_token_ids) > vocab_size:
+        raise SamplingError(
+            f"stop_token_ids must be at most {vocab_size} ids, as many as the vocabulary has, got "
+            f"{len(request.params.stop_token_ids)}"
+        )
     for stop_id in request.params.stop_token_ids:
         if stop_id >= vocab_size:
             raise SamplingError(

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.engines.checks import check_unused
-from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import Sight
 from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_top
-from unbroken.engines.transformers.slots import MIN_COPY, SlotTable
+from unbroken.engines.transformers.slots import MIN_COPY, Claim, SlotTable
 from unbroken.errors import EngineError
 from unbroken.types import FinishReason, RoutedExperts, TokenIds, get_expert_dtype
 
@@ -28,6 +28,9 @@ _MAX_PREFILL_WAIT = 2
 """Steps that a few new prompts wait for more: a forward pass for each would slow down all rows that sample."""
 _ROWS_PER_WAITING_PROMPT = 8
 """New prompts wait only if there are more rows than this for each of them."""
+MAX_MASK = 2**26
+"""Positions that the mask of one forward pass may have: rows x ids x positions read. Memory and time of a long prompt's
+masks would grow with the square of its length; a pass takes fewer ids instead."""
 
 Decode = Callable[[list[int]], str]
 """Turns completion ids into the text in which stop strings are searched."""
@@ -165,16 +168,31 @@ class ContinuousBatch:
         table = self._table
         while self._waiting and table.has_room and self._passes(self._waiting[0].job):
             row = self._waiting.popleft()
-            claim = table.claim(row.prompt_keys, row.params)
-            self._forward.cache.reserve(table.num_slots, table.capacity)
+            if (claim := self._claim(row)) is None:
+                continue
             if claim.copy_from != claim.slot:
                 self._forward.cache.copy_prefix(claim.copy_from, claim.slot, claim.num_cached)
                 table.copy_experts(claim.copy_from, claim.slot, claim.num_cached)
             self.stats.num_reused += claim.num_cached
-            self._rows[claim.slot] = row
             row.begin_version(0, self.policy_version)
             if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + MIN_COPY:
                 self._prefill()
+
+    def _claim(self, row: Row) -> Claim | None:
+        """Claim a slot for a row; None if there is no memory for it, which fails the row's request alone."""
+        table = self._table
+        size, claim = (table.num_slots, table.capacity), None
+        try:
+            claim = table.claim(row.prompt_keys, row.params)
+            self._rows[claim.slot] = row
+            self._forward.cache.reserve(table.num_slots, table.capacity)
+        except (MemoryError, RuntimeError) as cause:
+            if claim is not None and claim.copy_from != claim.slot:
+                table.num_cached[claim.slot] = 0  # they were not copied
+            self._fail_for_memory(row, cause)
+            table.resize(*size)
+            return None
+        return claim
 
     def _passes(self, job: Job) -> bool:
         return all(job in fence for fence in self._fences)
@@ -195,11 +213,17 @@ class ContinuousBatch:
             return
         self._steps_waited = 0
         width = min(int(missing.max()), max(1, self._max_prefill_tokens // len(slots)))
+        length = min(int(table.num_cached[slots].max()) + width, int(table.length[slots].max()))
+        width = min(width, max(1, MAX_MASK // (len(slots) * length)))
         counts = np.minimum(missing[slots], width)
         offsets = np.minimum(np.arange(width), counts[:, None] - 1)
         positions = table.num_cached[slots, None] + offsets
         ids = table.ids[slots[:, None], positions]
-        self._forward.prefill(slots, positions, ids, sights=self._sights(slots))
+        try:
+            self._forward.prefill(slots, positions, ids, sights=self._sights(slots))
+        except (MemoryError, RuntimeError) as cause:
+            self._fail_for_memory(self._find_longest(slots), cause)
+            return
         if (experts := self._forward.routed_experts) is not None:
             table.store_experts(slots[:, None], positions, experts)
         table.num_cached[slots] += counts
@@ -215,6 +239,22 @@ class ContinuousBatch:
         ready = np.flatnonzero(table.running & (table.num_cached == table.length - 1))
         if not ready.size:
             return
+        try:
+            self._reserve(int(table.length[ready].max()) + 1)
+            ids, chosen, logprobs = self._draw(ready)
+        except (MemoryError, RuntimeError) as cause:
+            self._fail_for_memory(self._find_longest(ready), cause)
+            return
+        self._append(ready, ids, chosen)
+        broken = ready[~np.isfinite(chosen)]
+        if broken.size:
+            self._fail_broken(broken)
+        self._report(ready, ids, chosen, logprobs)
+        self._end_rows(ready, ids)
+
+    def _draw(self, ready: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
+        """Feed the last id of rows, and draw the next: the ids, their logprobs, and [R, V] those of all ids."""
+        table = self._table
         fed = _fill_gaps(ready)
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
@@ -228,13 +268,32 @@ class ContinuousBatch:
         params = table.params[ready]
         logprobs = compute_logprobs(logits, params, lambda index: self._history(int(ready[index])))
         uniforms = np.array([self._rows[slot].rng.random() for slot in ready.tolist()])
-        ids, chosen = draw(logprobs, params, uniforms)
-        self._append(ready, ids, chosen)
-        broken = ready[~np.isfinite(chosen)]
-        if broken.size:
-            self._fail_broken(broken)
-        self._report(ready, ids, chosen, logprobs)
-        self._end_rows(ready, ids)
+        return *draw(logprobs, params, uniforms), logprobs
+
+    def _reserve(self, length: int) -> None:
+        """Make room for `length` positions in each slot; if memory is too small, nothing has changed."""
+        table = self._table
+        size = table.num_slots, table.capacity
+        try:
+            table.reserve(length)
+            self._forward.cache.reserve(table.num_slots, table.capacity)
+        except (MemoryError, RuntimeError):
+            table.resize(*size)
+            raise
+
+    def _find_longest(self, slots: NDArray[np.int64]) -> Row:
+        """The row of which a pass needs the most memory."""
+        return self._rows[int(slots[self._table.length[slots].argmax()])]
+
+    def _fail_for_memory(self, row: Row, cause: Exception) -> None:
+        """Fail the request of a row for which memory is too small; the others go on. Raises any other cause again."""
+        if not is_out_of_memory(cause):
+            raise cause
+        message = (
+            f"memory is too small for request {row.request.request_id!r}, whose prompt has {row.prompt_length} ids: "
+            f"send a shorter one, or less at a time ({cause})"
+        )
+        self._fail(row.job, EngineError(message))
 
     def _report(
         self, slots: NDArray[np.int64], ids: NDArray[np.int64], chosen: NDArray[np.float32], logprobs_BV: torch.Tensor
@@ -276,18 +335,16 @@ class ContinuousBatch:
         table.logprobs[slots, positions] = logprobs
         table.num_cached[slots] += 1
         table.length[slots] += 1
-        table.reserve(int(positions.max()) + 2)
-        self._forward.cache.reserve(table.num_slots, table.capacity)
         self.stats.num_sampled += len(ids)
 
     def _end_rows(self, slots: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         """Finish rows with a stop id or a stop string, or at their limit; STOP has precedence over LENGTH."""
         table = self._table
-        stopped = (table.stop_ids[slots] == ids[:, None]).any(axis=1)
-        for index, slot in enumerate(slots.tolist()):
-            row = self._rows.get(slot)  # None: its request has just failed
-            if row is not None and row.params.stop_strings and not stopped[index]:
-                stopped[index] = self._has_stop_string(slot)
+        stopped = np.zeros(len(slots), dtype=np.bool_)
+        for index, (slot, token_id) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
+            if (row := self._rows.get(slot)) is not None:  # None: its request has just failed
+                found = token_id in row.job.stop_ids
+                stopped[index] = found or (bool(row.params.stop_strings) and self._has_stop_string(slot))
         full = table.length[slots] >= table.limit[slots]
         for index in np.flatnonzero(stopped | full).tolist():
             slot = int(slots[index])

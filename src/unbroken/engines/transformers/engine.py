@@ -36,7 +36,7 @@ from unbroken.engines.receiving import LocalReceivers
 from unbroken.engines.transformers.adapters import UpdateLoader
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
-from unbroken.engines.transformers.forward import SlotForward
+from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.worker import Worker
@@ -323,9 +323,14 @@ class TransformersEngine:
     def _score(
         self, token_ids: TokenIds, temperature: float, num_top_logprobs: int, image_inputs: PlainInputs | None
     ) -> ScoredSequence:
-        logprobs, tops = self._forward.score(
-            token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs, image_inputs=image_inputs
-        )
+        try:
+            logprobs, tops = self._forward.score(
+                token_ids, temperature=temperature, num_top_logprobs=num_top_logprobs, image_inputs=image_inputs
+            )
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EngineError(f"memory is too small to score {len(token_ids)} ids: {error}") from None
         if np.isnan(logprobs).any():
             raise EngineError(
                 f"the model's logits are not finite under the weights of policy_version {self.policy_version}"

@@ -204,6 +204,13 @@ class SlotForward:
         return torch.from_numpy(rope_3RT).to(self.device)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. On a CPU, torch's own error has no type of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def _check_attention(config: Any, context_length: int) -> None:
     """Refuse models that need more than a causal mask over slots: other masks, windows, recurrent layers."""
     text_config = config.get_text_config()

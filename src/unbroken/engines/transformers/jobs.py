@@ -105,6 +105,7 @@ class Job:
     ) -> None:
         self.request = request
         self.sight = None if images is None else Sight(images=images)
+        self.stop_ids = frozenset(request.params.stop_token_ids)
         self.prompt_keys = request.prompt_ids if images is None else images.keys
         """[T] compared with other prompts, to reuse their keys and values."""
         self.answer = answer

@@ -53,11 +53,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self.values[aim.write_slots_R1, :, aim.write_positions_RT] = value_states.transpose(1, 2)
         return self.keys[aim.read, :, : aim.length], self.values[aim.read, :, : aim.length]
 
-    def grow(self) -> None:
-        """Make room for the aim's slots and positions, keeping what is stored."""
+    def resize(self) -> None:
+        """Make room for exactly the aim's slots and positions, keeping what is stored there."""
         if self.is_initialized:
-            self.keys = self._enlarge(self.keys)
-            self.values = self._enlarge(self.values)
+            self.keys = self._fit(self.keys)
+            self.values = self._fit(self.values)
 
     def erase(self) -> None:
         if self.is_initialized:
@@ -81,10 +81,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         # Zeros: masked positions are multiplied by 0, and uninitialised memory may hold NaN.
         return states.new_zeros(self._aim.num_slots, states.shape[1], self._aim.capacity, states.shape[3])
 
-    def _enlarge(self, stored: torch.Tensor) -> torch.Tensor:
-        larger = self._allocate(stored)
-        larger[: stored.shape[0], :, : stored.shape[2]] = stored
-        return larger
+    def _fit(self, stored: torch.Tensor) -> torch.Tensor:
+        num_slots, capacity = self._aim.num_slots, self._aim.capacity
+        if (stored.shape[0], stored.shape[2]) == (num_slots, capacity):
+            return stored
+        fitting, kept = self._allocate(stored), stored[:num_slots, :, :capacity]
+        fitting[: kept.shape[0], :, : kept.shape[2]] = kept
+        return fitting
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -95,12 +98,19 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         super().__init__(layers=[_SlotLayer(self._aim) for _ in range(num_layers)])
 
     def reserve(self, num_slots: int, capacity: int) -> None:
-        """Grow to at least `num_slots` slots of `capacity` positions each."""
-        if num_slots > self._aim.num_slots or capacity > self._aim.capacity:
-            self._aim.num_slots = max(num_slots, self._aim.num_slots)
-            self._aim.capacity = max(capacity, self._aim.capacity)
-            for layer in self.layers:
-                layer.grow()
+        """Grow to at least `num_slots` slots of `capacity` positions each; if memory is too small, stay as before."""
+        aim = self._aim
+        before = aim.num_slots, aim.capacity
+        if num_slots > aim.num_slots or capacity > aim.capacity:
+            aim.num_slots, aim.capacity = max(num_slots, aim.num_slots), max(capacity, aim.capacity)
+            try:
+                for layer in self.layers:
+                    layer.resize()
+            except (MemoryError, RuntimeError):
+                aim.num_slots, aim.capacity = before
+                for layer in self.layers:
+                    layer.resize()
+                raise
 
     def aim(self, slots_R: torch.Tensor, positions_RT: torch.Tensor, *, length: int, consecutive: bool) -> None:
         """Set where the next forward pass reads and writes; `consecutive` slots are read without a copy."""

@@ -14,6 +14,7 @@ Shapes: S slots, N positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +59,6 @@ class SlotTable:
         """[S] the length at which a running row ends."""
         self.running = np.zeros(0, dtype=np.bool_)
         self.params = np.zeros(0, dtype=PARAMS_DTYPE)
-        self.stop_ids = np.zeros((0, 0), dtype=np.int32)
-        """[S, K] padded with -1."""
         self._last_used = np.zeros(0, dtype=np.int64)
         self._experts = experts
         """[S, N, L, K] those that computed the keys and values of the cached ids."""
@@ -95,7 +94,6 @@ class SlotTable:
         self.limit[slot] = min(len(prompt_ids) + params.max_tokens, self._context_length)
         self.running[slot] = True
         self.params[slot] = pack_params(params)
-        self._set_stop_ids(slot, params.stop_token_ids)
         return Claim(slot=slot, num_cached=common, copy_from=source)
 
     def release(self, slot: int) -> None:
@@ -134,7 +132,16 @@ class SlotTable:
         """Make room for `length` positions."""
         if length > self.capacity:
             capacity = max(_MIN_CAPACITY, 2 * self.capacity, length)
-            self._resize(self.num_slots, min(capacity, max(length, self._context_length)))
+            self.resize(self.num_slots, min(capacity, max(length, self._context_length)))
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Have this many slots and positions; what does not fit is dropped."""
+        for name in ("ids", "logprobs"):
+            setattr(self, name, _fit(getattr(self, name), num_slots, capacity))
+        for name in ("num_cached", "length", "limit", "running", "_last_used", "params"):
+            setattr(self, name, _fit(getattr(self, name), num_slots))
+        if self._experts is not None:
+            self._experts = _fit(self._experts, num_slots, capacity)
 
     def _longest_prefix(self, prompt_ids: TokenIds) -> tuple[int, int]:
         """Find the slot that shares the most leading ids with the prompt, without its last id, and their number."""
@@ -153,24 +160,14 @@ class SlotTable:
         idle = np.flatnonzero(~self.running)
         if not idle.size or (self.num_cached[idle].all() and self.num_slots < self._max_slots):
             first_new = self.num_slots
-            self._resize(min(max(8, 2 * first_new), self._max_slots), self.capacity)
+            self.resize(min(max(8, 2 * first_new), self._max_slots), self.capacity)
             return first_new
         return int(idle[self._last_used[idle].argmin()])
 
-    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
-    def _resize(self, num_slots: int, capacity: int) -> None:
-        more, longer = num_slots - self.num_slots, capacity - self.capacity
-        for name in ("ids", "logprobs"):
-            setattr(self, name, np.pad(getattr(self, name), ((0, more), (0, longer))))
-        for name in ("num_cached", "length", "limit", "running", "_last_used", "params"):
-            old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
-        self.stop_ids = np.pad(self.stop_ids, ((0, more), (0, 0)), constant_values=-1)
-        if self._experts is not None:
-            self._experts = np.pad(self._experts, ((0, more), (0, longer), (0, 0), (0, 0)))
+def _fit(old: NDArray[Any], *sizes: int) -> NDArray[Any]:
+    """Cut the leading dimensions of an array to `sizes`, or fill them up with zeros."""
+    new = np.zeros((*sizes, *old.shape[len(sizes) :]), dtype=old.dtype)
+    kept = tuple(map(slice, np.minimum(old.shape, new.shape)))
+    new[kept] = old[kept]
+    return new

@@ -72,7 +72,7 @@ class SamplingBody(StrictBody):
         output = self.structured_output
         return SamplingParams(
             **values,
-            stop_token_ids=tuple(self.stop_token_ids),
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             stop_strings=tuple(self.stop_strings),
             structured_output=None if output is None else StructuredOutput(**output.model_dump()),
         )
