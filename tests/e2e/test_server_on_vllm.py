@@ -296,7 +296,7 @@ async def test_health_is_answered_while_a_long_batch_runs(server: Served) -> Non
 def trainer(server: Served, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """TRL's own `GRPOTrainer` in server mode, over gloo; `tests/gpu/trl_native.py` does the same over NCCL."""
     script = Path(__file__).parent / "clients" / "trl_native_trainer.py"
-    arguments = [server.url, model_folder, tmp_path_factory.mktemp("out"), "cpu"]
+    arguments = [server.url, model_folder, tmp_path_factory.mktemp("out"), "cpu", NUM_TRAINER_STEPS]
     done = run_python(script, *arguments, timeout=300, environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -313,6 +313,13 @@ def test_trls_trainer_trains_in_server_mode(trainer: dict[str, Any]) -> None:
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in trainer["history"])
     ratios = [line["sampling/importance_sampling_ratio/mean"] for line in trainer["history"]]
     assert ratios == pytest.approx([1.0] * NUM_TRAINER_STEPS, abs=1e-3)  # TRL's logprobs are the server's
+
+
+def test_i4_each_row_that_trl_trains_has_the_ids_and_logprobs_that_the_server_sampled(trainer: dict[str, Any]) -> None:
+    rows = trainer["rows"]
+    assert rows["sampled"] == rows["trained"] == rows["exact"] == NUM_TRAINER_STEPS * 8
+    assert len(rows["apart"]) == NUM_TRAINER_STEPS
+    assert max(rows["apart"]) < 1e-3
 
 
 def test_i6_each_update_is_a_version_that_scores_as_the_trainer_does(trainer: dict[str, Any]) -> None:

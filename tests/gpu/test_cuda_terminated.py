@@ -55,6 +55,7 @@ def test_a_run_that_gets_sigterm_closes_its_engine(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "unbroken", "train", letters_recipe.__file__, f"--output={output}", f"--model={model}",
         "--engine.kind=colocated", f"--engine.vllm-options={options}", "--loop.num-steps=10000",
+        "--checkpoints.every=1",
     ]  # fmt: skip
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)

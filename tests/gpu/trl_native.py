@@ -1,6 +1,7 @@
-"""TRL's own `GRPOTrainer` in server mode (1.11 and later) trains against `unbroken serve` over NCCL: for two GPUs.
+"""TRL's own `GRPOTrainer` in server mode (1.11 and later) trains against `unbroken serve` over NCCL.
 
     PYTHONPATH=src:tests python tests/gpu/trl_native.py                  # server on GPU 0, trainer on GPU 1
+    PYTHONPATH=src:tests python tests/gpu/trl_native.py --same-gpu       # both on GPU 0, weights by NCCL's sockets
     PYTHONPATH=src:tests python tests/gpu/trl_native.py --tensor-parallel-size 2         # server on GPUs 0 and 1
     PYTHONPATH=src:tests python tests/gpu/trl_native.py --device cpu     # the same steps over gloo
 
@@ -36,7 +37,7 @@ _SIZES = {
     "initializer_range": 0.05,
 }
 _PROMPTS = [[5, 6, 7, 8, 9, 10], [20, 21, 22, 23]]
-_NUM_STEPS = 3
+_NUM_STEPS = 20
 """Of the trainer."""
 
 
@@ -71,7 +72,7 @@ def distance(rows: list[list[float]], others: list[list[float]]) -> float:
 
 def train(url: str, model: Path, out: Path, device: str, env: dict[str, str], first_version: int) -> None:
     """Run TRL's trainer, and compare what it and the server made of its weights."""
-    command = [sys.executable, str(_TRAINER), url, str(model), str(out), device]
+    command = [sys.executable, str(_TRAINER), url, str(model), str(out), device, str(_NUM_STEPS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_STEP_S, check=False)
     if done.returncode != 0:
         print(done.stdout[-2000:], done.stderr[-6000:], sep="\n", flush=True)
@@ -84,6 +85,15 @@ def train(url: str, model: Path, out: Path, device: str, env: dict[str, str], fi
     moved, apart = distance(trained["server"], after["server"]), distance(after["server"], after["trainer"])
     check(
         apart < 0.05 and moved > 3 * apart, f"the server scores as the trainer: {apart:.5f}; a step moved {moved:.5f}"
+    )
+    rows = found["rows"]
+    check(
+        rows["sampled"] == rows["trained"] == rows["exact"] == _NUM_STEPS * 8,
+        f"{rows['exact']} of {rows['trained']} rows are trained with the ids and logprobs of {rows['sampled']} sampled",
+    )
+    check(
+        len(rows["apart"]) == _NUM_STEPS and max(rows["apart"]) < 0.1,
+        f"at each of {len(rows['apart'])} samplings the server scores as the trainer: {max(rows['apart']):.5f} apart",
     )
     check(left["server"] == after["server"], "a refused update leaves the weights")
     check("no weight named 'oops'" in found["refused"], "and is an exception in TRL, which did not hang")
@@ -169,6 +179,7 @@ def main() -> None:
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="GPUs of the server; the trainer has the next"
     )
+    parser.add_argument("--same-gpu", action="store_true", help="trainer and server on one GPU, for NCCL two machines")
     args = parser.parse_args()
     signal.signal(signal.SIGALRM, _give_up)
     size = args.tensor_parallel_size
@@ -177,6 +188,9 @@ def main() -> None:
     if args.device == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(size)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(size)))  # of the server
+        if args.same_gpu:  # NCCL refuses one GPU for two ranks of a machine
+            env |= {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"}
+            os.environ |= {"NCCL_HOSTID": "server", "NCCL_SOCKET_IFNAME": "lo"}
         options = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(size))
     with tempfile.TemporaryDirectory(prefix="trl-native-") as folder:
         model = save_tiny_model(Path(folder) / "model", **(_SIZES if args.device == "cuda" else {}))
