@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +49,6 @@ def run_train(arguments: argparse.Namespace) -> int:
     options = arguments.options
     if arguments.env:
         options = ["--environment", *arguments.env]
-    try:
-        options = split_agent(options)
-    except ValueError as error:
-        arguments.parser.error(f"--agent must be a command as in a shell: {error}")
     if {"-h", "--help"} & set(options):
         print_text(format_help(arguments.recipe))
         return 0
@@ -63,24 +56,6 @@ def run_train(arguments: argparse.Namespace) -> int:
         lambda: run_recipe(arguments.recipe, options),
         advice="the same command continues from the last checkpoint",
     )
-
-
-def split_agent(options: Sequence[str]) -> list[str]:
-    """Write `--agent "PROGRAM WORD ..."`, a command as in a shell, as the option `--agent.command`, a list of words.
-
-    Raises:
-        ValueError: a quotation mark is not closed.
-    """
-    words: list[str] = []
-    rest = iter(options)
-    for option in rest:
-        name, equals, text = option.partition("=")
-        if name != "--agent":
-            words.append(option)
-            continue
-        command = text if equals else next(rest, "")
-        words += ["--agent.command", json.dumps(shlex.split(command), ensure_ascii=False)]
-    return words
 
 
 def print_text(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -21,8 +22,7 @@ from unbroken.client import AsyncClient
 from unbroken.errors import InvalidInputError, ServerUnreachableError
 from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
-from unbroken.rollout.agents.command import CommandAgent, CommandReward
-from unbroken.rollout.agents.processes import run_process
+from unbroken.rollout.agents.command import CommandAgent, CommandReward, run_process
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.effort import Effort, count_effort
@@ -256,6 +256,25 @@ async def test_a_command_finds_model_and_task_in_its_environment(tmp_path: Path)
     assert log.read_text() == "It is 17.\n0.75\n"
 
 
+async def test_a_command_gets_no_key_of_the_trainer_and_its_output_is_for_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker's key was in the environment of every agent, and so in logs that all users could read."""
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "LC_TIME", "MINE"):
+        monkeypatch.setenv(name, f"the {name}")
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    session = AgentSession(session_id="s", api_key="k", openai_base_url="", anthropic_base_url="", model="m", task={})
+    await CommandAgent(
+        command=[sys.executable, "-c", code], environment={"LEVEL": "3"}, inherit=["MINE"], logs=tmp_path
+    )(session)
+    found = json.loads((tmp_path / "s.log").read_text())
+    assert (found["MINE"], found["LC_TIME"], found["LEVEL"]) == ("the MINE", "the LC_TIME", "3")
+    assert (found["PATH"], found["HOME"]) == (os.environ["PATH"], os.environ["HOME"])
+    assert found["OPENAI_API_KEY"] == "k"
+    assert not {"WANDB_API_KEY", "HF_TOKEN", "PYTEST_CURRENT_TEST"} & set(found)
+    assert [os.stat(tmp_path / name).st_mode & 0o777 for name in ("s.log", "s.err")] == [0o600, 0o600]  # noqa: PTH116
+
+
 @pytest.mark.parametrize(("code", "reward"), [("", 1.0), ("raise SystemExit(3)", 0.0)])
 async def test_a_commands_exit_can_be_its_reward(tmp_path: Path, code: str, reward: float) -> None:
     async with gateway_client(tmp_path, ANSWER) as client:
@@ -347,3 +366,8 @@ async def test_a_gateway_that_is_gone_is_the_error_of_its_client_which_a_run_wai
 def test_a_command_must_be_a_list_of_words() -> None:
     with pytest.raises(InvalidInputError, match="command must be a list of words, the program first, got 'solve'"):
         CommandAgent(command="solve")
+
+
+def test_a_variable_that_a_command_is_to_inherit_must_be_set() -> None:
+    with pytest.raises(InvalidInputError, match=r"agent\.inherit must name environment variables that are set, got 'N"):
+        CommandAgent(command=["solve"], inherit=["NOT_SET_HERE"])

@@ -1,17 +1,6 @@
-"""Terminal tasks in Harbor's layout, attempted by command-line agents in sessions (docs/environments.md)."""
+"""Terminal tasks in Harbor's layout, attempted in containers by agents with sessions (docs/environments.md)."""
 
-from unbroken.integrations.harbor.config import Keep, Network, TerminalConfig
-from unbroken.integrations.harbor.loading import TerminalTasks
-from unbroken.integrations.harbor.local.attempts import LocalRunner
-from unbroken.integrations.harbor.task import TerminalTask, find_task_folders, read_task
+from unbroken.integrations.harbor.containers import ContainerConfig, ContainerRunner
+from unbroken.integrations.harbor.loading import TerminalConfig, TerminalTasks, find_task_folders
 
-__all__ = [
-    "Keep",
-    "LocalRunner",
-    "Network",
-    "TerminalConfig",
-    "TerminalTask",
-    "TerminalTasks",
-    "find_task_folders",
-    "read_task",
-]
+__all__ = ["ContainerConfig", "ContainerRunner", "TerminalConfig", "TerminalTasks", "find_task_folders"]

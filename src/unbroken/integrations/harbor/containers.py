@@ -1,8 +1,9 @@
-"""Attempts of terminal tasks in containers, by the package harbor: its trial, with a session as the agent's model."""
+"""Attempts of terminal tasks by the package harbor: each is a trial of it, with a session as the agent's model."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from unbroken.errors import InvalidInputError, TaskError
-from unbroken.integrations.harbor.runner import RunnableTask, choose_reward
-from unbroken.rollout.agents.session import AgentOutcome, AgentSession
+from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT, _EXIT = "AgentTimeoutError", "NonZeroAgentExitCodeError"
@@ -21,9 +21,9 @@ _OF_AGENT = frozenset({_TIMEOUT, _EXIT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerConfig:
-    """Tasks in containers of Harbor."""
+    """The agent of Harbor that attempts tasks, and its containers."""
 
-    agent: str
+    agent: str = "mini-swe-agent"
     """An agent that Harbor knows, such as mini-swe-agent or codex, or module:Class."""
     model: str = "openai/{model}"
     """The model's name with the provider that the agent takes it for, such as anthropic/{model} for Claude Code.
@@ -39,6 +39,19 @@ class ContainerConfig:
     def agent_class(self) -> dict[str, str]:
         """The field of Harbor's config that names the agent."""
         return {"import_path" if ":" in self.agent else "name": self.agent}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnableTask:
+    """A task that Harbor has read."""
+
+    name: str
+    folder: Path
+    instruction: str
+    agent_timeout_s: float | None
+    """Seconds for the agent; None: no limit of its own."""
+    attempt: Agent
+    """Attempts it in a session, and verifies the attempt."""
 
 
 class ContainerRunner:
@@ -73,7 +86,8 @@ class ContainerRunner:
             self._trial = importlib.import_module("harbor.trial.trial").Trial
         except ModuleNotFoundError as error:
             raise InvalidInputError(
-                f"environment_arguments.containers need the package harbor (Python 3.12): pip install harbor ({error})"
+                "environment harbor:FOLDER needs the package harbor, with Python 3.12 or newer, and containers that it "
+                f"can start, such as Docker's: pip install 'harbor>=0.25,<0.26', see docs/environments.md ({error})"
             ) from None
 
     def read(self, folder: Path) -> RunnableTask:
@@ -160,3 +174,23 @@ def move_session(session: AgentSession, host: str | None) -> AgentSession:
 def _move(url: str, host: str) -> str:
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}"))
+
+
+def choose_reward(found: Mapping[str, Any], key: str) -> tuple[float, dict[str, float]]:
+    """The number named `key`, and the others as metrics; raises `ValueError` if one is missing or not finite."""
+    numbers = {str(name): _check_reward(value) for name, value in found.items()}
+    if key not in numbers:
+        raise ValueError(
+            f"it must have {key!r}, or environment_arguments.reward must name one of {', '.join(numbers) or 'none'}"
+        )
+    return numbers.pop(key), numbers
+
+
+def _check_reward(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"a reward must be a finite number, got {repr(value)[:100]}")
+    return number

@@ -29,6 +29,9 @@ class AgentConfig:
     with 0; output: the last line that it prints."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """For a command: further variables."""
+    inherit: tuple[str, ...] = ()
+    """For a command: names of variables of the trainer that it gets beside PATH, HOME and the like; no other is passed
+    on."""
 
     def __post_init__(self) -> None:
         if (self.function is None) == (not self.command):
@@ -36,13 +39,17 @@ class AgentConfig:
                 f"agent must have exactly one of function and command, got function={self.function}, "
                 f"command={list(self.command)}"
             )
-        if self.function is not None and (self.reward is not CommandReward.NONE or self.environment):
-            raise InvalidInputError("agent.reward and agent.environment must be left out with agent.function")
+        if self.function is not None and (self.reward is not CommandReward.NONE or self.environment or self.inherit):
+            raise InvalidInputError(
+                "agent.reward, agent.environment and agent.inherit must be left out with agent.function"
+            )
 
     def load(self, *, logs: Path) -> Agent:
         """Load the agent; commands write their output to `logs`. `InvalidInputError` without an async function."""
         if self.function is None:
-            return CommandAgent(command=self.command, reward=self.reward, environment=self.environment, logs=logs)
+            return CommandAgent(
+                command=self.command, reward=self.reward, environment=self.environment, inherit=self.inherit, logs=logs
+            )
         found = load_function(self.function, field="agent.function")
         if not inspect.iscoroutinefunction(found):
             raise InvalidInputError(

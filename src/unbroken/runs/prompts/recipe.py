@@ -15,7 +15,7 @@ environment_arguments = {largest = 20}
 
 Or on an environment of another package, which has rows, tools and rewards of its own:
 
-environment = "verifiers:NAME"             # or harbor:FOLDER, with an agent.command that attempts its tasks
+environment = "verifiers:NAME"             # or harbor:FOLDER, terminal tasks
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
-from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, find_package
+from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, is_package
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, load_object
 from unbroken.runs.reinforce import reinforce
@@ -86,7 +86,7 @@ class Config(RunConfig):
     """Instead of one answer to each prompt, a class with the methods of `Env`, written file.py:Class or module:Class.
     It gets the arguments that it names: those of `environment_arguments`, columns of the row, and number, split, seed,
     messages and tools. Or, with rows of their own, verifiers:NAME, an environment of the package verifiers, and
-    harbor:FOLDER, a folder of terminal tasks, which `agent` attempts."""
+    harbor:FOLDER, a folder of terminal tasks."""
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's class, or of another package's environment, e.g. {largest = 20}."""
     agent: AgentConfig | None = None
@@ -99,9 +99,8 @@ class Config(RunConfig):
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
         self._check_reward_models()
-        package = find_package(self.environment)
-        if package is not None:
-            self._check_package(takes_agent=package.takes_agent)
+        if is_package(self.environment):
+            self._check_package()
         elif self.agent is not None:
             self._check_agent()
         elif self.environment is None:
@@ -130,9 +129,8 @@ class Config(RunConfig):
                 f"process cannot use, got {models}: serve the model, and ask it in a reward function"
             )
 
-    def _check_package(self, *, takes_agent: bool) -> None:
-        own = ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", *(() if takes_agent else ("agent",)))
-        for name in own:
+    def _check_package(self) -> None:
+        for name in ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", "agent"):
             if getattr(self, name):
                 raise InvalidInputError(f"{name} must be left out with {self.environment!s}, which has its own")
 
@@ -184,13 +182,8 @@ class ProblemMaker:
         self._environments = None
         self._package, self._agent = None, None
         logs = config.output / "agents"
-        if find_package(config.environment) is not None:
-            settings = PackageSettings(
-                arguments=config.environment_arguments,
-                agent=config.agent,
-                logs=logs,
-                limits=config.rollouts.limits,
-            )
+        if is_package(config.environment):
+            settings = PackageSettings(arguments=config.environment_arguments, logs=logs, limits=config.rollouts.limits)
             self._package = PackageProblems(str(config.environment), settings, seed=config.seed)
         elif config.environment is not None:
             self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)

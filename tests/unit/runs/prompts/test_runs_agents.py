@@ -84,7 +84,10 @@ async def test_a_command_attempts_the_rows_and_its_output_is_kept(folder: Path) 
             "agent must have exactly one of function and command, got function=",
         ),
         (['agent.command = ["a"]'], 'agent.reward must be "exit" or "output" with a command and no rewards'),
-        (['agent.function = "agent.py:solve"', 'agent.reward = "exit"'], "agent.reward and agent.environment must be"),
+        (
+            ['agent.function = "agent.py:solve"', 'agent.reward = "exit"'],
+            "agent.reward, agent.environment and agent.inherit",
+        ),
         (['agent.function = "agent.py:solve"', 'tools = ["a.py:b"]'], "tools must be left out with an agent"),
         (['agent.function = "agent.py:not_async"'], "agent.function must be an async function of an AgentSession"),
         (['agent.function = "agent.py:solv"'], "agent.function must name something in"),

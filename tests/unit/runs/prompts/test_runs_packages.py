@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.terminal_tasks import INSTRUCTION, needs_bubblewrap, write_task
+from support.terminal_tasks import write_notes_task
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.harbor.containers import move_session
 from unbroken.rollout.agents.session import AgentSession
-from unbroken.runs.command import split_agent
 from unbroken.runs.prompts.recipe import Config, ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
@@ -21,7 +19,7 @@ COMMAND = 'agent.command = ["bash", "{instruction}"]'
 
 
 def load(folder: Path, *lines: str) -> Config:
-    write_task(folder / "tasks" / "count")
+    write_notes_task(folder / "tasks" / "count")
     text = "\n".join(['model = "m"', "loop.num_steps = 1", 'environment = "harbor:tasks"', *lines])
     (folder / "recipe.toml").write_text(text)
     config = load_recipe(folder / "recipe.toml").configure(["--output", str(folder / "out")])
@@ -29,38 +27,18 @@ def load(folder: Path, *lines: str) -> Config:
     return config
 
 
-@needs_bubblewrap
-def test_the_tasks_of_a_folder_beside_the_toml_file_are_problems_of_an_agent(tmp_path: Path) -> None:
-    config = load(tmp_path, COMMAND, "[environment_arguments]", "limits.file_bytes = 100", 'keep = "none"')
-    problems = ProblemMaker(config).make(None, split="train")
-    assert problems.agent is not None
-    assert problems.agent(5).task == {"task": "count", "instruction": INSTRUCTION}
-    assert problems.num_problems == 1
-    assert problems.source.startswith("1 rows of harbor ")
-
-
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "agent.command must be given with tasks of Harbor"),
-        (['agent.function = "a.py:b"'], "agent.command must be given with tasks of Harbor"),
-        ([COMMAND, 'agent.reward = "exit"'], "agent.reward must be left out with tasks of Harbor, whose tests give"),
-        ([COMMAND, 'data.file = "rows.jsonl"'], "data must be left out with harbor:"),
-        ([COMMAND, '[[rewards]]\nfunction = "a.py:b"'], "rewards must be left out with harbor:"),
+        ([COMMAND], "agent must be left out with harbor:"),
+        (['data.file = "rows.jsonl"'], "data must be left out with harbor:"),
+        (['[[rewards]]\nfunction = "a.py:b"'], "rewards must be left out with harbor:"),
         (
-            [COMMAND, "environment_arguments.sandbx = 1"],
-            "environment_arguments.sandbx must be a field of the recipe: did",
+            ["environment_arguments.contaners = {}"],
+            "environment_arguments.contaners must be a field of the recipe: did",
         ),
-        ([COMMAND, 'environment_arguments.network = "all"'], "environment_arguments.network must be 'none' or 'task'"),
-        ([COMMAND, "environment_arguments.agent_timeout_s = 0"], "environment_arguments.agent_timeout_s must be a fin"),
-        ([COMMAND, 'environment_arguments.readable = ["a"]'], "environment_arguments.readable must be absolute paths"),
-        ([COMMAND, 'environment_arguments = { network = "task", sandbox = "none" }'], "network must be left out with"),
-        (['environment_arguments.containers.agent = "a"'], "containers need the package harbor (Python 3.12): pip ins"),
-        ([COMMAND, 'environment_arguments.containers.agent = "a"'], "agent must be left out with environment_argument"),
-        (
-            ['environment_arguments = { containers.agent = "a", network = "task" }'],
-            "environment_arguments.network must be left out with containers, got",
-        ),
+        (["environment_arguments.agent_timeout_s = 0"], "environment_arguments.agent_timeout_s must be a finite"),
+        ([], "environment harbor:FOLDER needs the package harbor, with Python 3.12 or newer, and containers that it "),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_at_the_start(
@@ -76,17 +54,6 @@ def test_an_agent_for_an_environment_that_has_its_own_is_refused(tmp_path: Path)
     (tmp_path / "recipe.toml").write_text(f'model = "m"\nloop.num_steps = 1\nenvironment = "verifiers:a"\n{COMMAND}\n')
     with pytest.raises(InvalidInputError, match="agent must be left out with verifiers:a, which has its own"):
         load_recipe(tmp_path / "recipe.toml").configure([])
-
-
-@pytest.mark.parametrize(
-    "words", [["--agent", "mini --task '{instruction} \"x\", y'"], ["--agent=mini --task '{instruction} \"x\", y'"]]
-)
-def test_a_command_line_becomes_the_words_of_an_agent(words: list[str]) -> None:
-    split = split_agent(["--environment", "harbor:a", *words, "--seed=3"])
-    expected = '["mini", "--task", "{instruction} \\"x\\", y"]'
-    assert split == ["--environment", "harbor:a", "--agent.command", expected, "--seed=3"]
-    config: Any = load_recipe(None).configure([*split, "--model=m", "--loop.num-steps=1"])
-    assert config.agent.command == ("mini", "--task", '{instruction} "x", y')
 
 
 def test_placeholders_of_a_word_are_filled_in_once_and_other_braces_stay() -> None:

@@ -1,1 +1,0 @@
-"""Terminal tasks on this machine, without containers: sandboxes, environments, agents, verifiers."""

@@ -1,0 +1,1 @@
+"""What this package uses of the package harbor 0.25, without containers."""
