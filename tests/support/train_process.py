@@ -31,10 +31,12 @@ from unbroken.training.loss_config import (
     Correction,
     CorrectionKind,
     DpoConfig,
+    EntropyControl,
     KlConfig,
     KlEstimator,
     KlPlace,
     LossNormalization,
+    ReferenceSync,
 )
 from unbroken.training.model import compiling
 from unbroken.training.model.pretrained import ModelForm
@@ -66,6 +68,13 @@ CONFIGS = {
     "dpo": config(dpo=DpoConfig(beta=0.3)),
     "gspo": config(clip=ClipConfig(low=0.2, high=0.3), entropy_weight=0.05, num_minibatches=1),
     "reward": config(kl_weight=0.1, kl=KlConfig(estimator=KlEstimator.K1, place=KlPlace.REWARD)),
+    "followed": config(
+        kl_weight=0.1,
+        reference_sync=ReferenceSync(every=2, mixup=0.5),
+        entropy_weight=0.3,
+        entropy_control=EntropyControl(target=3.58, delta=0.1),
+        num_iterations=2,
+    ),
     "constant": config(
         normalization=LossNormalization.CONSTANT,
         max_trajectory_tokens=20,

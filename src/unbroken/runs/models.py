@@ -93,16 +93,16 @@ def load_model_renderer(source: str | Path, config: RendererConfig, *, images: I
 def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
     """Return the model to train and its reference, or None if the loss needs no reference.
 
-    With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, the
-    reference is a copy.
+    With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, and where
+    it follows the policy (`trainer.reference_sync`), the reference is a copy.
 
     Raises:
         InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
     needs_reference = config.objective.needs_reference(config.training)
-    if config.lora is None:
-        return model, copy.deepcopy(model) if needs_reference else None
-    return _add_adapters(model, config.lora, config.seed), Reference.BASE if needs_reference else None
+    is_copy = needs_reference and (config.lora is None or config.trainer.reference_sync is not None)
+    reference = copy.deepcopy(model) if is_copy else Reference.BASE if needs_reference else None
+    return model if config.lora is None else _add_adapters(model, config.lora, config.seed), reference
 
 
 def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:

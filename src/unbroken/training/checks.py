@@ -14,6 +14,7 @@ from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.config import Reference
 from unbroken.training.model.adapters import check_base
 from unbroken.training.model.images import RowImages
+from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
 from unbroken.types import TrainingSample
 
@@ -135,6 +136,22 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> No
     sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
+
+
+def check_follows(reference: Any, model: Any) -> None:
+    """Raise `InvalidInputError` unless a reference's weights can be mixed with those of `model`."""
+    if reference is Reference.BASE:
+        raise InvalidInputError(
+            "reference must be a copy of the base with TrainerConfig.reference_sync, which changes its weights, got "
+            "Reference.BASE"
+        )
+    theirs = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
+    for name, tensor in gather_weights(model):
+        if theirs.get(name) != tuple(tensor.shape):
+            raise InvalidInputError(
+                f"reference must have the weights of the model with TrainerConfig.reference_sync: {name} is "
+                f"{tuple(tensor.shape)} in the model and {theirs.get(name)} in the reference"
+            )
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

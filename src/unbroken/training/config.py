@@ -11,10 +11,12 @@ from unbroken.training.loss_config import (
     Correction,
     CorrectionKind,
     DpoConfig,
+    EntropyControl,
     FailedRows,
     KlConfig,
     LossNormalization,
     OverlongConfig,
+    ReferenceSync,
     TruncatedRows,
     check_fields,
     is_positive,
@@ -102,7 +104,7 @@ class OptimizerConfig:
     schedule: Schedule = Schedule.CONSTANT
     decay_updates: int | None = None
     """For linear and cosine: updates, the warm-up's included, after which the learning rate has fallen to
-    `final_share`. A run makes at most loop.num_steps * trainer.num_minibatches."""
+    `final_share`. A run makes at most loop.num_steps * trainer.num_minibatches * trainer.num_iterations."""
     final_share: float = 0.0
     """For linear and cosine: the share of the learning rate that is left from then on."""
 
@@ -176,8 +178,15 @@ class TrainerConfig:
     `train/entropy` is always measured."""
     dpo: DpoConfig | None = None
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
+    entropy_control: EntropyControl | None = None
+    """Adapt `entropy_weight`, which is then the first one, to hold the entropy at a target; None: it stays."""
+    reference_sync: ReferenceSync | None = None
+    """Let the reference follow the policy; None: it stays as it is."""
     num_minibatches: int = 1
-    """Optimizer updates per step; each row, or pair, goes into one of them at random."""
+    """Optimizer updates in a pass over the step's rows; each row, or pair, goes into one of them at random."""
+    num_iterations: int = 1
+    """Passes over the rows of a step (mu in GRPO, arXiv:2402.03300), each dealt out to minibatches anew. The old
+    logprobs of all are those before the first, so the clip bounds how far all of them go."""
     tokens_per_micro_batch: int | None = None
     """Maximum ids in one forward pass, padding included and shared ones counted once; a longer row is not cut and has a
     pass of its own. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
@@ -231,7 +240,12 @@ class TrainerConfig:
                 "finite, and left out with failed drop",
             ),
             entropy_weight=(math.isfinite(self.entropy_weight) and self.entropy_weight >= 0, "finite and >= 0"),
+            entropy_control=(
+                self.entropy_control is None or self.entropy_weight <= self.entropy_control.max_weight,
+                f"None, or have a max_weight of at least the entropy_weight {self.entropy_weight:g}",
+            ),
             num_minibatches=(self.num_minibatches >= 1, ">= 1"),
+            num_iterations=(self.num_iterations >= 1, ">= 1"),
             tokens_per_micro_batch=(
                 self.tokens_per_micro_batch is None or self.tokens_per_micro_batch >= 1,
                 ">= 1, or None",

@@ -157,6 +157,48 @@ class KlConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSync:
+    """A reference that follows the policy (TR-DPO, arXiv:2404.09656): its weights become mixup * policy +
+    (1 - mixup) * reference.
+    """
+
+    every: int
+    """Steps from one time to the next."""
+    mixup: float = 0.6
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=(self.every >= 1, ">= 1"), mixup=(0 < self.mixup <= 1, "in (0, 1]"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyControl:
+    """Adaptive entropy control (Skywork-OR1, arXiv:2505.22312). After each update the weight of the entropy rises by
+    `delta` if the mean entropy at its loss tokens was at most `target`, and otherwise falls by it. The bonus is in the
+    loss only while the last update's entropy was at most the target; the first update has none.
+    """
+
+    target: float
+    """In nats. That of a healthy run is in `train/entropy`."""
+    delta: float = 0.005
+    min_weight: float = 0.0
+    max_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            target=(is_positive(self.target), "finite and > 0"),
+            delta=(is_positive(self.delta), "finite and > 0"),
+            min_weight=(0 <= self.min_weight <= self.max_weight, f"in [0, max_weight], which is {self.max_weight}"),
+            max_weight=(is_positive(self.max_weight), "finite and > 0"),
+        )
+
+    def adapt(self, weight: float, entropy: float) -> float:
+        """The weight after an update with this entropy."""
+        changed = weight + (self.delta if entropy <= self.target else -self.delta)
+        return min(max(changed, self.min_weight), self.max_weight)
+
+
 class TruncatedRows(StrEnum):
     """What becomes of trajectories that a length limit cut (`truncated` and `max_tokens`)."""
 

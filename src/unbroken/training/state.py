@@ -2,6 +2,7 @@
 
     weights/version-00000007/      the model's parameters by name; of a model with adapters only those that are trained
     optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
+    reference/version-00000007/    the reference's parameters, if they change (`ReferenceSync`)
     state.json                     counts, and the origin of the model; of each process, generator and `extra`
     adapter_config.json            of a model with adapters, as PEFT writes it
 
@@ -39,6 +40,7 @@ class TrainerState:
     """For each process, its generator's state as `rng` and the caller's `extra`."""
     weights: WeightFiles
     optimizer: WeightFiles
+    reference: WeightFiles | None = None
     frozen: str = ""
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
     trained: tuple[str, ...] | None = None
@@ -52,6 +54,7 @@ def write_state(
     *,
     weights: Iterable[tuple[str, torch.Tensor]],
     averages: Iterable[tuple[str, torch.Tensor]],
+    reference: Iterable[tuple[str, torch.Tensor]] | None = None,
     policy_version: int,
     num_updates: int,
     processes: Sequence[Mapping[str, Any]],
@@ -63,9 +66,11 @@ def write_state(
     """Write a checkpoint, flushed to disk; if that fails, leave no file and return why, for all processes to raise."""
     try:
         with atomic_folder(folder) as aside:
+            tensors = {"weights": weights, "optimizer": averages, "reference": reference}
             parts = {
-                "weights": write_weights(aside / "weights", weights, policy_version=policy_version),
-                "optimizer": write_weights(aside / "optimizer", averages, policy_version=policy_version),
+                name: write_weights(aside / name, part, policy_version=policy_version)
+                for name, part in tensors.items()
+                if part is not None
             }
             state = {
                 "format": _FORMAT_VERSION,
@@ -103,6 +108,7 @@ def read_state(folder: Path) -> TrainerState:
             processes=tuple(state["processes"]),
             weights=parts["weights"],
             optimizer=parts["optimizer"],
+            reference=parts.get("reference"),
             frozen=str(state.get("frozen", "")),
             trained=tuple(state["trained"]) if "trained" in state else None,
             model=ModelOrigin(**state["model"]) if state.get("model") else None,

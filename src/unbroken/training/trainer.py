@@ -21,6 +21,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.routing import Routers
 from unbroken.training.checks import (
     check_accelerator,
+    check_follows,
     check_lengths,
     check_parameters,
     check_reference,
@@ -63,6 +64,7 @@ from unbroken.training.model.sharding import (
     raise_together,
     reshard,
     shard_frozen,
+    shard_like,
 )
 from unbroken.training.model.weights import (
     checkpoint_parameters,
@@ -137,6 +139,8 @@ class Trainer:
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
         check_reference(reference, model, is_needed=self.objective.needs_reference(config))
+        if config.reference_sync is not None:
+            check_follows(reference, model)
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._origin = ModelOrigin.of(model)
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
@@ -184,7 +188,8 @@ class Trainer:
         return self.objective.leaves_out_zero_variance(self._config)
 
     def step(self, units: Sequence[Any]) -> StepStats:
-        """Train on each unit once, in up to `num_minibatches` updates, and raise the policy version by one.
+        """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy
+        version by one.
 
         Units are the objective's: rows with advantages (a `TrajectoryRows`, or one row by itself), or preference pairs.
         Blocks: call it in a thread from async code. Errors number the rows of all units.
@@ -209,6 +214,9 @@ class Trainer:
             updates=updates,
         )
         self.policy_version += 1
+        sync = self._config.reference_sync
+        if sync is not None and self.policy_version % sync.every == 0:
+            self._mix_into_reference(sync.mixup)
         seconds = time.perf_counter() - started
         return merge_stats(
             self.from_all_processes(seen),
@@ -301,14 +309,18 @@ class Trainer:
         with self.fail_together():
             check_json(extra or {}, name="extra")
         with on_device(self._accelerator.device):
-            processes = gather_object([{"rng": self._updater.rng.bit_generator.state, "extra": extra or {}}])
+            entropy = {"weight": self._updater.entropy_weight, "last": self._updater.last_entropy}
+            mine = {"rng": self._updater.rng.bit_generator.state, "entropy": entropy, "extra": extra or {}}
+            processes = gather_object([mine])
             weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
+            reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
             problem = None
             if self.is_main_process:
                 problem = write_state(
                     folder,
                     weights=weights,
                     averages=averages,
+                    reference=reference,
                     policy_version=self.policy_version,
                     num_updates=self._updater.num_updates,
                     processes=processes,
@@ -317,7 +329,7 @@ class Trainer:
                     model=self._origin,
                     adapter_config=self._adapter_config,
                 )
-            gather_rest(weights, averages)
+            gather_rest(weights, averages, reference or ())
             if (problem := gather_object([problem])[0]) is not None:
                 raise CheckpointError(problem)
 
@@ -373,9 +385,16 @@ class Trainer:
             check_trained(self._trained, state)
             load_parameters(checkpoint_parameters(self._model()), state.weights)
             load_averages(self._optimizer, state.optimizer)
+            if self._config.reference_sync is not None:
+                if state.reference is None:
+                    raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
+                load_parameters(checkpoint_parameters(self._synced_reference()), state.reference)
         mine = state.processes[self._accelerator.process_index]
         self._updater.rng.bit_generator.state = mine["rng"]
         self._updater.num_updates = state.num_updates
+        if self._config.entropy_control is not None:
+            self._updater.entropy_weight = mine["entropy"]["weight"]
+            self._updater.last_entropy = mine["entropy"]["last"]
         self.policy_version = state.policy_version
         extra: Mapping[str, Any] = mine["extra"]
         return extra
@@ -385,6 +404,21 @@ class Trainer:
         policy = self._accelerator.unwrap_model(self._policy)
         reshard(policy)
         return policy.model
+
+    def _synced_reference(self) -> Any:
+        """The model of a reference that changes."""
+        assert isinstance(self._reference, PolicyLogprobs), "check_reference asks for a model"
+        reshard(self._reference)
+        return self._reference.model
+
+    @torch.no_grad()
+    def _mix_into_reference(self, share: float) -> None:
+        """Move the reference by `share` of the way to the policy, of which adapters are merged."""
+        parameters = checkpoint_parameters(self._synced_reference())
+        with on_device(self._accelerator.device):
+            for name, tensor in gather_weights(self._model()):
+                part = shard_like(tensor, parameters[name]).to(parameters[name].dtype)
+                parameters[name].mul_(1 - share).add_(part, alpha=share)
 
     def _find_routers(self, model: Any) -> Routers | None:
         return Routers.find(causal_lm(model)) if self._config.routing_replay else None

@@ -41,7 +41,9 @@ from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 
 class Updater:
-    """Makes a trainer's updates, and holds what they change: policy, optimizer, random generator and a count."""
+    """Makes a trainer's updates, and holds what they change: policy, optimizer, random generator, a count, and the
+    entropy's weight.
+    """
 
     def __init__(
         self,
@@ -56,6 +58,9 @@ class Updater:
     ) -> None:
         """`policy` and `optimizer` are as the accelerator prepared them."""
         self.num_updates = 0
+        self.entropy_weight = config.entropy_weight
+        self.last_entropy: float | None = None
+        """Of the last update, with `entropy_control`."""
         self.rng = np.random.default_rng(config.seed)
         self._policy = policy
         self._unwrapped: PolicyLogprobs = accelerator.unwrap_model(policy)
@@ -68,7 +73,8 @@ class Updater:
         self._pass_size = config.tokens_per_micro_batch
 
     def run(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
-        """Train on each unit's rows once, in up to `num_minibatches` updates; processes without rows take part too.
+        """Train on each unit's rows `num_iterations` times, in up to `num_minibatches` updates each; processes without
+        rows take part too.
 
         Raises:
             InvalidInputError: the objective refuses what its advantage function returns, or prefixes must be shared and
@@ -84,7 +90,8 @@ class Updater:
             with fail_together(self._accelerator.device):
                 processes = Processes(self._accelerator.process_index, lambda value: gather_object([value]))
                 scored_units = self._objective.change_units(units, scored_units, self._config, processes)
-        updates = (self._update([scored_units[i] for i in numbers]) for numbers in self._deal_out(len(units)))
+        dealt = (numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units)))
+        updates = (self._update([scored_units[i] for i in numbers]) for numbers in dealt)
         return tuple(update for update in updates if update is not None)
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
@@ -153,8 +160,12 @@ class Updater:
     def _has_own_old_logprobs(self) -> bool:
         """Whether the old logprobs are those of the update's own passes: of a step with one update."""
         config = self._config
-        is_alone = config.chosen_old_logprobs is OldLogprobs.RECOMPUTE and config.num_minibatches == 1
-        return is_alone and not self._objective.needs_old_logprobs(config)
+        is_alone = config.num_minibatches == config.num_iterations == 1
+        return (
+            config.chosen_old_logprobs is OldLogprobs.RECOMPUTE
+            and is_alone
+            and not self._objective.needs_old_logprobs(config)
+        )
 
     def _deal_out(self, num_units: int) -> list[list[int]]:
         order: list[int] = self.rng.permutation(num_units).tolist()
@@ -174,7 +185,8 @@ class Updater:
         if (num_passes := max(passes_of)) == 0:
             return None
         size = UpdateSize(num_units=sum(units_of), num_loss_tokens=sum(tokens_of), num_rows=sum(rows_of))
-        weighed = self._objective.weigh(units, self._config, size=size, score=self.logprobs)
+        config = self._with_entropy_weight()
+        weighed = self._objective.weigh(units, config, size=size, score=self.logprobs)
         batches = [
             collate(
                 [[rows[i] for i in lane] for lane in planned.lanes],
@@ -190,11 +202,13 @@ class Updater:
         num_shared = sum(batch.num_shared for batch in batches)
         self._take_routing_counts()  # of what was scored before
         batches += [idle_batch(device)] * (num_passes - len(batches))
-        loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0)
+        loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0, config)
+        self._adapt_entropy_weight(loss)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
         return UpdateStats(
             loss=loss,
             objective=weighed.stats,
+            num_tokens=sum(len(row.sample.token_ids) for row in rows),
             num_padding=num_padding,
             num_shared=num_shared,
             logprobs=logprobs,
@@ -202,17 +216,34 @@ class Updater:
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
+            entropy_weight=None if config.entropy_control is None else self.entropy_weight,
             routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
         )
 
-    def _accumulate(self, stats: LossStats, batches: Sequence[Batch], temperature: float) -> tuple[LossStats, Logprobs]:
+    def _with_entropy_weight(self) -> TrainerConfig:
+        """The config with the entropy's weight in the next update."""
+        if (control := self._config.entropy_control) is None:
+            return self._config
+        is_low = self.last_entropy is not None and self.last_entropy <= control.target
+        return replace(self._config, entropy_weight=self.entropy_weight if is_low else 0.0)
+
+    def _adapt_entropy_weight(self, loss: LossStats) -> None:
+        """By the mean entropy at the update's loss tokens, of all processes."""
+        if (control := self._config.entropy_control) is not None:
+            sums, counts = zip(*gather_object([(loss.entropy_sum, loss.num_tokens)]), strict=True)
+            self.last_entropy = sum(sums) / sum(counts)
+            self.entropy_weight = control.adapt(self.entropy_weight, self.last_entropy)
+
+    def _accumulate(
+        self, stats: LossStats, batches: Sequence[Batch], temperature: float, config: TrainerConfig
+    ) -> tuple[LossStats, Logprobs]:
         """Backward through all passes of one update; the last one exchanges gradients.
 
         These are averaged over the processes, while the weights of tokens add up over all of them: so each process
         multiplies its loss by the number of processes.
         """
         logprobs = []
-        entropy = self._objective.get_entropy(self._config)
+        entropy = self._objective.get_entropy(config)
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
                 pixels = self._pixels(batch.images, batch.token_ids_BT)
@@ -228,7 +259,7 @@ class Updater:
                 )
                 if self._has_own_old_logprobs:
                     batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())
-                loss, of_batch = self._objective.batch_loss(scores, batch, self._config)
+                loss, of_batch = self._objective.batch_loss(scores, batch, config)
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(scores.logprobs_N.detach())

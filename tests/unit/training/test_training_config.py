@@ -42,6 +42,7 @@ from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grp
         (OptimizerConfig, "warmup_updates", -1),
         (TrainerConfig, "old_logprobs", "sampler"),
         (TrainerConfig, "num_minibatches", 0),
+        (TrainerConfig, "num_iterations", 0),
         (TrainerConfig, "tokens_per_micro_batch", 0),
         (TrainerConfig, "logprob_chunk_size", 0),
         (TrainerConfig, "image_cache_bytes", -1),

@@ -46,7 +46,9 @@ def test_all_processes_end_with_the_same_weights_and_statistics(results, kind, c
     assert stats(results, f"{kind}-{config}-0") == stats(results, f"{kind}-{config}-1")
 
 
-@pytest.mark.parametrize("config", ["plain", "sequence", "lora", "dpo", "constant", "gspo", "reward", "shared"])
+@pytest.mark.parametrize(
+    "config", ["plain", "sequence", "lora", "dpo", "constant", "gspo", "reward", "shared", "followed"]
+)
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     trainer = train_process.trainer_of(config)
@@ -62,6 +64,7 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
     for ours, theirs in zip(steps, stats(results, f"{kind}-{config}-0"), strict=True):
         for name in ("num_rows", "num_tokens", "num_loss_tokens", "num_updates", "policy_version"):
             assert theirs[name] == getattr(ours, name)
+        assert theirs["entropy_weight"] == pytest.approx(ours.entropy_weight)
         for name in ("loss", "grad_norm", "mean_ratio", "clip_fraction", "k3", "corrected_fraction", "entropy"):
             assert theirs[name] == pytest.approx(getattr(ours, name), rel=1e-3, abs=1e-5)
         assert theirs["reference_k3"] == (

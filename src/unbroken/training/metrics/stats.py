@@ -32,7 +32,7 @@ class StepStats:
     """Share of the rows' ids that were not fed to the model, because another row of the pass begins with them too."""
     num_loss_tokens: int
     num_updates: int
-    """Optimizer updates: the minibatches that had rows."""
+    """Optimizer updates: the minibatches that had rows, in all iterations."""
     loss: float
     """Mean over the updates."""
     objective: ObjectiveStats | None
@@ -51,6 +51,8 @@ class StepStats:
     """Before clipping, mean over the updates."""
     learning_rate: float
     """That of the last update."""
+    entropy_weight: float | None
+    """After the last update; None without `TrainerConfig.entropy_control`."""
     mismatch: Mismatch
     """Trainer against sampler on the first minibatch, before its update; the others see weights that have changed."""
     k3_by_lag: dict[str, float | None]
@@ -71,6 +73,8 @@ class UpdateStats:
 
     loss: LossStats
     objective: ObjectiveStats | None
+    num_tokens: int
+    """Ids in the rows, prompts included."""
     num_padding: int
     num_shared: int
     """Ids of rows that another row of their pass has in common with them."""
@@ -83,6 +87,8 @@ class UpdateStats:
     grad_norm: float
     """Over all processes, the same in each."""
     learning_rate: float
+    entropy_weight: float | None = None
+    """After it, with `TrainerConfig.entropy_control`."""
     routing: RoutingStats = field(default_factory=RoutingStats)
 
 
@@ -112,7 +118,7 @@ def merge_stats(
         update.objective for process in processes for update in process.updates if update.objective is not None
     ]
     updates = processes[0].updates
-    num_tokens = sum(process.num_tokens for process in processes)
+    num_tokens = sum(update.num_tokens for process in processes for update in process.updates)
     num_padding = sum(update.num_padding for process in processes for update in process.updates)
     num_shared = sum(update.num_shared for process in processes for update in process.updates)
     staleness = np.concatenate([process.staleness for process in processes])
@@ -123,10 +129,10 @@ def merge_stats(
     return StepStats(
         policy_version=policy_version,
         num_rows=sum(process.num_rows for process in processes),
-        num_tokens=num_tokens,
+        num_tokens=sum(process.num_tokens for process in processes),
         padding_share=num_padding / (num_tokens - num_shared + num_padding),
         shared_share=num_shared / num_tokens,
-        num_loss_tokens=loss.num_tokens,
+        num_loss_tokens=len(staleness),
         num_updates=len(updates),
         loss=loss.loss_sum / len(updates),
         objective=reduce(add, of_objective) if of_objective else None,
@@ -138,6 +144,7 @@ def merge_stats(
         reference_k3=loss.reference_k3 if has_reference else None,
         grad_norm=float(np.mean([update.grad_norm for update in updates])),
         learning_rate=updates[-1].learning_rate,
+        entropy_weight=updates[-1].entropy_weight,
         mismatch=mismatch(logprobs, rollout_logprobs),
         k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
         routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
@@ -173,6 +180,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/reference_k3": stats.reference_k3,
         "train/grad_norm": stats.grad_norm,
         "train/learning_rate": stats.learning_rate,
+        "train/entropy_weight": stats.entropy_weight,
         "mismatch/num_tokens": stats.mismatch.num_tokens,
         "mismatch/k3": stats.mismatch.k3,
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},

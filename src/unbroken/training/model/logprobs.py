@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import pad
+from torch.nn.modules.dropout import _DropoutNd
 
 from unbroken.errors import InvalidInputError
 from unbroken.routing import Routers
@@ -72,12 +73,12 @@ class PolicyLogprobs(nn.Module):
         shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
-        model is left in training mode, which gradient checkpointing requires. `routers` are the model's, to replay
-        recorded experts.
+        model is left in training mode, which gradient checkpointing requires, without dropout. `routers` are the
+        model's, to replay recorded experts.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
-                logits in training mode (dropout), does not take the inputs of `images`, or must be packed
+                logits in training mode, does not take the inputs of `images`, or must be packed
                 (`Packing.ONE_LANE`) and does not keep rows apart.
         """
         super().__init__()
@@ -87,6 +88,7 @@ class PolicyLogprobs(nn.Module):
                 f"{type(causal).__name__} has no output embeddings: a causal language model is needed"
             )
         self.model = model
+        _disable_dropout(causal)
         self._no_split_modules = _find_block_classes(causal)  # for accelerate: FSDP2 gathers one block at a time
         self.vocab_size: int = causal.get_input_embeddings().weight.shape[0]
         self._chunk_size = chunk_size
@@ -357,12 +359,26 @@ class PolicyLogprobs(nn.Module):
         if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > PROBE_TOLERANCE:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
-                "those of the policy that sampled. Set every dropout and jitter in its config to 0"
+                "those of the policy that sampled. Set every jitter in its config to 0"
             )
 
     def _distance_from(self, expected: torch.Tensor, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> float:
         logits = self._logits(hidden_states(self.causal, probe_BT, pixels))
         return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def _disable_dropout(model: Any) -> None:
+    """Set every rate of dropout to 0: logprobs would be those of other policies than the one that sampled."""
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and value > 0 and ("drop" in name or isinstance(module, _DropoutNd))
+    ]
+    for module, name in found:
+        setattr(module, name, 0.0)
+    if found:
+        _logger.warning("dropout of %s is off, in %d modules: samplers have none", type(model).__name__, len(found))
 
 
 def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:

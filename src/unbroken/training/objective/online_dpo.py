@@ -52,7 +52,7 @@ class OnlineDpo(Objective[PreferencePair]):
         """Raise `InvalidInputError` if a setting of the policy gradient is not its default."""
         unused = TrainerConfig()
         names = ("clip", "normalization", "max_trajectory_tokens", "correction", "kl_weight", "kl", "overlong")
-        for name in (*names, "truncated", "failed", "failed_reward", "entropy_weight"):
+        for name in (*names, "truncated", "failed", "failed_reward", "entropy_weight", "entropy_control"):
             if (value := getattr(config, name)) != getattr(unused, name):
                 raise InvalidInputError(
                     f"TrainerConfig.{name} must be left out with OnlineDpo, which does not use it, got {value!r}"

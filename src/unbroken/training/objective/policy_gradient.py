@@ -69,6 +69,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         """
         if config.dpo is not None:
             raise InvalidInputError(f"TrainerConfig.dpo must be None with PolicyGradient, got {config.dpo}")
+        if config.reference_sync is not None and not self.needs_reference(config):
+            raise InvalidInputError(
+                f"TrainerConfig.reference_sync must be None with kl_weight 0, which uses no reference, got "
+                f"{config.reference_sync}"
+            )
         loss = as_policy_loss(self.loss)
         loss.complete(config.clip)
         if not config.has_constant_if(normalization := self._get_normalization(config)):

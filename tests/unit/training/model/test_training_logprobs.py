@@ -164,9 +164,18 @@ def test_gradient_checkpointing_in_the_model_gives_the_same_gradients():
         torch.testing.assert_close(found[name], gradient, msg=name)
 
 
-def test_a_model_with_dropout_is_refused():
-    with pytest.raises(InvalidInputError, match=r"GPT2LMHeadModel gives other logits in training mode .* dropout"):
-        PolicyLogprobs(gpt2(dropout=0.1), chunk_size=4)
+def test_dropout_is_switched_off_and_said(caplog):
+    ids, mask = torch.randint(0, 64, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 0] = False
+    models = gpt2(dropout=0.5), gpt2(dropout=0.0)
+    models[0].load_state_dict(models[1].state_dict())
+    with_dropout = PolicyLogprobs(models[0], chunk_size=4)
+    assert "dropout of GPT2LMHeadModel is off" in caplog.text
+    caplog.clear()
+    without = PolicyLogprobs(models[1], chunk_size=4)
+    assert caplog.text == ""
+    found, expected = (policy(ids, mask, 1.0).logprobs_N for policy in (with_dropout, without))
+    assert torch.equal(found, expected)
 
 
 class TwiceTheLogits(LlamaForCausalLM):
