@@ -7,7 +7,7 @@ TRAIN := $(VENV)/.installed-train
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz clients agents check extras bench templates clean
+.PHONY: help setup demo test fuzz clients agents check extras bench templates fields clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -86,6 +86,9 @@ bench: $(ALL)  ## side-by-side measurements; their numbers go into docs/lab-note
 templates: $(ALL)  ## write docs/templates.md: what we do with each chat template that trl and vllm ship
 	$(BIN)/unbroken audit --output docs/templates.md --table $(VENV)/lib/python3*/site-packages/trl/chat_templates \
 		$(VENV)/lib/python3*/site-packages/vllm/transformers_utils/chat_templates
+
+fields: $(ALL)  ## write the tables of fields in docs/protocols.md: what is followed, refused, or ignored, and why
+	$(BIN)/python tools/write_field_tables.py
 
 clean:  ## remove the virtual environment and what was built
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -25,10 +25,6 @@ class ConversationFields(Protocol):
     chat_template_kwargs: dict[str, Any] | None
     mm_processor_kwargs: dict[str, Any] | None
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` or `SamplingError` for what this server does not support."""
-        ...
-
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -13,6 +13,10 @@ from starlette.responses import Response
 from unbroken import compact
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
+_IGNORED = "unbroken.ignored"
+"""Where the scope has the fields of the body that are ignored."""
+IGNORED_HEADER = "X-Unbroken-Ignored"
+"""The header of an answer, streams too, that names them."""
 
 
 def encode_json(value: Any) -> bytes:
@@ -32,15 +36,23 @@ def negotiated_response(request: Request, value: Any) -> Response:
     return json_response(value)
 
 
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Name these fields in the header of the answer."""
+    request.scope[_IGNORED] = names
+
+
 class OrjsonRoute(APIRoute):
-    """A route whose body is read by orjson."""
+    """A route whose body is read by orjson, and whose answer names the fields that it ignores."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
         handle = super().get_route_handler()
 
         async def handle_with_orjson(request: Request) -> Response:
-            return await handle(_OrjsonRequest(request.scope, request.receive))
+            response = await handle(_OrjsonRequest(request.scope, request.receive))
+            if names := request.scope.get(_IGNORED):
+                response.headers[IGNORED_HEADER] = ", ".join(names)
+            return response
 
         return handle_with_orjson
 

@@ -20,14 +20,15 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.plain_turns import continue_prompt, render_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, read_retry_hint
 from unbroken.server.wire.chat_choices import ChoiceStream, ChoiceWriter
+from unbroken.server.wire.fields import CHAT
 from unbroken.server.wire.image_features import format_features
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_usage
 from unbroken.server.wire.sessions import get_session_id
-from unbroken.server.wire.tool_choice import get_name, require_tool
+from unbroken.server.wire.tool_choice import Tools, get_name, require_tool
 from unbroken.types import token_ids
 
 _ID_PREFIX = "chatcmpl-"
@@ -38,7 +39,7 @@ class ChatBody(OpenAIFields):
     """A conversation to answer."""
 
     messages: Objects
-    tools: Objects | None = None
+    tools: Tools | None = None
     """Functions as JSON schemas."""
     tool_choice: Any = None
     """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
@@ -55,9 +56,9 @@ class ChatBody(OpenAIFields):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template, such as `enable_thinking`."""
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` or `SamplingError` for what this server does not support."""
-        super().check_supported()
+    def check_supported(self) -> list[str]:
+        """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
+        ignored = CHAT.check(self.model_extra)
         functions = self.choose_functions()
         if functions and self.structured_output is not None:
             raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
@@ -72,6 +73,7 @@ class ChatBody(OpenAIFields):
             raise HttpError(
                 400, f"top_logprobs needs logprobs true, got {self.top_logprobs} without it", param="top_logprobs"
             )
+        return ignored
 
     @property
     def reads_calls(self) -> bool:
@@ -164,7 +166,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
     adapter = context.find_adapter(request, body.model)
-    body.check_supported()
+    note_ignored(request, body.check_supported())
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     loaded: Any = await context.images.load_messages(body.messages, settings)
     tools: Any = body.tools or ()

@@ -17,9 +17,10 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images.intake import Prompt
 from unbroken.server.texts import encode_prompts
+from unbroken.server.wire.fields import COMPLETIONS
 from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
 from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
 from unbroken.server.wire.sessions import get_session_id
@@ -56,7 +57,7 @@ class CompletionBody(OpenAIFields):
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: n `choices` for each prompt, those of prompt 0 first."""
     context = get_context(request)
-    body.check_supported()
+    note_ignored(request, COMPLETIONS.check(body.model_extra))
     if body.stream and body.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs must be left out with stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):

@@ -13,7 +13,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import error_object
 from unbroken.server.http.event_stream import open_named_event_stream
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.plain_turns import render_question
 from unbroken.server.questions import make_question
 from unbroken.server.turns import Question, open_reply, stream_events
@@ -66,7 +66,7 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
-    body.check_supported()
+    note_ignored(request, body.check_supported())
     return await make_question(context, request, body, read_conversation(body), format_name="output_config.format")
 
 

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.event_stream import open_named_event_stream
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import Question, open_reply, stream_events
 from unbroken.server.wire.responses.answer import ResponseStream, ResponseWriter
@@ -41,5 +41,5 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ResponsesBody) -> Question:
-    body.check_supported()
+    note_ignored(request, body.check_supported())
     return await make_question(context, request, body, read_conversation(body), format_name="text.format")

@@ -21,8 +21,9 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images.intake import Prompt
+from unbroken.server.wire.fields import GENERATE, GENERATE_SAMPLING
 from unbroken.server.wire.image_features import FeaturesBody, find_part_source, format_placeholders, place_features
 from unbroken.server.wire.logprobs import format_chat_logprobs, format_token_logprobs
 from unbroken.server.wire.openai_fields import (
@@ -32,20 +33,13 @@ from unbroken.server.wire.openai_fields import (
     format_finish_reason,
     format_usage,
 )
-from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.server.wire.version_spans import format_weight_versions
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids, write_experts
 
 router = Routes(Access.CLIENT)
-_IGNORED = frozenset(
-    {
-        "spaces_between_special_tokens", "output_kind", "flat_logprobs", "stream_interval", "skip_clone",
-        "skip_reading_prefix_cache", "output_text_buffer_length", "routed_experts_prompt_start",
-    }
-)  # fmt: skip
-"""vLLM's parameters that change no sampled id, and nothing that an answer here has."""
 
 
 class TokenSampling(SamplingFields):
@@ -64,11 +58,6 @@ class TokenSampling(SamplingFields):
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     """For `output_mode` "text"; true by default."""
-
-    def check_supported(self) -> None:
-        """Raise `SamplingError` for a parameter that this server does not support."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _IGNORED}
-        refuse_unknown(extra, "sampling_params has keys that are not supported")
 
 
 class TokenGenerateBody(Body):
@@ -93,19 +82,13 @@ class TokenGenerateBody(Body):
     """"text" adds each choice's text, and reports logprobs by text instead of ids; "tokens" by default."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    """Without effect: the answer always has `prompt_token_ids`."""
-    cache_salt: str | None = None
-    """Without effect: keys and values of older weights are never reused."""
-    token_offsets: list[Any] | None = None
-    """Without effect."""
     reasoning_ended: bool | None = None
-    """Without effect: a structured output applies from the first id, and false is refused."""
+    """A structured output applies from the first id: false is refused with one."""
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` or `SamplingError` for what this server does not support."""
-        refuse_unknown(self.model_extra or {}, "some keys are not supported")
-        self.sampling_params.check_supported()
+    def check_supported(self) -> list[str]:
+        """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
+        ignored = GENERATE.check(self.model_extra)
+        ignored += GENERATE_SAMPLING.check(self.sampling_params.model_extra, place="sampling_params")
         if self.reasoning_ended is False and self.sampling_params.structured_outputs is not None:
             raise HttpError(
                 400, "reasoning_ended must not be false: a structured output applies from the first id",
@@ -115,6 +98,7 @@ class TokenGenerateBody(Body):
             raise HttpError(
                 400, "output_mode 'text' needs sampling_params.detokenize true, got false", param="output_mode"
             )
+        return ignored
 
     @property
     def gives_text(self) -> bool:
@@ -131,7 +115,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = get_context(request)
     adapter = context.find_adapter(request, body.model)
-    body.check_supported()
+    note_ignored(request, body.check_supported())
     prompt = await _place(context, body)
     sampling = body.sampling_params
     params = sampling.to_params(

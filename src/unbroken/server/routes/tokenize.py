@@ -14,10 +14,11 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Body, Ids, Objects
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.texts import check_conversation, check_length
+from unbroken.server.wire.fields import CHAT
 from unbroken.server.wire.image_fields import format_spans
-from unbroken.server.wire.openai_fields import refuse_unsupported
+from unbroken.server.wire.tool_choice import Tools
 from unbroken.types import ImageSpan, TokenIds
 
 router = Routes(Access.CLIENT)
@@ -31,7 +32,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Objects | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the image processor for all images, such as `max_pixels`."""
@@ -58,7 +59,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = get_context(request)
     context.find_adapter(request, body.model)
-    refuse_unsupported(body.model_extra or {})
+    note_ignored(request, CHAT.check(body.model_extra))
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
     intake = context.images

@@ -20,8 +20,10 @@ from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.texts import check_conversation, encode_prompts
+from unbroken.server.wire.fields import refuse_unknown
 from unbroken.server.wire.image_fields import list_images
-from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.sampling_fields import SamplingFields
+from unbroken.server.wire.tool_choice import Tools
 from unbroken.server.wire.version_spans import list_version_spans
 from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
@@ -66,7 +68,7 @@ class ChatBody(SamplingBody):
     chat_template: Any = None
     """Must be left out: the server renders with its own template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Objects | None = None
+    tools: Tools | None = None
 
 
 class ScoreBody(Body):

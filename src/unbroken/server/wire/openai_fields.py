@@ -1,31 +1,17 @@
-"""Fields that OpenAI's dialects share, with vLLM's additions. Unknown keys and nulls are ignored.
-
-A known key that would change the answer and that this server does not support is refused by name.
-"""
+"""Fields that OpenAI's dialects share, with vLLM's additions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ConfigDict
 
 from unbroken.server.http.bodies import Body
 from unbroken.server.http.errors import HttpError
-from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.types import FinishReason, SampleResult, StructuredOutput
-
-_UNSUPPORTED = frozenset(
-    {
-        "allowed_token_ids", "audio", "bad_words", "chat_template", "content_parts", "continue_final_message",
-        "documents", "echo", "features", "function_call", "functions", "guided_choice", "guided_grammar", "guided_json",
-        "guided_regex", "images", "logit_bias", "logits_processors", "min_tokens", "mm_processor_kwargs", "prediction",
-        "prompt_embeds", "prompt_logprobs", "suffix", "thinking_token_budget", "truncate_prompt_tokens",
-        "use_beam_search", "web_search_options",
-    }
-)  # fmt: skip
-"""Keys of OpenAI and vLLM that would change the prompt, the sampling or the answer."""
 
 
 class StreamOptions(Body):
@@ -66,10 +52,6 @@ class OpenAIFields(SamplingFields):
     session_id: str | None = None
     """From vLLM: name of the conversation, for affinity; the header X-Session-ID does the same."""
 
-    def check_supported(self) -> None:
-        """Raise `SamplingError` for a key that this server does not support."""
-        refuse_unsupported(self.model_extra or {})
-
     @property
     def structured_output(self) -> StructuredOutput | None:
         """The constraint of `response_format`."""
@@ -96,12 +78,6 @@ class OpenAIFields(SamplingFields):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-
-def refuse_unsupported(extra: Mapping[str, Any]) -> None:
-    """Raise `SamplingError` for a known key that would change the prompt, the sampling or the answer."""
-    known = {name: value for name, value in extra.items() if name in _UNSUPPORTED}
-    refuse_unknown(known, "some keys are not supported and must be left out")
 
 
 def format_finish_reason(reason: FinishReason) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
@@ -12,11 +11,9 @@ from pydantic import ConfigDict, Field
 from unbroken.errors import SamplingError
 from unbroken.server.http.bodies import Body, Ids, TextOrTexts
 from unbroken.server.http.errors import shorten
+from unbroken.server.wire.fields import refuse_unknown
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.types import SamplingParams, StructuredOutput
-
-_NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values without effect: vLLM's defaults of the fields that are refused."""
 
 
 class StructuredOutputs(Body):
@@ -99,14 +96,6 @@ class SamplingFields(Body):
             structured_output=own_output or structured_output,
             num_top_logprobs=num_top_logprobs,
         )
-
-
-def refuse_unknown(extra: Mapping[str, Any], rule: str) -> None:
-    """Raise `SamplingError` with `rule` if a key has an effect; nulls and empty values have none."""
-    if names := sorted(name for name, value in extra.items() if value not in _NO_EFFECT):
-        listed = ", ".join(f"{shorten(name)[1:-1]}={shorten(extra[name])}" for name in names[:3])
-        listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise SamplingError(f"{rule}, got {listed}: this server ignores no parameter, and does not support these")
 
 
 def _or_default(value: float | None, default: float) -> float:

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from unbroken.messages import ToolSchema
 from unbroken.server.http.errors import HttpError, shorten
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a tool whose calls could not be read."""
+    if (kind := tool.get("type", "function")) != "function":
+        raise PydanticCustomError(
+            "type", "of the type {found} is no tool that this server takes (function)", {"found": shorten(kind)}
+        )
+    if "type" in tool and not (isinstance(name := get_name(tool), str) and name):
+        raise PydanticCustomError("name", "must have a function with a name")
+    return tool
+
+
+Tools = Annotated[list[Annotated[dict[str, Any], AfterValidator(_check_tool)]], Field(fail_fast=True)]
+"""The tools of dialects in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

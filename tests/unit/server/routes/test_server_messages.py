@@ -160,7 +160,10 @@ SEALED = {"type": "thinking", "thinking": "another", "signature": make_seal("hm"
         ({"messages": turn({"type": "redacted_thinking", "data": "x"})}, "the type 'redacted_thinking' is not one of"),
         ({"messages": turn({"type": "server_tool_use"}, role="assistant")}, "the type 'server_tool_use' is not one of"),
         ({"messages": turn({"type": "text"})}, "messages.0.content.0.text is required"),
-        ({"messages": turn({**TEXT, "citations": [{}]})}, "messages.0.content.0 has keys that are not supported"),
+        (
+            {"messages": turn({**TEXT, "citations": [{}]})},
+            "messages.0.content.0 must not have citations=[{}] (it is not a known field)",
+        ),
         ({"messages": turn({"type": "image", "source": {"type": "file"}})}, "content.0.source of the type 'file'"),
         ({"messages": turn(IMAGE)}, "messages.0.content.0.source.data must not hold an image"),
         ({"messages": turn({**RESULT, "content": [{"type": "search_result"}]})}, "the type 'search_result' is not"),
@@ -174,7 +177,10 @@ SEALED = {"type": "thinking", "thinking": "another", "signature": make_seal("hm"
         ({"messages": turn(TEXT, role="assistant")}, "messages.0 must not be an assistant message"),
         ({"system": [IMAGE]}, "system.0 of the type 'image' is not one of the blocks of system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type must be 'custom'"),
-        ({"tools": [{"name": "add", "defer_loading": True}]}, "tools.0 has keys that are not supported"),
+        (
+            {"tools": [{**TOOLS[0], "defer_loading": True}]},
+            "tools.0 must not have defer_loading=True (it is not a known field)",
+        ),
         ({"tools": [{"input_schema": {}}]}, "tools.0.name is required"),
         ({"tool_choice": {"type": "any"}}, "must match a function in tools"),
         ({"tool_choice": {"type": "tool", "name": "no"}, "tools": TOOLS}, "must match a function in tools"),

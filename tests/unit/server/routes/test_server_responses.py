@@ -192,7 +192,10 @@ OUTPUT = {"call_id": "none", "output": "3"}
         ({"tool_choice": "required"}, "must match a function in tools"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": TOOLS}, "must match a function in tools"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice must be 'auto', 'none'"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id must be left out, got 'resp_1'"),
+        (
+            {"previous_response_id": "resp_1"},
+            "must not have previous_response_id='resp_1' (this server keeps no answers",
+        ),
         ({"conversation": "c"}, "conversation='c'"),
         ({"background": True}, "background=True"),
         ({"prompt": {"id": "p"}}, "prompt={'id': 'p'}"),

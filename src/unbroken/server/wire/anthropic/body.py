@@ -10,28 +10,20 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from unbroken.messages import ToolSchema
 from unbroken.server.http.bodies import Body, Texts, by_type, find_form_of_texts
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.fields import MESSAGES, MESSAGES_BLOCKS
+from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.server.wire.tool_choice import ToolChoice, make_tool, require_tool
 from unbroken.types import StructuredOutput
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        "anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "diagnostics",
-        "inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id",
-    }
-)  # fmt: skip
-"""Keys that change neither the prompt nor the sampling nor the answer."""
-
 
 class _Block(Body):
-    """A content block. `cache_control` has no effect; other keys that we do not know are refused if they have one."""
+    """A content block."""
 
     model_config = ConfigDict(extra="allow")
 
     def refuse_extra(self, place: str) -> None:
-        """Raise `SamplingError` for a key with an effect."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name != "cache_control"}
-        refuse_unknown(extra, f"{place} has keys that are not supported")
+        """Raise `HttpError` for a field that is not known."""
+        MESSAGES_BLOCKS.check(self.model_extra, place=place)
 
 
 class TextBlock(_Block):
@@ -186,10 +178,9 @@ class ConversationBody(Body):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the image processor for all images, such as `max_pixels`."""
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` or `SamplingError` for what this server does not support."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _WITHOUT_EFFECT}
-        refuse_unknown(extra, "some keys are not supported and must be left out")
+    def check_supported(self) -> list[str]:
+        """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
+        ignored = MESSAGES.check(self.model_extra)
         for edit in (self.context_management or {}).get("edits") or ():
             if not (isinstance(edit, dict) and edit.get("keep") == "all"):
                 raise HttpError(
@@ -206,7 +197,13 @@ class ConversationBody(Body):
                     "of its own",
                     param=f"tools.{k}.type",
                 )
+            if tool.input_schema is None:
+                raise HttpError(
+                    400, f"tools.{k}.input_schema is required: the arguments of {shorten(tool.name)} as a JSON schema",
+                    param=f"tools.{k}.input_schema",
+                )  # fmt: skip
             tool.refuse_extra(f"tools.{k}")
+        return ignored
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form."""

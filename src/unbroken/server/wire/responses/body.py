@@ -10,24 +10,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from unbroken.messages import ToolSchema
 from unbroken.server.http.bodies import Body, Texts, by_type, find_form_of_texts
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.wire.sampling_fields import SamplingFields, refuse_unknown
+from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS
+from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.server.wire.tool_choice import ToolChoice, make_tool, require_tool
 from unbroken.types import StructuredOutput
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        "client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "store", "stream_options", "top_logprobs", "user",
-    }
-)  # fmt: skip
-"""Keys that change neither the prompt nor the sampling nor the answer; `top_logprobs` would do so with `include`."""
-_OF_ITEMS = frozenset(
-    {
-        "annotations", "caller", "created_by", "detail", "end_turn", "id", "logprobs", "phase", "status",
-        "prompt_cache_breakpoint",
-    }
-)  # fmt: skip
-"""Keys of items and parts that are not content. Items come back as we sent them, or as another server did."""
 _LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
 """What `include` names to get the reasoning in a form that comes back whole."""
@@ -37,9 +24,8 @@ class _Item(Body):
     model_config = ConfigDict(extra="allow")
 
     def refuse_extra(self, place: str) -> None:
-        """Raise `SamplingError` for a key with an effect."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _OF_ITEMS}
-        refuse_unknown(extra, f"{place} has keys that are not supported")
+        """Raise `HttpError` for a field that is not known."""
+        RESPONSES_ITEMS.check(self.model_extra, place=place)
 
 
 class TextPart(_Item):
@@ -210,17 +196,9 @@ class ResponsesBody(Body):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the image processor for all images, such as `max_pixels`."""
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` or `SamplingError` for what this server does not support."""
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in _WITHOUT_EFFECT}
-        if extra.get("previous_response_id") is not None:
-            raise HttpError(
-                400,
-                f"previous_response_id must be left out, got {shorten(extra['previous_response_id'])}: this server "
-                "keeps no answers, so send the whole conversation as input",
-                param="previous_response_id",
-            )
-        refuse_unknown(extra, "some keys are not supported and must be left out")
+    def check_supported(self) -> list[str]:
+        """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
+        ignored = RESPONSES.check(self.model_extra)
         if _LOGPROBS in (self.include or ()):
             raise HttpError(
                 400,
@@ -231,6 +209,7 @@ class ResponsesBody(Body):
             tool.refuse_extra(f"tools.{k}")
             for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
                 member.refuse_extra(f"tools.{k}.tools.{number}")
+        return ignored
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""

@@ -1,0 +1,207 @@
+"""All known fields of the dialects: what is not followed is refused or ignored, each with its reason.
+
+    chat           {"messages": [...], "temperature": 0.5, "min_tokens": 2, "user": "me", "unheard_of": 1}
+    followed       messages, temperature     the fields of the dialect's body
+    refused        min_tokens                400, by name: it would change the prompt, the sampling or the answer
+    ignored        user, unheard_of          named by the answer's header X-Unbroken-Ignored
+
+Null and a field's own default ask for nothing: they are always taken. The tables of docs/protocols.md are made of this
+file (`make fields`), and a test compares it with the fields that OpenAI's and Anthropic's SDKs and vLLM have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unbroken.errors import SamplingError
+from unbroken.server.http.errors import HttpError, shorten
+
+_NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""The defaults of most fields."""
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (None, True)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    **dict.fromkeys(("early_stopping", "length_penalty", "stream_interval", "typical_p"), (None, False, 1)),
+    "modalities": (None, ["text"]),
+}
+"""Of the fields whose default is another value, or for which one of the common values asks for something."""
+_SAFE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_MAX_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fields:
+    """The fields that one kind of object may have besides those that are followed: names by the reason."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    ignores_unknown: bool = False
+    """Whether a field that is in no table is ignored; otherwise it is refused."""
+
+    def check(self, given: Mapping[str, Any] | None, *, place: str = "") -> list[str]:
+        """The names of the given fields that ask for something and are ignored; `place` is the object they are in.
+
+        Raises `HttpError` for fields that are refused, with the reason.
+        """
+        asked = {name: value for name, value in (given or {}).items() if asks_for_something(name, value)}
+        if not asked:
+            return []
+        prefix = f"{place}." if place else ""
+        refused, ignored = _by_name(self.refused), _by_name(self.ignored)
+        wrong = {
+            name: refused.get(name, "it is not a known field")
+            for name in sorted(asked)
+            if name in refused or not (name in ignored or self.ignores_unknown)
+        }
+        if wrong:
+            named = [f"{shorten(name)[1:-1]}={shorten(asked[name])} ({why})" for name, why in list(wrong.items())[:3]]
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise HttpError(
+                400, f"{place or 'the body'} must not have {', '.join(named)}{more}", param=prefix + next(iter(wrong))
+            )
+        return [f"{prefix}{name}" for name in sorted(asked) if _SAFE_NAME.fullmatch(name)][:_MAX_NAMED]
+
+
+def asks_for_something(name: str, value: Any) -> bool:
+    """Whether a value is another one than null and the field's default."""
+    return value not in DEFAULTS.get(name, _NO_EFFECT)
+
+
+def refuse_unknown(extra: Mapping[str, Any], rule: str) -> None:
+    """Raise `SamplingError` with `rule` if a key has an effect; nulls and empty values have none."""
+    if names := sorted(name for name, value in extra.items() if value not in _NO_EFFECT):
+        listed = ", ".join(f"{shorten(name)[1:-1]}={shorten(extra[name])}" for name in names[:3])
+        listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise SamplingError(f"{rule}, got {listed}")
+
+
+def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
+    return {name: why for why, names in reasons.items() for name in names.split()}
+
+
+_PROMPT = "the prompt is what the model's own template makes of the messages"
+_SAMPLING = "this server has no such sampling or scheduling"
+_ANSWER = "no answer has it"
+_MEDIA = "images are parts of messages"
+_VLLM = "it belongs to vLLM's own servers"
+_PLATFORM = "it belongs to OpenAI's platform: nothing is stored, billed or filtered here"
+_CACHE = "keys and values of older weights are never reused, and others are the engine's own choice"
+_ID = "every answer has an id of its own"
+_TEXT = "texts have no special tokens; the ids have all of them"
+_CHUNKS = "what is sampled is sent at once"
+
+_SHARED_REFUSED = {
+    _PROMPT: "add_generation_prompt chat_template continue_final_message documents echo prompt_embeds suffix "
+    "truncate_prompt_tokens",
+    _SAMPLING: "allowed_token_ids bad_words early_stopping length_penalty logit_bias logits_processors min_tokens "
+    "priority repetition_detection thinking_token_budget typical_p use_beam_search vllm_xargs watermarking",
+    _ANSWER: "logprob_token_ids return_prompt_text return_token_offsets routed_experts_prompt_start",
+    "use response_format or structured_outputs": "guided_choice guided_grammar guided_json guided_regex "
+    "guided_whitespace_pattern",
+    _MEDIA: "content_parts features images media_io_kwargs",
+    _VLLM: "ec_transfer_params kv_transfer_params",
+}
+_SHARED_IGNORED = {
+    _PLATFORM: "metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier "
+    "store user",
+    _CACHE: "cache_salt",
+    _ID: "request_id",
+    _TEXT: "skip_special_tokens spaces_between_special_tokens",
+    _CHUNKS: "stream_interval",
+    "the server chooses": "guided_decoding_backend mm_payload return_mm_kwargs truncation_side",
+}
+COMPLETIONS = Fields(
+    refused={
+        **_SHARED_REFUSED,
+        _MEDIA: f"{_SHARED_REFUSED[_MEDIA]} mm_processor_kwargs",
+    },
+    ignored={**_SHARED_IGNORED, "a text is encoded as the tokenizer does": "add_special_tokens"},
+    ignores_unknown=True,
+)
+CHAT = Fields(
+    refused={
+        **_SHARED_REFUSED,
+        _PROMPT: f"{_SHARED_REFUSED[_PROMPT]} add_special_tokens",
+        _ANSWER: f"{_SHARED_REFUSED[_ANSWER]} audio include_reasoning modalities moderation prompt_logprobs",
+        "use tools and tool_choice": "function_call functions",
+        "use n": "best_of",
+        "the model has no such tool": "web_search_options",
+        "nothing is predicted": "prediction",
+    },
+    ignored={
+        **_SHARED_IGNORED,
+        "set the template's variable in chat_template_kwargs": "reasoning_effort verbosity",
+    },
+    ignores_unknown=True,
+)
+RESPONSES = Fields(
+    refused={
+        "this server keeps no answers: send the whole conversation as input": "conversation previous_response_id "
+        "previous_input_messages prompt",
+        "an answer comes with its request": "background background_options",
+        "the conversation is never edited": "context_management",
+        "chat completions have it": "frequency_penalty ignore_eos include_stop_str_in_output logit_bias min_p "
+        "presence_penalty repetition_penalty seed stop stop_token_ids structured_outputs top_k top_logprobs",
+        _ANSWER: "enable_response_messages image include_reasoning moderation",
+        _SAMPLING: "priority vllm_xargs watermarking",
+        _MEDIA: "media_io_kwargs",
+        _VLLM: "ec_transfer_params kv_transfer_params",
+    },
+    ignored={
+        _PLATFORM: "access_programs client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention "
+        "safety_identifier service_tier store user",
+        "it counts calls of OpenAI's own tools, which are refused": "max_tool_calls",
+        "the events are what they are": "stream_options",
+        _CACHE: "cache_salt",
+        _ID: "request_id",
+        "the header X-Session-ID names the conversation": "session_id",
+        _TEXT: "skip_special_tokens",
+        "the server chooses": "mm_payload return_mm_kwargs",
+    },
+)
+RESPONSES_ITEMS = Fields(
+    ignored={
+        "it is no content: items come back as this server or another one sent them": "annotations caller created_by "
+        "detail end_turn id logprobs phase status prompt_cache_breakpoint"
+    }
+)
+MESSAGES = Fields(
+    refused={
+        "the model has no such tool": "mcp_servers",
+        "nothing runs in a container": "container",
+        "the conversation is never edited": "compaction thread",
+        "one model answers": "fallback_credit_token fallbacks",
+        _SAMPLING: "vllm_xargs watermarking",
+        _VLLM: "ec_transfer_params kv_transfer_params",
+    },
+    ignored={
+        "it belongs to Anthropic's platform": "anthropic_beta anthropic_version betas billing_policy cache_control "
+        "diagnostics inference_geo metadata service_tier speed user_profile_id workspace_id",
+        _CACHE: "cache_salt",
+        "the server chooses": "mm_payload return_mm_kwargs",
+    },
+)
+MESSAGES_BLOCKS = Fields(ignored={_CACHE: "cache_control"})
+GENERATE = Fields(
+    refused={
+        _SAMPLING: "priority",
+        "calls and reasoning are not read here": "reasoning_parser_kwargs",
+        _VLLM: "ec_transfer_params kv_transfer_params",
+    },
+    ignored={_CACHE: "cache_salt", "`prompt_token_ids` are always in the answer": "return_token_ids token_offsets"},
+)
+GENERATE_SAMPLING = Fields(
+    refused={
+        _SAMPLING: "allowed_token_ids bad_words extra_args logit_bias min_tokens repetition_detection "
+        "thinking_token_budget trace_decode_token_ids watermarking",
+        _ANSWER: "logprob_token_ids prompt_logprob_start prompt_logprob_token_ids prompt_logprobs",
+    },
+    ignored={
+        _CHUNKS: "output_kind output_text_buffer_length stream_interval",
+        "no answer has prompt ids' experts": "routed_experts_prompt_start",
+        "it changes no sampled id": "flat_logprobs skip_clone skip_reading_prefix_cache spaces_between_special_tokens",
+    },
+)

@@ -1,0 +1,180 @@
+"""Every known field of a dialect is followed, refused, or ignored with a warning; one table says which."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import anthropic.types.message_create_params as anthropic_messages
+import openai.types.chat.completion_create_params as openai_chat
+import openai.types.completion_create_params as openai_completions
+import openai.types.responses.response_create_params as openai_responses
+import pytest
+
+from support.servers import asgi_client, make_app, scripted_engine
+from unbroken.server.wire import fields
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+GENERATE = "/inference/v1/generate"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": USER},
+    TEXT: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": USER, "max_tokens": 9},
+    GENERATE: {"token_ids": [1], "sampling_params": {}},
+}
+VLLM_0_32 = {  # recorded: importing vLLM takes seconds
+    fields.CHAT: "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template "
+    "chat_template_kwargs continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos "
+    "include_reasoning include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids "
+    "logprobs max_completion_tokens max_tokens media_io_kwargs messages min_p min_tokens mm_payload "
+    "mm_processor_kwargs model n parallel_tool_calls presence_penalty priority prompt_logprobs reasoning_effort "
+    "repetition_detection repetition_penalty request_id response_format return_mm_kwargs return_prompt_text "
+    "return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start seed session_id "
+    "skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options "
+    "structured_outputs temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p "
+    "truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking",
+    fields.COMPLETIONS: "add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params echo "
+    "frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params length_penalty logit_bias "
+    "logprob_token_ids logprobs max_tokens min_p min_tokens mm_payload model n presence_penalty priority prompt "
+    "prompt_embeds prompt_logprobs repetition_detection repetition_penalty request_id response_format "
+    "return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start "
+    "seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_interval "
+    "stream_options structured_outputs suffix temperature thinking_token_budget top_k top_p truncate_prompt_tokens "
+    "truncation_side use_beam_search user vllm_xargs watermarking",
+    fields.RESPONSES: "background cache_salt chat_template_kwargs ec_transfer_params enable_response_messages "
+    "frequency_penalty ignore_eos include include_reasoning include_stop_str_in_output input instructions "
+    "kv_transfer_params logit_bias max_output_tokens max_tool_calls media_io_kwargs metadata min_p mm_payload "
+    "mm_processor_kwargs model parallel_tool_calls presence_penalty previous_input_messages previous_response_id "
+    "priority prompt prompt_cache_key reasoning repetition_penalty request_id return_mm_kwargs seed service_tier "
+    "session_id skip_special_tokens stop stop_token_ids store stream structured_outputs temperature text tool_choice "
+    "tools top_k top_logprobs top_p truncation user vllm_xargs watermarking",
+    fields.MESSAGES: "cache_salt chat_template_kwargs ec_transfer_params kv_transfer_params max_tokens messages "
+    "metadata mm_payload model output_config return_mm_kwargs stop_sequences stream system temperature thinking "
+    "tool_choice tools top_k top_p vllm_xargs watermarking",
+    fields.GENERATE: "cache_salt content_parts ec_transfer_params features kv_transfer_params model output_mode "
+    "priority reasoning_ended reasoning_parser_kwargs request_id return_token_ids sampling_params stream "
+    "stream_options token_ids token_offsets",
+    fields.GENERATE_SAMPLING: "allowed_token_ids bad_words detokenize extra_args flat_logprobs frequency_penalty "
+    "ignore_eos include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens n "
+    "output_kind output_text_buffer_length presence_penalty prompt_logprob_start prompt_logprob_token_ids "
+    "prompt_logprobs repetition_detection repetition_penalty routed_experts_prompt_start seed skip_clone "
+    "skip_reading_prefix_cache skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream_interval "
+    "structured_outputs temperature thinking_token_budget top_k top_p trace_decode_token_ids watermarking",
+}
+SDKS = {
+    fields.CHAT: openai_chat.CompletionCreateParamsBase,
+    fields.COMPLETIONS: openai_completions.CompletionCreateParamsBase,
+    fields.RESPONSES: openai_responses.ResponseCreateParamsBase,
+    fields.MESSAGES: anthropic_messages.MessageCreateParamsBase,
+}
+
+
+def load_tool() -> Any:
+    path = Path(__file__).parents[4] / "tools/write_field_tables.py"
+    spec = importlib.util.spec_from_file_location("write_field_tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def list_names(known: fields.Fields) -> tuple[set[str], list[str]]:
+    """The fields that are followed, and all others with a reason."""
+    (body,) = [body for _, table, body in load_tool().TABLES if table is known]
+    others = [name for names in (*known.refused.values(), *known.ignored.values()) for name in names.split()]
+    return set(body.model_fields), others
+
+
+async def post(path: str, **extra: Any) -> Any:
+    async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:
+        return await client.post(path, json={**BODIES[path], **extra})
+
+
+def test_the_tables_in_the_docs_are_those_of_the_code() -> None:
+    tool = load_tool()
+    page = tool.PAGE.read_text()
+    assert tool.write_page(page) == page, "run `make fields`"
+
+
+@pytest.mark.parametrize("known", [*VLLM_0_32])
+def test_every_field_that_vllm_has_is_followed_refused_or_ignored(known: fields.Fields) -> None:
+    followed, others = list_names(known)
+    assert set(VLLM_0_32[known].split()) <= followed | set(others)
+    assert len(others) == len(set(others))
+    assert not followed & set(others)
+
+
+@pytest.mark.parametrize("known", [*SDKS])
+def test_every_field_that_the_sdks_have_is_followed_refused_or_ignored(known: fields.Fields) -> None:
+    followed, others = list_names(known)
+    assert set(get_type_hints(SDKS[known])) - {"extra_headers"} <= followed | set(others)
+
+
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        (CHAT, {"best_of": 3}),
+        (CHAT, {"add_generation_prompt": False}),
+        (CHAT, {"include_reasoning": False}),
+        (CHAT, {"typical_p": 0.5}),
+        (CHAT, {"length_penalty": 2.0}),
+        (CHAT, {"modalities": ["text", "audio"]}),
+        (CHAT, {"vllm_xargs": {"a": 1}}),
+        (CHAT, {"priority": 3}),
+        (TEXT, {"typical_p": 0.5}),
+        (RESPONSES, {"top_logprobs": 3}),
+        (MESSAGES, {"mcp_servers": [{}]}),
+        (GENERATE, {"reasoning_parser_kwargs": {"a": 1}}),
+    ],
+)
+async def test_a_field_that_would_change_the_answer_is_refused_with_its_reason(path: str, extra: Any) -> None:
+    answer = await post(path, **extra)
+    error = answer.json()["error"]
+    ((name, value),) = extra.items()
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert f"the body must not have {name}={value} (" in error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_names_the_fields_that_it_ignores(path: str) -> None:
+    assert (await post(path, cache_salt="x")).headers["x-unbroken-ignored"] == "cache_salt"
+    for answer in [await post(path), await post(path, cache_salt=None)]:
+        assert answer.status_code == 200
+        assert "x-unbroken-ignored" not in answer.headers
+
+
+async def test_several_are_named_in_streams_too_and_no_name_can_break_the_header() -> None:
+    extra = {"user": "me", "max_tool_calls": 2, "unheard_of": 1, "bad\r\nname": 1, "é": 1, "x" * 99: 1}
+    answer = await post(CHAT, stream=True, **extra)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-unbroken-ignored"] == "max_tool_calls, unheard_of, user"
+    answer = await post(RESPONSES, max_tool_calls=2)
+    assert answer.headers["x-unbroken-ignored"] == "max_tool_calls"
+
+
+async def test_the_defaults_of_refused_fields_ask_for_nothing() -> None:
+    defaults = {
+        "add_generation_prompt": True, "include_reasoning": True, "length_penalty": 1.0, "typical_p": 1,
+        "modalities": ["text"], "vllm_xargs": {}, "priority": 0, "skip_special_tokens": True,
+    }  # fmt: skip
+    answer = await post(CHAT, **defaults)
+    assert answer.status_code == 200
+    assert "x-unbroken-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "expected"),
+    [
+        (CHAT, {"type": "custom", "custom": {"name": "shell"}}, "tools.0 of the type 'custom' is no tool"),
+        (CHAT, {"type": "function"}, "tools.0 must have a function with a name"),
+        (MESSAGES, {"name": "add"}, "tools.0.input_schema is required"),
+    ],
+)
+async def test_a_tool_whose_calls_could_not_be_read_is_refused(path: str, tool: Any, expected: str) -> None:
+    answer = await post(path, tools=[tool])
+    assert answer.status_code == 400
+    assert expected in answer.json()["error"]["message"]
