@@ -79,25 +79,37 @@ class Admission:
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause; returns once no request samples, or the pause is over.
 
-        `clear_cache` drops cached keys and values, except with KEEP.
+        `clear_cache` drops cached keys and values, except with KEEP. If the engine refuses, nothing is paused that was
+        not before; requests that were aborted stay so.
         """
         earlier, self._paused = self._paused, mode
-        if mode is PauseMode.KEEP:
-            await self._engine.pause()
-            return
-        if earlier is PauseMode.KEEP:
-            await self._engine.resume()
+        try:
+            if mode is PauseMode.KEEP:
+                await self._engine.pause()
+                return
+            if earlier is PauseMode.KEEP:
+                await self._engine.resume()
+                earlier = None
+            await self._wait_until_idle()
+            if clear_cache and self._refuses:
+                await self._engine.reset_prefix_cache()
+        except Exception:
+            if self._paused is mode:  # and nobody has resumed or paused since
+                self._paused = earlier
+            raise
+
+    async def _wait_until_idle(self) -> None:
+        """Wait for the requests in flight, or abort them, unless the pause ends or becomes KEEP."""
         while self._refuses and self._num_admitted:
             if self._paused is PauseMode.ABORT:
                 await self.abort()  # each time: a request that is still prepared cannot be aborted yet
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), _LOOK_AGAIN_S)
-        if clear_cache and self._refuses:
-            await self._engine.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """End the pause."""
-        await self._engine.resume()
+        """End the pause. ABORT and WAIT pause nothing but the queue; otherwise the engine is asked."""
+        if not self._refuses:
+            await self._engine.resume()
         self._paused = None
 
     async def abort(self, names: Collection[str] | None = None) -> int:

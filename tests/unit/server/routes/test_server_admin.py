@@ -9,7 +9,7 @@ import pytest
 
 from support.servers import MODEL, asgi_client, make_app, scripted_engine
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import EngineError, InvalidInputError
 from unbroken.types import FinishReason
 
 SAMPLE = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 50}}
@@ -97,6 +97,38 @@ async def test_a_pause_that_waits_ends_with_the_resume() -> None:
         assert (await asyncio.wait_for(pausing, 20)).status_code == 200
         await engine.resume()
         assert (await running).status_code == (await later).status_code == 200
+
+
+class EngineWithoutControl(ScriptedEngine):
+    """Refuses to pause, as the engine of a gateway over a vLLM without its development routes."""
+
+    async def pause(self) -> None:
+        raise EngineError("refuses POST /pause")
+
+    async def resume(self) -> None:
+        raise EngineError("refuses POST /resume")
+
+    async def reset_prefix_cache(self) -> None:
+        raise EngineError("refuses POST /reset_prefix_cache")
+
+
+@pytest.mark.parametrize("query", ["", "?mode=keep", "?mode=wait", "?mode=abort"])
+async def test_a_pause_that_the_engine_refuses_pauses_nothing(query: str) -> None:
+    engine = EngineWithoutControl(lambda prompt_ids: [7], vocab_size=5000)
+    async with asgi_client(make_app(engine)) as client:
+        assert (await client.post("/pause" + query)).status_code == 503
+        assert (await client.get("/is_paused")).json() == {"is_paused": False}
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_a_pause_of_the_queue_alone_ends_without_the_engine(mode: str) -> None:
+    engine = EngineWithoutControl(lambda prompt_ids: [7], vocab_size=5000)
+    async with asgi_client(make_app(engine)) as client:
+        assert (await client.post(f"/pause?mode={mode}&clear_cache=false")).status_code == 200
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 503
+        assert (await client.post("/resume")).status_code == 200
+        assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=stop", "/sleep?mode=stop&level=2", "/sleep?level=3", "/sleep?level=1"])
