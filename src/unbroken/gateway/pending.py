@@ -9,6 +9,7 @@ The last chunk of a completion is handed out when the turn is on disk.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -35,31 +36,38 @@ class PendingTurn:
         answer_id: str,
         record: Record,
         on_start: Callable[[PendingTurn], None],
-        aborts: bool,
+        counts: bool,
     ) -> None:
-        """`aborts` ends the work when its last reader leaves; `on_start` is called when the work begins."""
+        """`on_start` is called when the work begins; `counts` keeps `num_unrecorded` also for whole answers."""
         self.request = request
         self.renderer = renderer
         self.answer_id = answer_id
         self.replies: dict[int, WholeReply] = {}
         self._sequences: dict[int, SampledSequence] = {}
-        self._num_readers = 0
         self._service = service
         self._record = record
         self._on_start = on_start
-        self._aborts = aborts
+        self._counts = counts
+        self._is_recording = False
+        self._num_sampled: Counter[int] = Counter()
+        """Ids of each completion that is not recorded."""
         self._chunks: list[SampleChunk] = []
         self._work: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
     @property
-    def is_done(self) -> bool:
-        """Whether it was sampled and recorded, or failed."""
-        return self._work is not None and self._work.done()
+    def is_over(self) -> bool:
+        """Whether it was sampled and recorded, or failed, or is being cancelled: nobody can read it any more."""
+        return self._work is not None and (self._work.done() or self._work.cancelling() > 0)
+
+    @property
+    def num_unrecorded(self) -> int:
+        """Number of ids that were sampled for completions which are not recorded."""
+        return self._num_sampled.total()
 
     async def sample(self) -> SampleResult:
         """See `OpenTurn`."""
-        self._start(self._sample_whole)
+        self._start(self._sample_streamed if self._counts else self._sample_whole)
         async with aclosing(self._read()) as chunks:
             async for _ in chunks:
                 pass
@@ -85,6 +93,11 @@ class PendingTurn:
         """End the work."""
         if self._work is not None:
             self._work.cancel()
+
+    def abort(self) -> None:
+        """End the work, as nobody reads it; a completion that is being recorded is finished, for a retry."""
+        if not self._is_recording:
+            self.cancel()
 
     def add_done_callback(self, call: Callable[[], None]) -> None:
         """Call when the work has ended; it must have begun."""
@@ -114,6 +127,7 @@ class PendingTurn:
         async with aclosing(self._service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 parts[chunk.index].append(chunk)
+                self._num_sampled[chunk.index] += len(chunk.completion_ids)
                 if chunk.finish_reason is None:
                     self._add(chunk)
                     continue
@@ -122,7 +136,14 @@ class PendingTurn:
 
     async def _end_completion(self, last: SampleChunk, sequence: SampledSequence) -> None:
         """Record a completion, and hand out its last chunk."""
-        self.replies[last.index] = await self._record(last.index, sequence)
+        self._is_recording = True
+        number = self._num_sampled.pop(last.index, 0)
+        try:
+            self.replies[last.index] = await self._record(last.index, sequence)
+        except Exception:
+            self._num_sampled[last.index] = number
+            raise
+        self._is_recording = False
         self._sequences[last.index] = sequence
         self._add(last)
 
@@ -134,19 +155,13 @@ class PendingTurn:
         """All chunks from the first on, then the error of the work, if it failed."""
         work = self._work
         assert work is not None
-        self._num_readers += 1
-        try:
-            for position in range(2**62):
-                while position == len(self._chunks) and not work.done():
-                    self._news.clear()
-                    await self._news.wait()
-                if position == len(self._chunks):
-                    break
-                yield self._chunks[position]
-        finally:
-            self._num_readers -= 1
-            if self._aborts and self._num_readers == 0:
-                work.cancel()
+        for position in range(2**62):
+            while position == len(self._chunks) and not work.done():
+                self._news.clear()
+                await self._news.wait()
+            if position == len(self._chunks):
+                break
+            yield self._chunks[position]
         if work.cancelled():
             raise HttpError(503, "the turn was aborted: ask again", code="aborted", headers={"Retry-After": "1"})
         work.result()

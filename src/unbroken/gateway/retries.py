@@ -31,7 +31,7 @@ class Attempt:
     @property
     def can_answer(self) -> bool:
         """Whether there is an answer, or will be one."""
-        return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_done)
+        return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_over)
 
     def enter(self) -> Callable[[bool], None]:
         """Count a request that is answered with it; returns what to call at its end, with whether it was answered."""

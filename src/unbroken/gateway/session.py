@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from unbroken.gateway.recording import Answered, SessionState, make_settings
 from unbroken.gateway.retries import Attempt, Attempts, RecordedAnswer
 from unbroken.gateway.settings import StoredSettings
 from unbroken.ledger.forest import Match, TurnSettings
-from unbroken.ledger.records import SessionRecord, SessionStatus
+from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
 from unbroken.messages import check_conversation
 from unbroken.rendering.base import Renderer
@@ -30,6 +31,9 @@ from unbroken.server.texts import check_conversation as check_length
 from unbroken.server.turns import OpenTurn, Question
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
+
+_ABORTED_IDS = "aborted/sampled_ids"
+"""The counter of ids that were sampled for turns that were not recorded, in sessions with a limit of ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,9 @@ class Session:
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
         self._unrecorded: dict[Attempt, int] = {}
-        """How many turns each accepted question may still record: they count before they are sampled."""
+        """How many turns each accepted question may still record: they count before they are sampled, and their ids."""
+        self._storing: set[asyncio.Task[None]] = set()
+        """Counts of aborted ids that are being written."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
 
@@ -86,10 +92,14 @@ class Session:
         self._check_open()
         async with self._opening:
             if (attempt := self._attempts.find(question.retry, n=question.n)) is not None:
-                turn = await self._answer_again(context, question, attempt)
-                return turn, attempt.enter()
+                leave = self._enter(attempt)
+                try:
+                    return await self._answer_again(context, question, attempt), leave
+                except BaseException:
+                    leave(False)
+                    raise
             self._check_limits(question.n)
-            question = self._apply_settings(question)
+            question = self._limit_tokens(self._apply_settings(question))
             placed = await context.run_in_text_thread(partial(self._place, context, question))
             turn = await continue_prompt(
                 context,
@@ -101,12 +111,14 @@ class Session:
             self._num_opened += 1
             attempt = Attempt(question.retry, question.n)
             attempt.pending = self._make_pending(context, question, turn, placed, attempt)
-            return attempt.pending, self._reserve_turns(attempt)
+            self._unrecorded[attempt] = attempt.n
+            return attempt.pending, self._enter(attempt)
 
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
         for turn in list(self._pending):
             await turn.finish()
+        await asyncio.gather(*self._storing)
 
     def cancel_pending(self) -> None:
         """End the turns that are being sampled; they are not recorded."""
@@ -120,13 +132,14 @@ class Session:
             raise ended(replace(self.record, status=SessionStatus.EXPIRED))
 
     def _check_limits(self, num_turns: int) -> None:
-        """Check that a question may be answered by so many turns."""
+        """Check that a question may be answered by so many turns, each with at least one id."""
         limits = self.settings.limits
-        num_used = len(self.state.turns) + sum(self._unrecorded.values())
+        live = {attempt: number for attempt, number in self._unrecorded.items() if not _get_pending(attempt).is_over}
+        num_used = len(self.state.turns) + sum(live.values())
         age_s = time.time() - self.record.created_s
         reached = (
             ("turns", limits.turns, num_used, num_turns, "turns"),
-            ("tokens", limits.tokens, self.state.num_sampled, 1, "sampled ids"),
+            ("tokens", limits.tokens, self._count_sampled(), num_turns, "sampled ids"),
             ("seconds", limits.seconds, age_s, 0, "seconds since it was created"),
         )
         for name, limit, used, asked, unit in reached:
@@ -138,23 +151,48 @@ class Session:
                     param=f"limits.{name}",
                     code="session_limit_reached",
                 )
-        if len(self._unrecorded) >= self._max_in_flight:
-            raise HttpError(
-                429,
-                f"the session may have {self._max_in_flight} requests at a time, and has {len(self._unrecorded)}",
-                code="session_busy",
-                headers={"Retry-After": "1"},
-            )
+        busy = None
+        if len(live) >= self._max_in_flight:
+            busy = f"the session may have {self._max_in_flight} requests at a time, and has {len(live)}"
+        elif limits.tokens is not None and self._count_tokens_left(limits.tokens) < num_turns:
+            busy = "the requests in flight have reserved all ids that are left of the session's limits.tokens"
+        if busy is not None:
+            raise HttpError(429, busy, code="session_busy", headers={"Retry-After": "1"})
 
-    def _reserve_turns(self, attempt: Attempt) -> Callable[[bool], None]:
-        """Count the turns of a new question until they are recorded; returns what to call when its request ends."""
-        self._unrecorded[attempt] = attempt.n
+    def _count_sampled(self) -> int:
+        """Number of ids that were sampled and not given back: those of aborted turns count too."""
+        aborted = sum(pending.num_unrecorded for pending in self._pending if pending.is_over)
+        return self.state.num_sampled + self.state.counters[_ABORTED_IDS] + aborted
+
+    def _count_tokens_left(self, limit: int) -> int:
+        """Number of ids that are neither sampled nor reserved by a request in flight, which may take its maximum."""
+        reserved = sum(
+            number * pending.request.params.max_tokens
+            for attempt, number in self._unrecorded.items()
+            if not (pending := _get_pending(attempt)).is_over
+        )
+        return limit - self._count_sampled() - reserved
+
+    def _limit_tokens(self, question: Question) -> Question:
+        """The question with at most its share of the ids that are left, which is at least one."""
+        limit = self.settings.limits.tokens
+        if limit is None:
+            return question
+        share = self._count_tokens_left(limit) // question.n
+        if question.max_tokens is not None and question.max_tokens <= share:
+            return question
+        return replace(question, max_tokens=share, caps_max_tokens=True)
+
+    def _enter(self, attempt: Attempt) -> Callable[[bool], None]:
+        """Count a request that an attempt answers; returns what to call when it ends."""
         leave = attempt.enter()
 
         def end(is_delivered: bool) -> None:
             leave(is_delivered)
             if attempt.pending not in self._pending:  # it was never sampled, or has ended
                 self._unrecorded.pop(attempt, None)
+            elif attempt.num_requests == 0 and self.settings.on_disconnect is OnDisconnect.ABORT:
+                attempt.pending.abort()
 
         return end
 
@@ -164,8 +202,6 @@ class Session:
         if "seed" in forced:  # for each turn another: with one seed, equal prompts would get equal replies
             forced["seed"] = derive_seed(forced["seed"], self._num_opened)
         most = [limit for limit in (forced.pop("max_tokens", None), question.max_tokens) if limit is not None]
-        if self.settings.limits.tokens is not None:
-            most.append(self.settings.limits.tokens - self.state.num_sampled)
         options = self.settings.template_options
         return replace(
             question,
@@ -228,7 +264,7 @@ class Session:
             answer_id=turn.answer_id,
             record=record,
             on_start=lambda _: self._follow(attempt),
-            aborts=self.settings.on_disconnect is OnDisconnect.ABORT,
+            counts=self.settings.limits.tokens is not None,
         )
 
     async def _record(self, answered: Answered, attempt: Attempt) -> int:
@@ -259,8 +295,18 @@ class Session:
             self._pending.remove(pending)
             self._unrecorded.pop(attempt, None)
             self._attempts.end(attempt)
+            if pending.num_unrecorded and self.settings.limits.tokens is not None:
+                self.state.counters.add(_ABORTED_IDS, pending.num_unrecorded)
+                storing = asyncio.create_task(self._store_aborted(pending.num_unrecorded))
+                self._storing.add(storing)
+                storing.add_done_callback(self._storing.discard)
 
         pending.add_done_callback(end)
+
+    async def _store_aborted(self, number: int) -> None:
+        """Write the number of ids of an aborted turn: they count after a restart too."""
+        with suppress(StoreError):  # the session has ended, or finds the next turn refused
+            await self._writer.commit(TurnCommit(session_id=self.record.session_id, counters={_ABORTED_IDS: number}))
 
     async def _answer_again(self, context: ServerContext, question: Question, attempt: Attempt) -> OpenTurn:
         if attempt.pending is not None:
@@ -282,6 +328,12 @@ class Session:
             request=request,
             sequences=tuple(recorded.turn.sequence for recorded in turns),
         )
+
+
+def _get_pending(attempt: Attempt) -> PendingTurn:
+    """The turn of an attempt that is not over."""
+    assert attempt.pending is not None
+    return attempt.pending
 
 
 def ended(record: SessionRecord) -> HttpError:

@@ -34,7 +34,8 @@ class SessionLimits(StrictBody):
     turns: int | None = Field(default=None, ge=1)
     """Each of the `n` answers to a request is a turn."""
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled ids of all turns. Requests at the same time may exceed it, as each may take all that is left."""
+    """Sampled ids of all turns, those of aborted ones too. A request reserves its `max_tokens` for each of its answers,
+    cut to what is left, until it ends."""
     seconds: float | None = Field(default=None, gt=0)
     """Since it was created."""
     in_flight: int | None = Field(default=None, ge=1)

@@ -10,6 +10,7 @@ The example of `tree`, continued: two branches share the prompt `[1, 2]` and the
                        loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
 
 Both rows have the trajectory's advantage, or that of the id's turn, where their loss mask is true, and zero elsewhere.
+A branch whose turns were sampled at several temperatures gives a row for each, which trains the ids of that one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.errors import InvalidInputError
 from unbroken.ledger.nodes import Origin, Path
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import TokenTree
@@ -28,6 +29,8 @@ from unbroken.types import BoolMask, TrainingSample
 def export_samples(tree: TokenTree, advantage: float | Mapping[int, float]) -> list[TrainingSample]:
     """Export one row per leaf that has sampled ids of its own, in the order in which the leaves were added.
 
+    If these ids have several temperatures there is a row for each, in the order in which the temperatures appear.
+
     `advantage` is one number for all ids, or one for each node that was sampled, by the node's number.
 
     A sampled id that several branches share is in the loss of the first only. A leaf with no ids left to train (an
@@ -36,24 +39,29 @@ def export_samples(tree: TokenTree, advantage: float | Mapping[int, float]) -> l
 
     Raises:
         InvalidInputError: an advantage is not a finite number, or that of a sampled node is missing.
-        InvariantError: ids on one path were sampled at different temperatures.
     """
     by_node = _check_advantages(tree, advantage)
-    return [_build_row(path, loss_mask, by_node) for path, loss_mask in _find_rows(tree)]
+    return [_build_row(path, mask, temperature, by_node) for path, mask, temperature in _find_rows(tree)]
 
 
 def find_trained_paths(tree: TokenTree) -> list[Path]:
     """The path of each row of `export_samples`, in the same order; it may end after the row."""
-    return [path for path, _ in _find_rows(tree)]
+    return [path for path, _, _ in _find_rows(tree)]
 
 
-def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, BoolMask]]:
+def _find_rows(tree: TokenTree) -> Iterator[tuple[Path, BoolMask, float]]:
+    """The path, loss mask and temperature of each row."""
     num_trained = [0] * len(tree.nodes)
     for leaf in tree.leaves():
         path = tree.path(leaf)
-        loss_mask = _mask_untrained(path, num_trained)
-        if loss_mask.any():
-            yield path, loss_mask
+        untrained = _mask_untrained(path, num_trained)
+        for temperature in path.temperatures:
+            loss_mask = untrained.copy()
+            for segment in path.segments:
+                if tree.nodes[segment.node].temperature != temperature:
+                    loss_mask[segment.start : segment.stop] = False
+            if loss_mask.any():
+                yield path, loss_mask, temperature
 
 
 def _check_advantages(tree: TokenTree, advantage: float | Mapping[int, float]) -> dict[int, float]:
@@ -80,16 +88,11 @@ def _mask_untrained(path: Path, num_trained: list[int]) -> BoolMask:
     return mask
 
 
-def _build_row(path: Path, loss_mask: BoolMask, by_node: Mapping[int, float]) -> TrainingSample:
+def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: Mapping[int, float]) -> TrainingSample:
     advantages = np.concatenate(
         [np.full(each.stop - each.start, by_node.get(each.node, 0), dtype=np.float32) for each in path.segments]
     )
     end = int(np.flatnonzero(loss_mask)[-1]) + 1
-    if len(path.temperatures) != 1:
-        raise InvariantError(
-            f"the ids of one row were sampled at temperatures {list(path.temperatures)}: the trainer supports only "
-            "one, so sample all turns of a trajectory at the same temperature"
-        )
     return TrainingSample(
         token_ids=path.token_ids[:end],
         sampled_mask=path.sampled_mask[:end],
@@ -97,7 +100,7 @@ def _build_row(path: Path, loss_mask: BoolMask, by_node: Mapping[int, float]) ->
         rollout_logprobs=path.rollout_logprobs[:end],
         policy_versions=path.policy_versions[:end],
         advantages=np.where(loss_mask[:end], advantages[:end], np.float32(0)),
-        temperature=path.temperatures[0],
+        temperature=temperature,
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
     )

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 
 from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
 from support.servers import encode, listening, scripted_engine
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
+from unbroken.types import SampleChunk, SampleRequest
 
 REPLY = "It is 17.<|im_end|>"
 LONG = [5] * 300
@@ -290,6 +294,39 @@ async def test_a_reader_that_leaves_in_mid_stream(tmp_path: Path, choice: str) -
         assert len(engine.requests) == (1 if choice == "finish" else 2)
         session = await gateway.look(created)
         assert (session["num_turns"], session["forks"]) == (1, [])
+        assert len((await gateway.look(created, "/samples"))["samples"]) == 1
+
+
+class SlowToAbort(ScriptedEngine):
+    """Needs a while to abort a request, as a server behind a network does."""
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        try:
+            async for chunk in super().stream(request):
+                yield chunk
+        except BaseException:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.3)
+            raise
+
+
+@pytest.mark.parametrize("limits", [{}, {"turns": 1, "in_flight": 1, "tokens": 500}], ids=["", "limited"])
+async def test_the_retry_of_an_aborted_turn_never_gets_the_aborted_one(tmp_path: Path, limits: dict[str, int]) -> None:
+    engine = SlowToAbort(lambda ids: [*LONG, *encode(REPLY)], vocab_size=5000, context_length=4096, allow_forks=True)
+    async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
+        created = await gateway.create(on_disconnect="abort", limits=limits)
+        await engine.pause()
+        body = {"messages": [USER], "stream": True}
+        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": created["api_key"]}) as client:
+            leaving = asyncio.create_task(client.post(CHAT, json=body))
+            await wait_until(lambda: engine.requests)
+            leaving.cancel()
+        await asyncio.sleep(0.1)
+        await engine.resume()
+        retry = await gateway.agent(created).post(CHAT, json=body)
+        assert retry.status_code == 200, retry.text
+        assert retry.text.rstrip().endswith("[DONE]")
+        assert (await gateway.look(created))["num_turns"] == 1
         assert len((await gateway.look(created, "/samples"))["samples"]) == 1
 
 

@@ -110,3 +110,16 @@ async def test_without_a_session_the_server_answers_as_ever(tmp_path: Path) -> N
     async with running_gateway(scripted("ok<|im_end|>"), tmp_path) as gateway:
         assert (await ask(gateway.client, [USER]))["content"] == "ok"
         assert (await gateway.client.get("/v1/sessions")).json()["sessions"] == []
+
+
+async def test_a_session_with_two_temperatures_gives_rows_of_each(tmp_path: Path) -> None:
+    async with running_gateway(scripted(CALL, "It is 17.<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        call = await ask(agent, [USER], temperature=1.0)
+        await ask(agent, [USER, call, result(call)], temperature=0.5)
+        rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+        session = await gateway.look(created)
+    assert [row["temperature"] for row in rows] == [1.0, 0.5]
+    assert sum(sum(row["loss_mask"]) for row in rows) == session["num_sampled_tokens"]
+    assert rows[1]["token_ids"][: len(rows[0]["token_ids"])] == rows[0]["token_ids"]

@@ -7,8 +7,8 @@ import pytest
 
 from support.images import image_span
 from support.sequences import sampled
-from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.ledger.export import export_samples
+from unbroken.errors import InvalidInputError
+from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 
@@ -96,14 +96,18 @@ def test_an_advantage_that_is_not_finite_in_float32_is_refused(advantage):
         export_samples(worked_example(), advantage)
 
 
-def test_turns_sampled_at_different_temperatures_are_refused():
+def test_a_branch_with_several_temperatures_gives_a_row_for_each_and_trains_every_id_once():
     tree = TokenTree()
-    prompt = tree.add_given([1], Origin.PROMPT, parent=None)
-    turn = tree.add_sampled(sampled(2, temperature=1.0), parent=prompt)
-    bridge = tree.add_given([3], Origin.BRIDGE, parent=turn)
-    tree.add_sampled(sampled(4, temperature=0.7), parent=bridge)
-    with pytest.raises(InvariantError, match=r"temperatures \[1.0, 0.7\].*same temperature"):
-        export_samples(tree, 1.0)
+    end = tree.add_given([1], Origin.PROMPT, parent=None)
+    for ids, temperature, given in (([2, 3], 1.0, 4), ([5], 0.7, 6), ([7], 1.0, 8)):
+        end = tree.add_sampled(sampled(*ids, temperature=temperature), parent=end)
+        end = tree.add_given([given], Origin.BRIDGE, parent=end)
+    hot, cold = export_samples(tree, 1.0)
+    assert (hot.temperature, hot.token_ids[hot.loss_mask].tolist()) == (1.0, [2, 3, 7])
+    assert (cold.temperature, cold.token_ids[cold.loss_mask].tolist()) == (0.7, [5])
+    assert cold.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert cold.sampled_mask.tolist() == [False, True, True, False, True]
+    assert len(find_trained_paths(tree)) == 2
 
 
 def test_branches_of_different_temperatures_are_rows_of_their_own_temperature():

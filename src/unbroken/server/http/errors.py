@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,7 @@ from unbroken.errors import (
 from unbroken.server.http.bodies import is_form_tag
 from unbroken.server.http.json import json_response
 
+_log = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -84,7 +86,14 @@ class HttpError(Exception):
 
 
 def to_http_error(error: Exception) -> HttpError:
-    """Choose status and code for an error."""
+    """Choose status and code for an error; the log has the traceback of a 500."""
+    found = _choose_status(error)
+    if found.status == 500:
+        _log.error("the server failed on a request: it was answered with 500", exc_info=error)
+    return found
+
+
+def _choose_status(error: Exception) -> HttpError:
     match error:
         case HttpError():
             return error

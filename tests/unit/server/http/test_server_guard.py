@@ -12,6 +12,7 @@ import pytest
 from fastapi import APIRouter
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
+from unbroken.errors import InvariantError
 from unbroken.server import routes
 from unbroken.server.config import Limits
 from unbroken.server.http.access import Access
@@ -179,6 +180,21 @@ async def test_an_unexpected_error_is_counted_as_a_500() -> None:
         assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 500
         text = (await client.get("/metrics")).text
     assert 'unbroken_requests_total{route="/v1/sample",status="500"} 1.0' in text
+
+
+@pytest.mark.parametrize("error", [InvariantError("ids disagree"), RuntimeError("broken")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_has_the_traceback_of_every_500(
+    error: Exception, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_down(prompt_ids: Any) -> Any:
+        raise error
+
+    async with asgi_client(make_app(scripted_engine(break_down))) as client:
+        body = {"prompt": [1, 2], "stream": stream}
+        assert (await client.post("/v1/completions", json=body)).status_code == 500
+    assert "in break_down" in caplog.text
+    assert str(error) in caplog.text
 
 
 async def test_metrics_are_described_as_text() -> None:
