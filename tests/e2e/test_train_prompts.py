@@ -182,7 +182,10 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
         ({"--trainer.dpo.beta": "1"}, "trainer.dpo must be left out with algorithm grpo"),
         ({"--lora.modules": "nowhere_proj"}, "lora.modules must be modules of the model, got ['nowhere_proj']"),
         ({"--engine.kind": "server"}, "engine.urls must be given exactly with kind server"),
-        ({"--rewards": '[{function = "nowhere.py:f"}]'}, "nowhere.py must be a Python file, but it does not exist"),
+        (
+            {"--rewards": '[{function = "nowhere.py:f"}]'},
+            "rewards[0].function must name a file that exists, got nowhere",
+        ),
         ({"--tools": "{recipes}/sums/rewards.py:correct"}, "tools must be functions with the decorator @tool, got"),
     ],
 )

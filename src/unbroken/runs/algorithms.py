@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.python_files import FunctionName, load_function
-from unbroken.training.objective.advantages import StepAdvantages
-from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
-from unbroken.training.objective.losses import LOSSES, PolicyLoss
-from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.preferences import best_and_worst, outside_in
-from unbroken.training.objective.turn_advantages import TurnAdvantages
+
+if TYPE_CHECKING:
+    from unbroken.training.objective.online_dpo import OnlineDpo
+    from unbroken.training.objective.policy_gradient import PolicyGradient
 
 T = TypeVar("T")
 
@@ -26,10 +23,12 @@ class Algorithm(StrEnum):
     GRPO = "grpo"
     """The advantage is the reward minus the group's mean, divided by the group's standard deviation."""
     DR_GRPO = "dr_grpo"
-    """grpo without the division, and a loss that is divided by trainer.max_trajectory_tokens."""
+    """grpo without the division, and a loss that is divided by trainer.max_trajectory_tokens; none: all that a rollout
+    can sample."""
     DAPO = "dapo"
     """grpo that replaces groups of equal rewards (loop.max_replacements 3), with a wider upper clip and equal weights
-    of tokens, which are the defaults of grpo too; needs trainer.overlong."""
+    of tokens, which are the defaults of grpo too; and punishes long trajectories: without trainer.overlong, in the last
+    fifth of what a rollout can sample."""
     RLOO = "rloo"
     """The advantage is the reward minus the mean of the other rewards in the group."""
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
@@ -64,6 +63,13 @@ def make_objective(
 
     Raises `InvalidInputError` for an unknown name, or for a part that online DPO would ignore.
     """
+    from unbroken.training.objective.advantages import StepAdvantages
+    from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
+    from unbroken.training.objective.losses import LOSSES, PolicyLoss
+    from unbroken.training.objective.online_dpo import OnlineDpo
+    from unbroken.training.objective.preferences import best_and_worst, outside_in
+    from unbroken.training.objective.turn_advantages import TurnAdvantages
+
     if algorithm is Algorithm.ONLINE_DPO:
         for name, given in (("advantages", advantages), ("loss", loss)):
             if given is not None:

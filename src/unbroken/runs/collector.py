@@ -28,6 +28,8 @@ MakeAgentTask: TypeAlias = Callable[[int], AgentTask]
 """Makes the task of a problem's number for an agent; all attempts of a group get the same one."""
 Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """Takes a problem's number and its group, and returns the group with the final rewards."""
+DEFAULT_SET = "evaluation"
+"""The name of a run's only set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +47,34 @@ class Problems:
     """How many different ones there are, for a curriculum; None: without end."""
     has_images: bool = False
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
+    check_prompts: Callable[[Renderer, int], None] | None = None
+    """Raises `InvalidInputError` if prompts leave no room in a context of this length, before a model is loaded."""
 
     def __post_init__(self) -> None:
         if (self.env is None) == (self.agent is None):
             raise InvalidInputError("problems must have exactly one of env and agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """A named set of problems to evaluate on."""
+
+    name: str = DEFAULT_SET
+    problems: Problems
+    num_problems: int | None = None
+    """None: `evaluation.num_problems`."""
+    num_samples: int | None = None
+    """Rollouts of each problem; None: `evaluation.num_samples`."""
+    sampling: SamplingParams | None = None
+    """None: `evaluation.sampling`, and without it that of the rollouts."""
+
+    def __post_init__(self) -> None:
+        if not self.name or any(character in self.name for character in "/\n"):
+            raise InvalidInputError(f"name must be that of an evaluation set, without a slash, got {self.name!r}")
+        for name in ("num_problems", "num_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
 
 
 class SamplesElsewhere(Protocol):

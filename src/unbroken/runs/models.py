@@ -14,7 +14,7 @@ from unbroken.images.inputs import ImageInputs
 from unbroken.images.processing import load_image_processor
 from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
-from unbroken.runs.config import LoraConfig, RendererConfig, RunConfig
+from unbroken.runs.config import EngineConfig, EngineKind, LoraConfig, RendererConfig, RunConfig
 from unbroken.training.config import Reference
 from unbroken.types import encode_image_settings
 
@@ -76,6 +76,26 @@ def _is_image_text_only(source: str | Path) -> bool:
 def locate(source: str | Path) -> str:
     """The absolute path of a model's folder, or its name on the hub: what others can find it by."""
     return str(Path(source).absolute()) if Path(source).is_dir() else str(source)
+
+
+def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
+    """The longest sequence of the run's engine, as far as it is known before anything is started; None if it is not."""
+    try:
+        model: int | None = getattr(
+            AutoConfig.from_pretrained(locate(source)).get_text_config(), "max_position_embeddings", None
+        )
+    except (OSError, ValueError):
+        return None  # `load_model` has the error
+    words = [part for word in (*engine.vllm_options, *engine.serve_options) for part in word.split("=", 1)]
+    given = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--max-model-len"), "")
+    own = (
+        engine.embedded.context_length
+        if engine.kind is EngineKind.EMBEDDED
+        else int(given)
+        if given.isdigit()
+        else None
+    )
+    return own or model
 
 
 def load_model_renderer(source: str | Path, config: RendererConfig, *, images: ImageInputs | None = None) -> Renderer:

@@ -6,20 +6,20 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from typing import TYPE_CHECKING
 
 from unbroken.errors import InvalidInputError
-from unbroken.training.checks import check_num_processes
-from unbroken.training.model.sharding import fail_together
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 _SET_BY_LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_",
     "TORCHELASTIC_",
 )  # fmt: skip
 """Prefixes of environment variables that say which process of a group this is."""
+_LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+"""Variables of which launchers, and MPI, set one for each of their processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,9 @@ class Rank:
 
 def uses_cpu() -> bool:
     """Whether accelerate needs `cpu=True`: without it, accelerate does not join the other processes on a CPU."""
+    import torch
+    from accelerate.utils import parse_flag_from_env
+
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
@@ -45,6 +48,10 @@ def join_processes() -> PartialState:
     Raises:
         InvalidInputError: a launcher was asked for several processes, and they would be a run each.
     """
+    from accelerate import PartialState
+
+    from unbroken.training.checks import check_num_processes
+
     state = PartialState(cpu=uses_cpu())
     check_num_processes(state.num_processes)
     if state.num_processes == 1 and _is_one_of_several():
@@ -60,8 +67,14 @@ def join_processes() -> PartialState:
 def main_process_first() -> Iterator[bool]:
     """Run the block in the first process, then in the others, which see its files; yields whether this is the first.
 
-    If the block fails in one process, all raise. Raises as `join_processes` does.
+    If the block fails in one process, all raise. Raises as `join_processes` does. A process without a launcher is the
+    only one, and loads no torch for it.
     """
+    if not os.environ.keys() & set(_LAUNCHED):
+        yield True
+        return
+    from unbroken.training.model.sharding import fail_together
+
     is_first = bool(join_processes().is_main_process)
     for is_turn in (is_first, not is_first):
         with fail_together():

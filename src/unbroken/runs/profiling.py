@@ -12,10 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, record_function
-
 from unbroken.errors import InvalidInputError
 
 FOLDER = "profiles"
@@ -52,6 +48,8 @@ class StepProfiler:
         if number not in self._steps:
             yield
             return
+        from torch.profiler import record_function
+
         if self._profile is None:
             self._profile = _start()
         self._done.append(number)
@@ -80,6 +78,10 @@ class StepProfiler:
 
 
 def _start() -> Any:
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity
+
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     # The trainer and the embedded engine compute in threads of their own.
     every_thread = _ExperimentalConfig(profile_all_threads=True)

@@ -14,11 +14,10 @@ from accelerate import Accelerator
 
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import Problems
+from unbroken.runs.collector import EvaluationSet, Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.curriculum import MakeCurriculum, make_collector
 from unbroken.runs.evaluation.beside import EvaluationsBeside
-from unbroken.runs.evaluation.evaluator import EvaluationSet
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.hub import create_repository, upload

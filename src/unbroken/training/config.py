@@ -1,11 +1,13 @@
-"""Configs of the trainer and the loop: small and frozen, one per component, checked when they are built."""
+"""Configs of trainer, loop and trackers: small and frozen, one per component, checked when they are built."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
@@ -159,7 +161,7 @@ class TrainerConfig:
     """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None
     """Maximum loss tokens of a trajectory, all of its rows together, by which CONSTANT divides; the other
-    normalizations do not use it."""
+    normalizations do not use it. None: in a run with algorithm dr_grpo, all that a rollout can sample."""
     correction: Correction | None = None
     """For the gap between sampler and trainer; only with `OldLogprobs.RECOMPUTE`. None: no correction; in a run with
     `loop.max_staleness`, tis, if the old logprobs are recomputed."""
@@ -168,7 +170,8 @@ class TrainerConfig:
     and, with the distance in the loss, trajectories without a score, are trained on too, by this term alone."""
     kl: KlConfig = field(default_factory=KlConfig)
     overlong: OverlongConfig | None = None
-    """Subtract something from the rewards of long trajectories; None: nothing."""
+    """Subtract something from the rewards of long trajectories. None: nothing; in a run with algorithm dapo, from the
+    last fifth of what a rollout can sample."""
     truncated: TruncatedRows = TruncatedRows.TRAIN
     failed: FailedRows = FailedRows.DROP
     failed_reward: float = 0.0
@@ -371,3 +374,37 @@ class LoopConfig:
     def get_max_replaced(self, groups_per_step: int) -> int:
         """How many groups a process may replace in a step of which it has `groups_per_step`."""
         return math.floor((self.max_replacements or 0) * groups_per_step)
+
+
+class Tracker(StrEnum):
+    """Trackers that accelerate supports."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    MLFLOW = "mlflow"
+    COMET_ML = "comet_ml"
+    AIM = "aim"
+    CLEARML = "clearml"
+    SWANLAB = "swanlab"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerConfig:
+    """Trackers that log each step."""
+
+    names: tuple[Tracker, ...] = (Tracker.TENSORBOARD,)
+    """No trackers: `--trackers.names '[]'`."""
+    project: str = "unbroken"
+    """The project of the run, for trackers that have projects."""
+    run_name: str | None = None
+    """The name of the run in W&B and MLflow, and the beginning of its name in trackio; None: they choose one."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) < len(self.names):
+            raise InvalidInputError(f"names must be different trackers, got {[str(name) for name in self.names]}")
+        missing = [name for name in self.names if importlib.util.find_spec(name) is None]
+        if missing:
+            raise InvalidInputError(
+                f"names must be installed trackers, and {missing[0]} is not installed: pip install {missing[0]}"
+            )

@@ -65,6 +65,9 @@ def test_the_toml_of_every_page_has_settings_that_exist(text):
 def test_the_example_of_a_page_is_a_whole_recipe(tmp_path, page):
     (text,) = blocks(DOCS / page, "toml")
     (tmp_path / "recipe.toml").write_text(text)
+    for name in re.findall(r'"([\w/]+\.(?:py|jsonl|parquet))', text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     config = load_recipe(tmp_path / "recipe.toml").configure(
         ["--trackers.names", "tensorboard"]
     )  # others need not be installed

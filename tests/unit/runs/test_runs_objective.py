@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
+from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing
 from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.prompts.dataset import DataConfig
+from unbroken.runs.prompts.recipe import Config
+from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings.build import describe
@@ -89,9 +93,30 @@ def test_one_trajectory_of_a_problem_is_refused_unless_problems_are_compared(alg
         RolloutConfig(group_size=0)
 
 
-def test_dapo_without_its_punishment_is_refused():
-    with pytest.raises(InvalidInputError, match=r"trainer.overlong must be given with algorithm dapo.*got None"):
-        make_config(algorithm=Algorithm.DAPO)
+def test_dapo_and_dr_grpo_work_by_their_names_alone():
+    """What they need of the length of a rollout is that of the limits: of 10 turns of 100 ids, 500."""
+    rollouts = RolloutConfig(limits=Limits(max_turns=10, max_tokens=500), sampling=SamplingParams(max_tokens=100))
+    dapo = make_config(algorithm=Algorithm.DAPO, rollouts=rollouts)
+    assert dapo.training.overlong == OverlongConfig(max_tokens=500, buffer=100)
+    assert make_config(algorithm=Algorithm.DR_GRPO, rollouts=rollouts).training.max_trajectory_tokens == 500
+    few = replace(rollouts, limits=Limits(max_turns=2))
+    assert make_config(algorithm=Algorithm.DR_GRPO, rollouts=few).training.max_trajectory_tokens == 200
+    given = TrainerConfig(max_trajectory_tokens=8)
+    assert make_config(algorithm=Algorithm.DR_GRPO, trainer=given).training == given
+    by_token = TrainerConfig(normalization=LossNormalization.TOKEN)
+    assert make_config(algorithm=Algorithm.DR_GRPO, trainer=by_token).training == by_token
+    assert make_config(rollouts=rollouts).training == TrainerConfig()
+
+
+def test_an_answer_without_tools_is_as_long_as_one_turn(tmp_path):
+    for name in ("a.jsonl", "a.py"):
+        (tmp_path / name).touch()
+    options = {
+        "model": "m", "loop": LoopConfig(num_steps=1), "data": DataConfig(file=tmp_path / "a.jsonl"),
+        "rewards": (RewardConfig(function=tmp_path / "a.py:f"),), "algorithm": Algorithm.DR_GRPO,
+    }  # fmt: skip
+    assert Config(**options).training.max_trajectory_tokens == 512
+    assert Config(**options, tools=(tmp_path / "a.py:t",)).training.max_trajectory_tokens == 8192
 
 
 def test_dapo_replaces_groups_of_equal_rewards_unless_the_config_says_otherwise():
@@ -165,6 +190,7 @@ def test_a_function_that_cannot_be_loaded_is_named(name, message):
 def test_names_come_from_the_command_line_and_from_toml(tmp_path):
     """A file in TOML is relative to it; a name that the package knows stays as it is."""
     (tmp_path / "mine.py").write_text(USERS)
+    (tmp_path / "a.jsonl").touch()
     (tmp_path / "recipe.toml").write_text(
         'model = "m"\nloop.num_steps = 1\ndata.file = "a.jsonl"\nrewards = [{function = "mine.py:doubled"}]\n'
         'advantages = "mine.py:doubled"\nloss = "cispo"\ntrainer.clip.high = 2.0\n'

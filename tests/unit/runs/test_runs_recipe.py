@@ -69,7 +69,8 @@ def test_a_toml_recipe_has_values_for_a_python_one_and_the_command_line_comes_la
 
 def test_a_toml_recipe_of_its_own_is_about_prompts(tmp_path):
     found = load_recipe(recipe(tmp_path, 'model = "m"\ndata.file = "a.jsonl"\nloop.num_steps = 7', "mine.toml"))
-    assert found.configure(["--rewards", '[{function = "r.py:f"}]']).data.file == tmp_path / "a.jsonl"
+    (tmp_path / "a.jsonl").touch()
+    assert found.configure(["--rewards", '[{function = "json:loads"}]']).data.file == tmp_path / "a.jsonl"
     with pytest.raises(
         InvalidInputError, match=r"rewards must hold at least one function or model without an environment: "
     ):
@@ -133,7 +134,7 @@ def test_an_environment_needs_no_file(tmp_path, capsys):
     assert main([*words, "--loop.num-steps", "2"]) == 1
     assert "model must be given, by --model" in capsys.readouterr().err
     assert main([*words, "--model=m", "--loop.num-steps=2"]) == 1
-    assert "envs.py must be a Python file, but it does not exist" in capsys.readouterr().err
+    assert "environment must name a file that exists, got envs.py: there is no such file" in capsys.readouterr().err
     assert main(["train", "--env", "envs.py:Echo", "--help"]) == 0
     assert "usage: unbroken train --env NAME [--FIELD VALUE ...]" in capsys.readouterr().out
 

@@ -6,6 +6,21 @@ of the `slots`; `forward` runs the model over the slots with its `kv_cache` and 
 into ids and their exact logprobs; `loading` copies new weights into the model.
 """
 
-from unbroken.engines.transformers.engine import TransformersEngine, TransformersEngineConfig
+from typing import TYPE_CHECKING
+
+from unbroken.engines.transformers.config import TransformersEngineConfig
+
+if TYPE_CHECKING:
+    from unbroken.engines.transformers.engine import TransformersEngine
 
 __all__ = ["TransformersEngine", "TransformersEngineConfig"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import the engine, and torch, at its first use."""
+        if name != "TransformersEngine":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from unbroken.engines.transformers.engine import TransformersEngine
+
+        return TransformersEngine

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ from unbroken.engines.receiving import LocalReceivers
 from unbroken.engines.transformers.adapters import UpdateLoader
 from unbroken.engines.transformers.answers import Feed
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
+from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
@@ -58,27 +59,6 @@ from unbroken.types import (
 _T = TypeVar("_T")
 _FENCE_POLL_S = 0.002
 """How often an update or a sleep checks whether the requests before it have ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersEngineConfig:
-    """Limits of an embedded engine. Its memory for keys and values grows on demand up to these limits."""
-
-    max_batch: int = 256
-    """Maximum rows that sample at once (a request has n), and slots of the prefix cache; more rows wait."""
-    context_length: int | None = None
-    """Maximum ids of a sequence; None is the model's own `max_position_embeddings`."""
-    max_prefill_tokens: int = 4096
-    """Maximum prompt ids, padding included, that one step computes besides sampling."""
-    records_routing: bool = False
-    """Record the experts that compute each id, for requests with `return_routed_experts`: L * K bytes for each id that
-    a slot holds. Only for a model whose routers can be found (`unbroken.routing`)."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "context_length", "max_prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be >= 1, got {value}")
 
 
 class TransformersEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
@@ -14,10 +15,12 @@ from unbroken.runs.config.outputs import CheckpointConfig, ExportConfig, Rollout
 from unbroken.runs.config.rollouts import RolloutConfig, SessionConfig
 from unbroken.runs.profiling import parse_steps
 from unbroken.runs.python_files import FunctionName
-from unbroken.training.config import LoopConfig, LoraUpdates, TrainerConfig
-from unbroken.training.metrics.trackers import TrackerConfig
-from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
+from unbroken.training.loss_config import OverlongConfig
+
+if TYPE_CHECKING:
+    from unbroken.training.objective.online_dpo import OnlineDpo
+    from unbroken.training.objective.policy_gradient import PolicyGradient
 
 DAPO_REPLACEMENTS = 3.0
 """`loop.max_replacements` with algorithm dapo."""
@@ -93,11 +96,6 @@ class RunConfig:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
             raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
-        if self.algorithm is Algorithm.DAPO and self.trainer.overlong is None:
-            raise InvalidInputError(
-                "trainer.overlong must be given with algorithm dapo, which punishes long trajectories (max_tokens and "
-                "buffer), got None: the rest of dapo is algorithm grpo"
-            )
         objective = self.objective
         objective.check_config(self.training)
         if self.loop.replaces_groups and not objective.leaves_out_zero_variance(self.training):
@@ -119,9 +117,27 @@ class RunConfig:
 
     @property
     def training(self) -> TrainerConfig:
-        """`trainer`, which with `loop.max_staleness` corrects for older weights unless it says otherwise."""
+        """`trainer`, with what the algorithm needs and with the correction of `loop.max_staleness`, unless it says
+        otherwise.
+        """
         is_stale = self.loop.max_staleness > 0 and self.algorithm is not Algorithm.ONLINE_DPO
-        return self.trainer.for_stale_rows() if is_stale else self.trainer
+        trainer, most = self.trainer.for_stale_rows() if is_stale else self.trainer, self.max_sampled_tokens
+        if self.algorithm is Algorithm.DAPO and trainer.overlong is None:
+            trainer = replace(trainer, overlong=OverlongConfig(max_tokens=most, buffer=max(most // 5, 1)))
+        if self.algorithm is Algorithm.DR_GRPO and (trainer.normalization or trainer.max_trajectory_tokens) is None:
+            trainer = replace(trainer, max_trajectory_tokens=most)
+        return trainer
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """How many ids a rollout can sample in all of its turns."""
+        rollouts = self.rollouts
+        return min(rollouts.limits.max_tokens, self.max_turns * rollouts.sampling.max_tokens)
+
+    @property
+    def max_turns(self) -> int:
+        """How many turns a rollout can have."""
+        return self.rollouts.limits.max_turns
 
     @property
     def chosen_loop(self) -> LoopConfig:

@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 
 from unbroken.errors import (
     EngineError,
-    InvalidInputError,
     MetricsError,
     OutageError,
     RolloutError,
@@ -20,37 +19,12 @@ from unbroken.errors import (
 )
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.collector import DEFAULT_SET, Sampler
 from unbroken.runs.evaluation.numbers import Sample, summarize
 from unbroken.runs.processes import Rank
 from unbroken.training.model.sharding import fail_together
-from unbroken.types import SamplingParams
 
-DEFAULT_SET = "evaluation"
-"""The name of a run's only set."""
 _FILE = "evaluation.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSet:
-    """A named set of problems to evaluate on."""
-
-    name: str = DEFAULT_SET
-    problems: Problems
-    num_problems: int | None = None
-    """None: `evaluation.num_problems`."""
-    num_samples: int | None = None
-    """Rollouts of each problem; None: `evaluation.num_samples`."""
-    sampling: SamplingParams | None = None
-    """None: `evaluation.sampling`, and without it that of the rollouts."""
-
-    def __post_init__(self) -> None:
-        if not self.name or any(character in self.name for character in "/\n"):
-            raise InvalidInputError(f"name must be that of an evaluation set, without a slash, got {self.name!r}")
-        for name in ("num_problems", "num_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be >= 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

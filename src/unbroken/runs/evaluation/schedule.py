@@ -14,9 +14,9 @@ from rich.console import Console
 
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import Sampler
+from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, Sampler
 from unbroken.runs.config import EvaluationConfig
-from unbroken.runs.evaluation.evaluator import DEFAULT_SET, Evaluation, EvaluationSet, Evaluator
+from unbroken.runs.evaluation.evaluator import Evaluation, Evaluator
 from unbroken.runs.evaluation.numbers import tracked
 from unbroken.runs.export.kept import KeptModels
 from unbroken.timeline import Timeline

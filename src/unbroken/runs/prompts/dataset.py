@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.exceptions import DatasetGenerationError
-
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.messages import Message, check_conversation
+from unbroken.rendering.base import Renderer
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.order import EpochOrder
+from unbroken.rollout.tools import Tool
 from unbroken.runs.prompts.images import UndecodedRows, find_sources, identify, place_images
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -127,6 +127,34 @@ class Rows:
                     f"{names!r}: the tools are {', '.join(known) or 'not given'}"
                 )
 
+    def check_prompts(self, tools: Sequence[Tool], renderer: Renderer, context_length: int) -> None:
+        """Raise `InvalidInputError` with the rows whose prompts leave no room in the context.
+
+        An id spells at least a byte, so only prompts of that many bytes are tokenised. Those with images are not: how
+        many ids an image has is known when it is loaded.
+        """
+        too_long: dict[int, int] = {}
+        num_around: int | None = None  # ids of the template, and more: those of the first prompt
+        for index, row in enumerate(self._undecoded):
+            messages = self._make_messages(index, row)
+            names = None if self._config.tools is None else self._rows[index][self._config.tools]
+            schemas = [tool.schema for tool in tools if names is None or tool.name in names]
+            num_bytes = len(json.dumps([messages, schemas], ensure_ascii=False, default=str).encode(errors="replace"))
+            if find_sources(messages) or (num_around is not None and num_bytes + num_around < context_length):
+                continue
+            length = len(renderer.render(messages, tools=schemas).token_ids)
+            if length >= context_length:
+                too_long[index] = length
+            elif num_around is None:
+                num_around = length
+        if too_long:
+            shown = ", ".join(f"{index} ({length} ids)" for index, length in itertools.islice(too_long.items(), 10))
+            more = f" and {len(too_long) - 10} more" if len(too_long) > 10 else ""
+            raise InvalidInputError(
+                f"{self.name} must have prompts shorter than the context of {context_length} ids, and these rows are "
+                f"too long: {shown}{more}. Leave them out, or take a longer context"
+            )
+
     def tools(self, number: int) -> list[str] | None:
         """The names of the tools of row `number` of the run; None: all tools."""
         return None if self._config.tools is None else self.row(number)[self._config.tools]
@@ -159,13 +187,16 @@ class Rows:
 
 
 def _load(config: DataConfig, name: str) -> Any:
+    if config.file is not None and not config.file.is_file():
+        raise InvalidInputError(f"the data set {name} cannot be loaded: there is no such file")
+    if config.file is not None and config.file.stat().st_size == 0:
+        raise InvalidInputError(f"{config.file} must have at least one row, but the file is empty")
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
     try:
         if config.file is None:
             return datasets.load_dataset(config.hub, config.subset, split=config.split)
-        if not config.file.is_file():
-            raise InvalidInputError(f"the data set {name} cannot be loaded: there is no such file")
-        if config.file.stat().st_size == 0:
-            raise InvalidInputError(f"{config.file} must have at least one row, but the file is empty")
         return datasets.load_dataset(
             _LOADERS[config.file.suffix], data_files=str(config.file.resolve()), split=config.split
         )

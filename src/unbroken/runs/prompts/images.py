@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import datasets
-
 from unbroken.errors import ImageError, MessagesError
 from unbroken.images.loading import ImageLoader, find_image_parts
 from unbroken.messages import Message, get_image_source
@@ -32,6 +30,8 @@ class UndecodedRows:
 
     def __init__(self, rows: Any, columns: Sequence[str]) -> None:
         """`rows` is a `datasets.Dataset`, of which these columns are read."""
+        import datasets
+
         self._rows = rows.select_columns(list(dict.fromkeys(columns))).with_format("arrow")
         self._features = datasets.Features({name: _without_decoding(self._rows.features[name]) for name in columns})
 
@@ -127,6 +127,8 @@ def _read(source: Any, folder: Path | None, *, name: str) -> ImageSource:
 
 def _without_decoding(feature: Any) -> Any:
     """The feature with images as they are stored, `{"bytes": ..., "path": ...}`, at any depth."""
+    import datasets
+
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, Mapping):

@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message
@@ -35,16 +34,14 @@ from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import MakeEnv, Problems, Score
+from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, MakeEnv, Problems, Score
 from unbroken.runs.config import RunConfig
-from unbroken.runs.evaluation.evaluator import DEFAULT_SET, EvaluationSet
 from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
 from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, is_package
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, load_object
-from unbroken.runs.reinforce import reinforce
 from unbroken.types import SamplingParams
 
 TRAIN = "train"
@@ -93,7 +90,6 @@ class Config(RunConfig):
     """Instead of answers and environments: a program that attempts each row, as it would with any model."""
 
     def __post_init__(self) -> None:
-        RunConfig.__post_init__(self)
         if self.evaluation_sets and self.evaluation_data is not None:
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
@@ -120,10 +116,41 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "rewards must be left out without data, whose rows their functions score: the environment has a reward"
             )
+        self._check_files()
+        RunConfig.__post_init__(self)  # last, because it loads torch for the objective
+
+    @property
+    def max_turns(self) -> int:
+        """See `RunConfig`: an answer without tools is one turn."""
+        return self.rollouts.limits.max_turns if self.tools or self.environment or self.agent else 1
+
+    def _check_files(self) -> None:
+        """Raise `InvalidInputError` for a file or folder that is not there."""
+        if self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
+            raise InvalidInputError(
+                f"model must be a folder or hub name of a model, got {self.model!r}: no such folder"
+            )
+        named: dict[str, Path | str | None] = {name: getattr(self, name) for name in ("environment", "loss")}
+        named |= {"advantages": self.advantages, "curriculum": self.curriculum}
+        named |= {"agent.function": self.agent.function} if self.agent else {}
+        named |= {"data.file": self.data.file} if self.data else {}
+        named |= {"evaluation_data.file": self.evaluation_data.file} if self.evaluation_data else {}
+        named |= {f"evaluation_sets[{k}].data.file": each.data.file for k, each in enumerate(self.evaluation_sets)}
+        named |= {f"rewards[{k}].function": each.function for k, each in enumerate(self.rewards)}
+        named |= {f"tools[{k}]": each for k, each in enumerate(self.tools)}
+        for name, value in named.items():
+            is_file = name.endswith(".file")
+            file = str(value) if is_file else str(value).rpartition(":")[0]
+            if value is not None and (is_file or file.endswith(".py")) and not Path(file).is_file():
+                raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
 
     def _check_reward_models(self) -> None:
         models = [each.model for each in self.rewards if each.model is not None]
-        if models and self.rollouts.own_process and torch.cuda.is_available():
+        if not (models and self.rollouts.own_process):
+            return
+        import torch
+
+        if torch.cuda.is_available():
             raise InvalidInputError(
                 "rewards.model must be left out with rollouts.own_process on a machine with GPUs, which a forked "
                 f"process cannot use, got {models}: serve the model, and ask it in a reward function"
@@ -150,8 +177,10 @@ class Config(RunConfig):
 async def run(config: Config) -> None:
     """Load the rows, reward functions, tools and environment, and train."""
     maker = ProblemMaker(config)
-    train_on = maker.make(config.data, split=TRAIN)
-    await reinforce(config, model=config.model, train_on=train_on, evaluate_on=make_sets(config, maker))
+    train_on, sets = maker.make(config.data, split=TRAIN), make_sets(config, maker)
+    from unbroken.runs.reinforce import reinforce  # torch and transformers: once all of this is known to be right
+
+    await reinforce(config, model=config.model, train_on=train_on, evaluate_on=sets)
 
 
 def make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:
@@ -218,9 +247,13 @@ class ProblemMaker:
             make_env = self._environments(rows, self._tools, split=split)
         if rows is None:
             return Problems(env=make_env)
-        score = self._make_score(rows) if self._config.rewards else None
         return Problems(
-            env=make_env, score=score, source=rows.source, num_problems=len(rows), has_images=rows.has_images
+            env=make_env,
+            score=self._make_score(rows) if self._config.rewards else None,
+            source=rows.source,
+            num_problems=len(rows),
+            has_images=rows.has_images,
+            check_prompts=None if self._environments else partial(rows.check_prompts, self._tools),
         )
 
     def _make_agent_problems(self, agent: Agent, rows: Rows) -> Problems:

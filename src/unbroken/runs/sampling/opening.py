@@ -14,7 +14,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.runs.collector import Problems, Sampler, SamplesElsewhere
 from unbroken.runs.config import RunConfig
-from unbroken.runs.models import load_image_inputs, load_model_renderer
+from unbroken.runs.models import find_context_length, load_image_inputs, load_model_renderer
 from unbroken.runs.processes import Rank
 from unbroken.runs.sessions import open_sessions
 
@@ -69,6 +69,20 @@ class SamplerOpener:
     def load_renderer(self, images: ImageInputs | None) -> Renderer:
         """Load the model's renderer; raises as `load_model_renderer`."""
         return load_model_renderer(self.source, self.config.renderer, images=images)
+
+    def check_lengths(self, renderer: Renderer) -> None:
+        """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""
+        length = find_context_length(self.source, self.config.engine)
+        if length is None:
+            return
+        if (most := self.config.rollouts.sampling.max_tokens) > length:
+            raise InvalidInputError(
+                f"rollouts.sampling.max_tokens must be at most {length}, the context of the model and its engine, got "
+                f"{most}"
+            )
+        for each in self.problems:
+            if each.check_prompts is not None:
+                each.check_prompts(renderer, length)
 
     async def open(
         self,

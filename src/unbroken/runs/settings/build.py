@@ -141,9 +141,11 @@ def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInput
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
         return InvalidInputError(f"{shown_name} has fields of its own: give one of {', '.join(inside)}")
-    similar = [each for each in known if _last(each) == _last(name)]
-    similar += difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(dict.fromkeys(similar))}?" if similar else f"the fields are {', '.join(known)}"
+    similar = [each for each in known if _last(name) in (_last(each), _initials(each))]
+    similar = similar or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if shown_name.startswith("--"):
+        similar = [f"--{each.replace('_', '-')}" for each in similar]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"the fields are {', '.join(known)}"
     return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help lists them all)")
 
 
@@ -155,6 +157,11 @@ def _name_from_top(message: str, section: Section) -> str:
     if first is not None and first[0] in own:
         return section.prefix + rule
     return f"{section.prefix.removesuffix('.')}: {message}" if section.prefix else message
+
+
+def _initials(name: str) -> str:
+    """How users of other packages shorten a name: lr for learning_rate."""
+    return "".join(word[:1] for word in _last(name).split("_"))
 
 
 def _last(name: str) -> str:

@@ -9,53 +9,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.utils.tensorboard import SummaryWriter
 
-from unbroken.errors import InvalidInputError
+from unbroken.training.config import Tracker, TrackerConfig
 from unbroken.training.metrics import mlflow_run
 
 _MLFLOW_RUN = "mlflow_run_id"
-
-
-class Tracker(StrEnum):
-    """Trackers that accelerate supports."""
-
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    MLFLOW = "mlflow"
-    COMET_ML = "comet_ml"
-    AIM = "aim"
-    CLEARML = "clearml"
-    SWANLAB = "swanlab"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackerConfig:
-    """Trackers that log each step."""
-
-    names: tuple[Tracker, ...] = (Tracker.TENSORBOARD,)
-    """No trackers: `--trackers.names '[]'`."""
-    project: str = "unbroken"
-    """The project of the run, for trackers that have projects."""
-    run_name: str | None = None
-    """The name of the run in W&B and MLflow, and the beginning of its name in trackio; None: they choose one."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.names)) < len(self.names):
-            raise InvalidInputError(f"names must be different trackers, got {[str(name) for name in self.names]}")
-        installed = {tracker.value for tracker in get_available_trackers()}
-        missing = [name for name in self.names if name not in installed]
-        if missing:
-            raise InvalidInputError(
-                f"names must be installed trackers, and {missing[0]} is not installed: pip install {missing[0]}"
-            )
 
 
 class Trackers:

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.training.metrics.trackers import TrackerConfig, Trackers
+from unbroken.training.config import TrackerConfig
+from unbroken.training.metrics.trackers import Trackers
 
 Metrics: TypeAlias = Mapping[str, float | None]
 """Names to numbers; None if there is no data."""

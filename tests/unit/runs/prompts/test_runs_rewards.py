@@ -252,10 +252,11 @@ def test_weights_and_time_limits_are_checked(options):
         RewardConfig(function=Path("a.py:f"), **options)
 
 
-def test_a_reward_model_on_a_gpu_is_refused_in_a_process_of_the_rollouts_own(monkeypatch):
+def test_a_reward_model_on_a_gpu_is_refused_in_a_process_of_the_rollouts_own(monkeypatch, tmp_path):
+    (tmp_path / "a.jsonl").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = {
-        "model": "m", "data": DataConfig(file=Path("a.jsonl")), "loop": LoopConfig(num_steps=1),
+        "model": "m", "data": DataConfig(file=tmp_path / "a.jsonl"), "loop": LoopConfig(num_steps=1),
         "rewards": (RewardConfig(model="judge"),), "engine": EngineConfig(kind=EngineKind.STARTED),
     }  # fmt: skip
     Config(**options)

@@ -130,9 +130,13 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sed", "3"], r"--sed must be a field of the recipe: did you mean seed\?"),
-        (["--learning-rate", "3"], r"--learning-rate must .*: did you mean trainer.optimizer.learning_rate\?"),
-        (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean trainer.optimizer.eps\b"),
+        (["--sed", "3"], r"--sed must be a field of the recipe: did you mean --seed\?"),
+        (["--learning-rate", "3"], r"--learning-rate must .*: did you mean --trainer.optimizer.learning-rate\?"),
+        (
+            ["--trainer.optimiser.lr", "3"],
+            r"--trainer.optimiser.lr .* mean --trainer.optimizer.learning-rate\?",
+        ),
+        (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean --trainer.optimizer.eps\?"),
         (["--trainer", "3"], r"--trainer has fields of its own: give one of trainer.old_logprobs, "),
         (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
         (["--seed"], r"--seed must be followed by a value"),
@@ -143,7 +147,7 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
         (["--colour", "green"], r"--colour must be 'red' or 'blue', got 'green'"),
         (["--loud", "perhaps"], r"--loud must be a valid boolean, got 'perhaps'"),
         (["--names", "[a"], r"--names must be written as in TOML, got '\[a'"),
-        (["--parts", '[{fil = "a.py"}]'], r"--parts\[0\].fil must be a field .* did you mean parts\[0\].file\b"),
+        (["--parts", '[{fil = "a.py"}]'], r"--parts\[0\].fil must be a field .* did you mean --parts\[0\].file\b"),
         (["--parts", "[3]"], r"--parts must be a list of tables of file, weight, got \[3\]"),
         (["--extra.weight", "2"], r"extra.file must be given, by --extra.file or in the recipe's TOML"),
         (["--trainer.kl-weight", "-1"], r"^trainer.kl_weight must be finite and >= 0, got -1.0"),

@@ -1,0 +1,126 @@
+"""Mistakes of a new user are found before anything slow is loaded, and by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.loading import load_template_renderer
+from unbroken.rollout.tools import tool
+from unbroken.runs.config import EngineConfig, EngineKind
+from unbroken.runs.models import find_context_length
+from unbroken.runs.prompts.dataset import DataConfig, Rows
+
+TASK = """
+model = "nobody/nothing"
+loop.num_steps = 1
+data.file = "prompts.jsonl"
+rewards = [{function = "rewards.py:score"}]
+"""
+MISTAKES = {
+    "no TOML": ("model = ", [], "must be a TOML file"),
+    "no field": (TASK.replace("rewards", "rewrds"), [], "did you mean rewards?"),
+    "no option": (TASK, ["--trainer.optimiser.lr", "1"], "did you mean --trainer.optimizer.learning-rate?"),
+    "a value": (TASK, ["--loop.num-steps", "x"], "--loop.num-steps must be a valid integer, got 'x'"),
+    "no algorithm": (TASK, ["--algorithm", "grop"], "--algorithm must be 'grpo', 'dr_grpo'"),
+    "no tracker": (TASK, ["--trackers.names", "swanlab"], "swanlab is not installed"),
+    "no data": (TASK, ["--data.file", "rows.jsonl"], "data.file must name a file that exists, got rows.jsonl: there"),
+    "no rewards": (TASK.replace("rewards.py", "r.py"), [], "rewards[0].function must name a file that exists, got"),
+    "no folder": (TASK.replace("nobody", "./nobody"), [], "got './nobody/nothing': no such folder"),
+    "no recipe": (None, [], "there is no such file"),
+}
+"""The TOML file, options, and a part of the error."""
+SEVERAL = """
+import json, sys
+from unbroken.cli import main
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 1
+    loaded = {"torch", "transformers", "accelerate", "datasets"} & sys.modules.keys()
+    print(f"loaded: {sorted(loaded)}", file=sys.stderr)
+"""
+
+
+def test_a_mistake_in_a_config_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
+    commands = []
+    for name, (text, options, _) in MISTAKES.items():
+        file = tmp_path / f"{name}.toml"
+        if text is not None:
+            file.write_text(text)
+        commands.append(["train", str(file), *options])
+    words = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0, done.stderr
+    for (name, (_, _, message)), error, loaded in zip(MISTAKES.items(), lines[::2], lines[1::2], strict=True):
+        assert message in error, name
+        assert loaded == "loaded: []", name
+
+
+@tool
+def look_up(key: str) -> str:
+    """Look up a key.
+
+    Args:
+        key: The key.
+    """
+    return key
+
+
+def test_prompts_above_the_context_are_found_by_their_rows(tmp_path: Path) -> None:
+    """Those of many bytes are tokenised; one that is long without tools, and one whose tools are long."""
+    lengths = [1, 5, 200, 20, 150]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "k7? " * n}) + "\n" for n in lengths))
+    rows, renderer = Rows(DataConfig(file=file), seed=0), load_template_renderer(save_tiny_model(tmp_path / "model"))
+    all_ids = [len(renderer.render([{"role": "user", "content": "k7? " * n}]).token_ids) for n in lengths]
+    rows.check_prompts([], renderer, max(all_ids) + 1)
+    with pytest.raises(InvalidInputError) as raised:
+        rows.check_prompts([], renderer, min(all_ids[2], all_ids[4]))
+    expected = f"are too long: 2 ({all_ids[2]} ids), 4 ({all_ids[4]} ids). Leave them out, or take a longer context"
+    assert expected in str(raised.value)
+    assert "prompts.jsonl must have prompts shorter than the context" in str(raised.value)
+    with pytest.raises(InvalidInputError, match=r"too long: 0 \("):
+        rows.check_prompts([look_up], renderer, all_ids[0] + 1)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_what_the_context_cannot_hold_is_refused_before_the_model_is_loaded(tmp_path: Path, capsys) -> None:
+    """The model has no weights here."""
+    model = save_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "k7? " * 3000}) + "\n")
+    (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
+    (tmp_path / "task.toml").write_text(TASK)
+    length = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    train = partial(_train, tmp_path, model, capsys)
+    message = f"rollouts.sampling.max_tokens must be at most {length}, the context of the model and its engine"
+    assert f"{message}, got {length + 1}" in train("--rollouts.sampling.max-tokens", str(length + 1))
+    shorter = ("--engine.embedded.context-length", "64", "--rollouts.sampling.max-tokens", "65")
+    assert "rollouts.sampling.max_tokens must be at most 64" in train(*shorter)
+    assert f"shorter than the context of {length} ids, and these rows are too long: 0 (" in train()
+
+
+def _train(folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    words = ["train", str(folder / "task.toml"), f"--model={model}", f"--output={folder / 'run'}", *options]
+    assert main(words) == 1
+    return capsys.readouterr().err
+
+
+def test_the_context_of_a_run_is_that_of_its_engine(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    length = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    colocated, started = EngineKind.COLOCATED, EngineKind.STARTED
+    assert find_context_length(model, EngineConfig()) == length
+    assert find_context_length(model, EngineConfig(kind=colocated, vllm_options=("--max-model-len", "77"))) == 77
+    assert find_context_length(model, EngineConfig(kind=started, serve_options=("--max-model-len=78",))) == 78
+    assert find_context_length(tmp_path / "nothing", EngineConfig()) is None
