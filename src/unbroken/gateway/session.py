@@ -226,16 +226,17 @@ class Session:
     def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
         builder = PromptBuilder(renderer, self.state.tree)
         last = None if match.turn is None else self.state.turns[match.turn]
-        if last is None or match.fork is not None:
+        if last is None or not match.continues:
             turn = None if last is None else last.turn
             return builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
         num_before = self.state.forest.nodes[last.reply_node].place.position - 1
-        return builder.extend(
+        prompt = builder.extend(
             last.turn,
             match.messages[num_before + 1 :],
             earlier=match.messages[:num_before],
             tools=question.tools,
         )
+        return replace(prompt, fork=prompt.fork or match.fork)
 
     def _make_pending(
         self, context: ServerContext, question: Question, turn: OpenTurn, placed: _Placed, attempt: Attempt

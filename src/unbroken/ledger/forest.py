@@ -7,7 +7,7 @@ what is new:
                                           └────── tool' ─ reply 2
 
     request             system ─ user ─ reply 0 ─ tool ─ reply 1 ─ user'      continues turn 1
-                        system ─ user ─ reply 0 ─ tool'                       continues turn 0, beside turn 2
+                        system ─ user ─ reply 0 ─ user'                       continues turn 0; fork: dropped_reply
                         system ─ user ─ REPLY   ─ tool                        fork: edited_reply
                         SYSTEM ─ user'                                        a new conversation
 
@@ -71,7 +71,7 @@ class Match:
     @property
     def continues(self) -> bool:
         """Whether it continues `turn`: the same history, then messages that no assistant wrote."""
-        return self.turn is not None and self.fork is None
+        return self.turn is not None and self.fork in (None, ForkReason.DROPPED_REPLY)
 
 
 class Forest:
@@ -246,17 +246,19 @@ class Forest:
         if not is_begun or not new:
             return None
         recorded = [self._nodes[child] for child in self._children_of.get(end.node, ())]
+        has_reply = any(node.turn is not None for node in recorded)
         if any(form.role == "assistant" for form in new):
             if new[0].role != "assistant":
                 return ForkReason.REWRITTEN_HISTORY if recorded else ForkReason.FOREIGN_REPLY
-            has_reply = any(node.turn is not None for node in recorded)
             return ForkReason.EDITED_REPLY if has_reply else ForkReason.FOREIGN_REPLY
         if end.turn is None:
-            return ForkReason.REWRITTEN_HISTORY
+            return ForkReason.DROPPED_REPLY if has_reply else ForkReason.REWRITTEN_HISTORY
         used = self._settings[end.turn]
         if used.tools != settings.tools:
             return ForkReason.CHANGED_TOOLS
-        return ForkReason.CHANGED_OPTIONS if used.options != settings.options else None
+        if used.options != settings.options:
+            return ForkReason.CHANGED_OPTIONS
+        return ForkReason.DROPPED_REPLY if recorded else None
 
 
 def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:

@@ -46,7 +46,7 @@ class Prompt:
     bridge: BridgeOutcome | None
     fork: ForkReason | None
     continued: BridgeKind | None
-    """How the prompt continues the previous turn; None for the first prompt and a fork."""
+    """How the prompt continues an earlier turn; None if it does not."""
     closing: Closing
     """How the previous turn was closed."""
 

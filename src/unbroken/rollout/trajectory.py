@@ -55,7 +55,7 @@ class Turn:
     bridge: BridgeOutcome | None
     """The bridge to this turn, or its refusal; None if not requested (first turn, rewritten history, failed audit)."""
     fork: ForkReason | None
-    """Why the prompt does not continue the previous turn; None if it does, and for the first turn."""
+    """Why the prompt does not continue the newest turn before it; None if it does, and for the first turn."""
     cut_by: Limit | None
 
 

@@ -65,6 +65,25 @@ async def test_a_restarted_gateway_goes_on_where_it_was(tmp_path: Path) -> None:
     assert prompts[1][: len(prompts[0])] == prompts[0]
 
 
+async def test_i8_a_dropped_reply_forks_with_a_reason_and_keeps_the_ids_of_the_turn_before(tmp_path: Path) -> None:
+    engine = scripted(CALL, "It is 17.<|im_end|>", "It is 18.<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        first = await ask(agent, [USER])
+        await ask(agent, [USER, first, result(first)])
+        await ask(agent, [USER, first, result(first), {"role": "user", "content": "Look again."}])
+        session = await gateway.look(created)
+        turns = (await gateway.look(created, "/tree"))["turns"]
+        rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+    assert session["forks"] == [{"turn": 2, "reason": "dropped_reply"}]
+    assert [turn["fork"] for turn in turns] == [None, None, "dropped_reply"]
+    assert session["counters"]["forks/dropped_reply"] == 1
+    so_far = [*engine.requests[0].prompt_ids.tolist(), *encode(CALL)]
+    assert engine.requests[2].prompt_ids[: len(so_far)].tolist() == so_far
+    assert sum(sum(row["loss_mask"]) for row in rows) == session["num_sampled_tokens"]
+
+
 async def test_an_edited_reply_forks_and_both_turns_are_trained_once(tmp_path: Path) -> None:
     engine = scripted(CALL, "It is 17.<|im_end|>")
     async with running_gateway(engine, tmp_path) as gateway:

@@ -189,16 +189,24 @@ def test_an_assistant_message_that_was_never_sampled(forest: Forest) -> None:
     assert found.turn == 0
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [SYSTEM, USER, DELIVERED, {**RESULT, "content": "18"}, {"role": "assistant", "content": "It is 17."}, USER],
-        [SYSTEM, USER, {"role": "user", "content": "Summary so far: nothing."}],
-    ],
-)
-def test_a_changed_earlier_message_rewrites_history(forest: Forest, messages: list[Any]) -> None:
+def test_a_changed_earlier_message_rewrites_history(forest: Forest) -> None:
+    answer = {"role": "assistant", "content": "It is 17."}
+    record(forest, [RESULT], answer, turn=1, after=2)
+    found = match(forest, SYSTEM, USER, DELIVERED, {**RESULT, "content": "18"}, answer, USER)
+    assert found.fork is ForkReason.REWRITTEN_HISTORY
+    task = {"role": "user", "content": "A task of its own"}
+    record(forest, [task, USER], answer, turn=2)
+    assert match(forest, task, {"role": "user", "content": "Else"}).fork is ForkReason.REWRITTEN_HISTORY
+
+
+def test_i8_a_branch_that_leaves_replies_out_has_a_reason(forest: Forest) -> None:
     record(forest, [RESULT], {"role": "assistant", "content": "It is 17."}, turn=1, after=2)
-    assert match(forest, *messages).fork is ForkReason.REWRITTEN_HISTORY
+    hint = {"role": "user", "content": "Try again."}
+    first = match(forest, SYSTEM, USER, hint)
+    assert (first.turn, first.fork, first.continues) == (None, ForkReason.DROPPED_REPLY, False)
+    for left_out in ([hint], [RESULT, hint]):
+        found = match(forest, SYSTEM, USER, DELIVERED, *left_out)
+        assert (found.turn, found.fork, found.continues) == (0, ForkReason.DROPPED_REPLY, True)
 
 
 def test_another_system_prompt_or_task_is_another_conversation(forest: Forest) -> None:
