@@ -43,6 +43,7 @@ _MAY_CHANGE = (
     "rollout_log.",
     "timeline.",
     "log_completions",
+    "log_unique_prompts",
     "trackers.",
     "profile_steps",
 )

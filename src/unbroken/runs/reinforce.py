@@ -248,6 +248,11 @@ class _Hooks:
         await self.recorder.record(rollouts)
         with self.trainer.fail_together():
             if self.config.log_completions > 0 and self.metrics is not None:
-                columns, rows = make_table(rollouts, self.trainer, self.config.log_completions)
+                columns, rows = make_table(
+                    rollouts,
+                    self.trainer,
+                    self.config.log_completions,
+                    unique_prompts=self.config.log_unique_prompts,
+                )
                 self.progress.show_completions(rollouts.step, columns, rows)
                 self.metrics.log_table(rollouts.step, "completions", columns, rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from unbroken.errors import SamplingError
 from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_whole, token_ids
@@ -40,6 +40,25 @@ class StructuredOutput:
             )
 
 
+_ELSEWHERE = {
+    "its name is max_tokens": "max_new_tokens max_completion_length",
+    "its name is stop_strings": "stop stop_sequences",
+    "ids that end a completion, besides the template's own, are stop_token_ids": "eos_token_id",
+    "temperature 0 is greedy": "do_sample",
+    "in a run it is rollouts.group_size": "n num_return_sequences",
+    "logprobs of all sampled ids are always returned": "logprobs prompt_logprobs",
+    "logprobs would be of another distribution than the model's at this temperature": "min_tokens min_new_tokens "
+    "min_length bad_words bad_words_ids suppress_tokens begin_suppress_tokens allowed_token_ids logit_bias "
+    "sequence_bias no_repeat_ngram_size logits_processors guidance_scale watermarking watermarking_config typical_p "
+    "epsilon_cutoff eta_cutoff top_h penalty_alpha num_beams length_penalty early_stopping diversity_penalty "
+    "forced_bos_token_id forced_eos_token_id thinking_token_budget",
+    "a completion ends with a stop id, a stop string or max_tokens": "ignore_eos max_time repetition_detection",
+    "it changes text alone, and completions are ids": "skip_special_tokens spaces_between_special_tokens detokenize "
+    "include_stop_str_in_output",
+}
+"""Why parameters of transformers' `GenerationConfig` and vLLM's `SamplingParams` are not here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample. Returned logprobs are those of the distribution after all parameters were applied.
@@ -47,6 +66,9 @@ class SamplingParams:
     The trainer reproduces only `temperature`, by scaling its logits. With top-k, top-p, min-p or penalties the sampled
     distribution differs from the trainer's: their ratio is not 1 even at equal weights.
     """
+
+    elsewhere: ClassVar[Mapping[str, str]] = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
+    """Parameters that other libraries have, and why they are not here."""
 
     max_tokens: int = 512
     """Maximum number of ids to sample, stop id included."""

@@ -64,6 +64,8 @@ class RunConfig:
     timeline: TimelineConfig = field(default_factory=TimelineConfig)
     log_completions: int = 0
     """Completions of each step that are shown in a table, and logged to trackers that have tables."""
+    log_unique_prompts: bool = False
+    """Whether that table has each prompt once, with the first of its completions."""
     trackers: TrackerConfig = field(default_factory=TrackerConfig)
     profile_steps: str | None = None
     """Steps to profile with torch.profiler, FIRST:STOP: 3:5 for the steps 3 and 4; a trace in `profiles`."""

@@ -127,9 +127,18 @@ class Recorder:
         ]
 
 
-def make_table(rollouts: StepRollouts, trainer: Trainer, num_rows: int) -> tuple[list[str], list[list[Any]]]:
-    """The columns and rows of a table of some completions, evenly spread over the step's rollouts."""
-    members = spread([member for group in rollouts.groups for member in group.trajectories], num_rows)
+def make_table(
+    rollouts: StepRollouts, trainer: Trainer, num_rows: int, *, unique_prompts: bool = False
+) -> tuple[list[str], list[list[Any]]]:
+    """The columns and rows of a table of some completions, evenly spread over the step's rollouts, or over the first
+    of each prompt.
+    """
+    members = [member for group in rollouts.groups for member in group.trajectories]
+    if unique_prompts:
+        members = list({str(member.messages[: _find_answer(member)]): member for member in members[::-1]}.values())[
+            ::-1
+        ]
+    members = spread(members, num_rows)
     parts = sorted({name for member in members for name in member.reward_parts})
     trained = TrainedRows(trainer, rollouts.units)
     columns = ["prompt", "completion", "reward", *parts, "advantage", "status"]
@@ -166,9 +175,14 @@ def _find_advantage(member: Trajectory, trained: TrainedRows) -> float | None:
 
 def _split(member: Trajectory) -> tuple[str, str]:
     """The texts of the prompt and of what came after it."""
-    roles = [message["role"] for message in member.messages]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    first = _find_answer(member)
     return _join(member.messages[:first]), _join(member.messages[first:])
+
+
+def _find_answer(member: Trajectory) -> int:
+    """The number of messages before the first answer."""
+    roles = [message["role"] for message in member.messages]
+    return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
 def _join(messages: Sequence[Any]) -> str:

@@ -138,6 +138,10 @@ def _config_class_in(field: Field) -> type[Any] | None:
 def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:
     """The error for an unknown field, with similar names."""
     known = section.all_fields()
+    parts = {each.prefix: each.config_class for each in section.all_sections()}
+    elsewhere = getattr(parts.get(name.removesuffix(_last(name))), "elsewhere", {})
+    if (why := elsewhere.get(_last(name))) is not None:
+        return InvalidInputError(f"{shown_name} must be left out: {why}")
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
         return InvalidInputError(f"{shown_name} has fields of its own: give one of {', '.join(inside)}")

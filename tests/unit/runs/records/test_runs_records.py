@@ -191,6 +191,22 @@ def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
     assert "log_completions must be >= 0, got -1" in capsys.readouterr().err
 
 
+def test_a_table_has_each_prompt_once_if_asked(tmp_path, model, capsys):
+    """A step has two problems with four rollouts each; the table would have room for all."""
+    options = ("--loop.num-steps=1", "--log-completions=8", "--rollout-log.groups=none", "--log-unique-prompts=true")
+    assert train(tmp_path, model, *options) == 0
+    events = EventAccumulator(str(tmp_path / "metrics"))
+    events.Reload()
+    (logged,) = events.Tensors("completions/text_summary")
+    _, _, *lines = logged.tensor_proto.string_val[0].decode().splitlines()
+    prompts = [line.split("|")[1].strip() for line in lines]
+    records = [line for line in read_records(find_records(tmp_path / "rollouts")[0, 0]) if line["kind"] == "trajectory"]
+    assert prompts == list(dict.fromkeys(record["messages"][0]["content"] for record in records))
+    assert len(records) > len(prompts) > 1
+    first = records[0]["messages"][1]["content"]
+    assert f"| {prompts[0]} | {first}"[:20] in lines[0]
+
+
 def test_a_long_completion_is_cut_on_the_terminal_and_its_markup_is_text(capsys):
     StageProgress().show_completions(0, ["completion", "reward"], [["[red]a" + "b" * 2 * MAX_SHOWN + "c", None]])
     printed = capsys.readouterr().out

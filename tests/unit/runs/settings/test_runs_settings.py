@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.config import RolloutConfig, RunConfig
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.runs.settings.fields import section_of
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction
+from unbroken.types import SamplingParams
 
 
 class Colour(StrEnum):
@@ -125,6 +127,34 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
     assert config.parts == (Part(file=tmp_path / "a.py"), Part(file=Path("/b.py"), weight=2.0))
     assert config.trainer.optimizer == OptimizerConfig(learning_rate=0.1, eps=1e-3, betas=(0.8, 0.9))
     assert (config.colour, config.names, config.variables) == (Colour.BLUE, ("a",), {"thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("suppress_tokens", "logprobs would be of another distribution than the model's at this temperature"),
+        ("num_beams", "logprobs would be of another distribution"),
+        ("min_tokens", "logprobs would be of another distribution"),
+        ("stop", "its name is stop_strings"),
+        ("eos_token_id", "ids that end a completion, besides the template's own, are stop_token_ids"),
+        ("ignore_eos", "a completion ends with a stop id, a stop string or max_tokens"),
+    ],
+)
+def test_sampling_parameters_of_other_libraries_are_refused_by_name_with_the_reason(name, why):
+    section = section_of(RunConfig)
+    with pytest.raises(InvalidInputError, match=f"recipe: rollouts.sampling.{name} must be left out: {why}"):
+        read_table({"rollouts": {"sampling": {name: 1}}}, section, source="recipe: ", folder=None)
+    with pytest.raises(InvalidInputError, match=f"--rollouts.sampling.{name} must be left out: {why}"):
+        read_options([f"--rollouts.sampling.{name}", "1"], section)
+
+
+def test_further_sampling_parameters_that_are_exact_go_through():
+    table = {"stop_strings": ["</answer>"], "stop_token_ids": [7], "seed": 3, "num_top_logprobs": 2}
+    values = read_table({"rollouts": {"sampling": table}}, section_of(RunConfig), source="", folder=None)
+    config = build(section_of(RolloutConfig, prefix="rollouts."), values)
+    assert config.sampling == SamplingParams(
+        stop_strings=("</answer>",), stop_token_ids=(7,), seed=3, num_top_logprobs=2
+    )
 
 
 @pytest.mark.parametrize(
