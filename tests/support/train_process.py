@@ -66,7 +66,12 @@ CONFIGS = {
     "sequence": config(normalization=LossNormalization.SEQUENCE, kl_weight=0.1),
     "lora": config(kl_weight=0.1),
     "dpo": config(dpo=DpoConfig(beta=0.3)),
-    "gspo": config(clip=ClipConfig(low=0.2, high=0.3), entropy_weight=0.05, num_minibatches=1),
+    "gspo": config(
+        clip=ClipConfig(low=0.2, high=0.3),
+        entropy_weight=0.05,
+        num_minibatches=1,
+        old_logprobs=OldLogprobs.SAMPLER,
+    ),
     "reward": config(kl_weight=0.1, kl=KlConfig(estimator=KlEstimator.K1, place=KlPlace.REWARD)),
     "followed": config(
         kl_weight=0.1,
@@ -112,7 +117,7 @@ def trains(config_name: str, weight: str) -> bool:
 
 def samples_of(
     config_name: str, rank: int, step: int
-) -> list[TrainingSample] | list[PreferencePair] | list[TrajectoryRows]:
+) -> list[TrainingSample] | list[PreferencePair] | list[TrajectoryRows] | list[TrainingSample | TrajectoryRows]:
     """The rows, pairs or trajectories of one process in one step."""
     draws = {
         "dpo": random_pairs,
@@ -121,6 +126,10 @@ def samples_of(
         "shared": branching_rows,
     }
     draw: Any = draws.get(config_name, random_rows)
+    if config_name == "constant":  # an idle trajectory in each process, also in one without rows to train
+        idle = random_rows(np.random.default_rng(100 * step + rank), 2 + rank)
+        rows = draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
+        return [*rows, *(TrajectoryRows(rows=(), idle_rows=(row,)) for row in idle)]
     if config_name == "reward":
         units = draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
         return [replace(unit, group=f"{rank} {unit.group}") for unit in units]

@@ -20,6 +20,7 @@ from unbroken.training.loss_config import (
     OverlongConfig,
     ReferenceSync,
     TruncatedRows,
+    ZeroVarianceRows,
     check_fields,
     is_positive,
 )
@@ -156,7 +157,8 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs | None = None
-    """None: the sampler's; in a run with `loop.max_staleness`, the recomputed ones, with the correction tis."""
+    """None: the sampler's, or for gspo and gspo_token the recomputed ones; in a run with `loop.max_staleness`, the
+    recomputed ones, with the correction tis."""
     normalization: LossNormalization | None = None
     """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None
@@ -167,12 +169,14 @@ class TrainerConfig:
     `loop.max_staleness`, tis, if the old logprobs are recomputed."""
     kl_weight: float = 0.0
     """Weight of the distance to the reference policy; 0 uses no reference. Above 0, groups whose rewards are all equal,
-    and, with the distance in the loss, trajectories without a score, are trained on too, by this term alone."""
+    and, with the distance in the loss, trajectories without a score, are trained on too, by this term alone, unless
+    `zero_variance` drops them."""
     kl: KlConfig = field(default_factory=KlConfig)
     overlong: OverlongConfig | None = None
     """Subtract something from the rewards of long trajectories. None: nothing; in a run with algorithm dapo, from the
     last fifth of what a rollout can sample."""
     truncated: TruncatedRows = TruncatedRows.TRAIN
+    zero_variance: ZeroVarianceRows = ZeroVarianceRows.COUNT
     failed: FailedRows = FailedRows.DROP
     failed_reward: float = 0.0
     """The reward of trajectories that failed, unless `failed` drops them."""
@@ -237,6 +241,7 @@ class TrainerConfig:
                 "left out with kl_weight 0, which measures no distance",
             ),
             truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
+            zero_variance=(isinstance(self.zero_variance, ZeroVarianceRows), "a ZeroVarianceRows"),
             failed=(isinstance(self.failed, FailedRows), "a FailedRows"),
             failed_reward=(
                 math.isfinite(self.failed_reward) and (self.failed_reward == 0 or self.failed is not FailedRows.DROP),
@@ -261,11 +266,6 @@ class TrainerConfig:
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
-
-    @property
-    def chosen_old_logprobs(self) -> OldLogprobs:
-        """The old logprobs, whether given or not."""
-        return self.old_logprobs or OldLogprobs.SAMPLER
 
     @property
     def chosen_correction(self) -> Correction:

@@ -195,7 +195,7 @@ def _make_filler(
     source: GroupSource | None, numbers: GroupNumbers | None, config: LoopConfig, trainer: Trainer
 ) -> StepFiller | None:
     """What collects a step's groups one by one; None if they are sampled all together, or ahead of the trainer."""
-    if config.replaces_groups and not trainer.leaves_out_zero_variance:
+    if config.replaces_groups and not trainer.can_lack_variance:
         raise InvalidInputError(
             "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
             f"rewards, got {config.max_replacements:g}"

@@ -14,7 +14,7 @@ class LossNormalization(StrEnum):
     """The divisor of the sum over an update's loss tokens."""
 
     TOKEN = "token"
-    """The number of loss tokens of all rows (DAPO, arXiv:2503.14476)."""
+    """The number of loss tokens of all trajectories (DAPO, arXiv:2503.14476)."""
     SEQUENCE = "sequence"
     """Each trajectory's own number of loss tokens, then the number of trajectories (GRPO, arXiv:2402.03300)."""
     CONSTANT = "constant"
@@ -207,6 +207,16 @@ class TruncatedRows(StrEnum):
     MASK = "mask"
     """Their rewards count for their siblings, but they are not trained on (overlong filtering, DAPO,
     arXiv:2503.14476)."""
+
+
+class ZeroVarianceRows(StrEnum):
+    """What becomes of trajectories without an advantage: of groups whose rewards are all equal, and unscored ones."""
+
+    COUNT = "count"
+    """They count in the divisor of the loss, as in the papers, and its other terms (distance, entropy) train them."""
+    DROP = "drop"
+    """They are left out with their share of the divisor, as are trajectories that `TruncatedRows.MASK` leaves out: if
+    half of a step's groups teach nothing, the gradient of the other half is twice as large."""
 
 
 class FailedRows(StrEnum):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch.profiler import record_function
 
-from unbroken.counters import Counters
+from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import format_error
@@ -28,6 +28,7 @@ from unbroken.training.config import LoopConfig
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.objective.samples import DropReason
 from unbroken.training.outages import Outages
 from unbroken.training.snapshots import Snapshots
 from unbroken.training.trainer import Trainer
@@ -154,13 +155,20 @@ class Steps:
         trainer = self.trainer
         async with fail_together(trainer):
             units = await trainer.make_units(collected.groups, collected.counters)
-            if self.config.replaces_groups:  # they give no units, and are counted by reason
-                await trainer.make_units(collected.replaced, collected.counters)
+            replaced: Sequence[Any] = ()
+            if self.config.replaces_groups:  # they are not trained on, and are counted by reason
+                replaced = await trainer.make_units(collected.replaced, collected.counters)
+        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        num_trained = sum(bool(get_rows(unit)) for unit in units)
+        untrained = [rows for unit in units if (rows := get_idle(unit))]
+        untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
+        num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
+        collected.counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
         numbers = RolloutNumbers.of(collected.groups, collected.counters, replaced=collected.replaced)
         everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
         trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
         with record_function("train"):
-            if is_trained := await in_any_process(trainer, bool(units)):
+            if is_trained := await in_any_process(trainer, num_trained > 0):
                 async with fail_together(trainer):
                     if self.before_step is not None:
                         await self.before_step()
@@ -175,10 +183,11 @@ class Steps:
                     )
                 )
             if is_trained:
-                others = trainer.find_zero_variance(collected.sampled)
                 num_scored = self.config.num_zero_variance_scored
-                zero_variance = await asyncio.to_thread(compare_zero_variance, trainer, others, num_scored=num_scored)
-                with self.timeline.span("train", units=len(units)):
+                zero_variance = await asyncio.to_thread(
+                    compare_zero_variance, trainer, untrained, num_scored=num_scored
+                )
+                with self.timeline.span("train", units=num_trained):
                     trained = step_metrics(await asyncio.to_thread(trainer.step, units))
                 trained = {**trained, **zero_variance.get_metrics(trained)}
         return {

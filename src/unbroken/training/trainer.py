@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unbroken.counters import Counters
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processing import ImageProcessor
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.routing import Routers
 from unbroken.training.checks import (
     check_accelerator,
@@ -174,18 +174,14 @@ class Trainer:
         processes = Processes(self._accelerator.process_index, self.from_all_processes)
         return await self.objective.make_units(groups, counters, self._config, processes)
 
-    def find_zero_variance(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """Trajectories that gave no unit because their group's rewards are equal (`Objective.find_zero_variance`)."""
-        return self.objective.find_zero_variance(groups, self._config)
-
     def has_variance(self, group: TrajectoryGroup) -> bool:
-        """Whether a group is not left out for equal rewards (`find_zero_variance`)."""
-        return not self.find_zero_variance([group])
+        """Whether a group need not be replaced for its equal rewards (`Objective.has_variance`)."""
+        return self.objective.has_variance(group, self._config)
 
     @property
-    def leaves_out_zero_variance(self) -> bool:
-        """Whether groups can be left out for equal rewards (`Objective.leaves_out_zero_variance`)."""
-        return self.objective.leaves_out_zero_variance(self._config)
+    def can_lack_variance(self) -> bool:
+        """Whether groups can be replaced for their equal rewards (`Objective.can_lack_variance`)."""
+        return self.objective.can_lack_variance(self._config)
 
     def step(self, units: Sequence[Any]) -> StepStats:
         """Train on each unit `num_iterations` times, in up to `num_minibatches` updates each, and raise the policy
@@ -257,7 +253,7 @@ class Trainer:
         """What the loss clips and corrects in all rows of one trajectory in a step's first update, given the current
         `logprobs` of the rows; None if the objective does not say so of single tokens.
         """
-        is_own = self._config.chosen_old_logprobs is OldLogprobs.RECOMPUTE
+        is_own = self.objective.get_old_logprobs(self._config) is OldLogprobs.RECOMPUTE
         old = logprobs if is_own else [row.rollout_logprobs for row in rows]
         scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
         return self.objective.find_left_out(scored, logprobs, self._config, device=self._accelerator.device)
@@ -467,14 +463,14 @@ class Trainer:
     def _check_step(self, units: Sequence[Any]) -> None:
         with self._raise_on_all():
             check_units(units, self.objective)
-            self.objective.check_units(units, self._config)
+            self.objective.check_units([unit for unit in units if self.objective.get_rows(unit)], self._config)
             of_units = [self.objective.get_rows(unit) for unit in units]
             rows = [row for of_unit in of_units for row in of_unit]
             self._check_rows(rows)
             check_trainable(rows, policy_version=self.policy_version)
             check_lengths(of_units, max_trajectory_tokens=self._config.max_trajectory_tokens)
-        if not self.in_any_process(bool(units)):
-            raise InvalidInputError("a step needs at least one unit in any process, got none: skip such a step")
+        if not self.in_any_process(bool(rows)):
+            raise InvalidInputError("a step needs at least one row to train in any process, got none: skip such a step")
 
     def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
         check_rows(samples, vocab_size=self._vocab_size, images=self._images)

@@ -24,6 +24,7 @@ from accelerate.utils import gather_object
 from unbroken.errors import TrainingError
 from unbroken.routing import ReplayCounts
 from unbroken.training.config import OldLogprobs, TrainerConfig
+from unbroken.training.loss_config import ZeroVarianceRows
 from unbroken.training.metrics.stats import UpdateStats
 from unbroken.training.model.adapters import BasePolicy
 from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
@@ -71,6 +72,7 @@ class Updater:
         self._images = images
         self._reference = reference
         self._pass_size = config.tokens_per_micro_batch
+        self._recomputes = objective.get_old_logprobs(config) is OldLogprobs.RECOMPUTE
 
     def run(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
         """Train on each unit's rows `num_iterations` times, in up to `num_minibatches` updates each; processes without
@@ -83,15 +85,28 @@ class Updater:
         """
         self._allow_trees()
         self._pass_size = self._pass_size or self._choose_pass_size()
-        rows = [self._objective.get_rows(unit) for unit in units]
+        get_rows, get_idle = self._objective.get_rows, self._objective.get_idle_rows
+        idle = [sum(int(row.loss_mask.sum()) for row in get_idle(unit)) for unit in units if not get_rows(unit)]
+        if self._config.zero_variance is ZeroVarianceRows.DROP:
+            idle = []
+        units = [unit for unit in units if get_rows(unit)]
+        rows = [get_rows(unit) for unit in units]
         scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
         scored_units = [[next(scored) for _ in of_unit] for of_unit in rows]
         if self._objective.changes_units(self._config):
             with fail_together(self._accelerator.device):
                 processes = Processes(self._accelerator.process_index, lambda value: gather_object([value]))
                 scored_units = self._objective.change_units(units, scored_units, self._config, processes)
-        dealt = (numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units)))
-        updates = (self._update([scored_units[i] for i in numbers]) for numbers in dealt)
+        dealt = (
+            numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units) + len(idle))
+        )
+        updates = (
+            self._update(
+                [scored_units[i] for i in numbers if i < len(units)],
+                [idle[i - len(units)] for i in numbers if i >= len(units)],
+            )
+            for numbers in dealt
+        )
         return tuple(update for update in updates if update is not None)
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
@@ -152,7 +167,7 @@ class Updater:
         ]
 
     def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
-        if self._config.chosen_old_logprobs is OldLogprobs.RECOMPUTE and not self._has_own_old_logprobs:
+        if self._recomputes and not self._has_own_old_logprobs:
             return self.logprobs(samples)
         return [sample.rollout_logprobs for sample in samples]
 
@@ -160,19 +175,16 @@ class Updater:
     def _has_own_old_logprobs(self) -> bool:
         """Whether the old logprobs are those of the update's own passes: of a step with one update."""
         config = self._config
-        is_alone = config.num_minibatches == config.num_iterations == 1
-        return (
-            config.chosen_old_logprobs is OldLogprobs.RECOMPUTE
-            and is_alone
-            and not self._objective.needs_old_logprobs(config)
-        )
+        is_alone = self._recomputes and config.num_minibatches == config.num_iterations == 1
+        return is_alone and not self._objective.needs_old_logprobs(config)
 
     def _deal_out(self, num_units: int) -> list[list[int]]:
         order: list[int] = self.rng.permutation(num_units).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _update(self, units: Sequence[Sequence[ScoredRow]]) -> UpdateStats | None:
-        """One optimizer update on all processes' units of one minibatch; None where no process has any.
+    def _update(self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int]) -> UpdateStats | None:
+        """One optimizer update on all processes' units of one minibatch; None where no process has any. Units without
+        gradient, of which `idle` has the numbers of loss tokens, count in its size.
 
         Every process makes the same number of forward passes, idle ones once its rows are used up, because DDP and
         FSDP communicate in each of them.
@@ -180,7 +192,8 @@ class Updater:
         device = self._accelerator.device
         rows = [row for unit in units for row in unit]
         passes = self._unwrapped.plan_rows([row.sample.token_ids for row in rows], self._pass_size or MAX_PASS_IDS)
-        everyone = gather_object([(len(passes), len(units), sum(row.num_loss_tokens for row in rows), len(rows))])
+        num_tokens = sum(row.num_loss_tokens for row in rows) + sum(idle)
+        everyone = gather_object([(len(passes), len(units) + len(idle), num_tokens, len(rows) + len(idle))])
         passes_of, units_of, tokens_of, rows_of = zip(*everyone, strict=True)
         if (num_passes := max(passes_of)) == 0:
             return None

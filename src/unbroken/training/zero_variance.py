@@ -1,4 +1,4 @@
-"""The mismatch of groups whose rewards are all equal: every advantage is zero, so they are sampled but not trained on.
+"""The mismatch of rows that are sampled but not trained on, because every advantage of their group is zero.
 
 The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other groups
 are scored before the update, and count in `mismatch/kl` by the number of ids:
@@ -15,19 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unbroken.ledger.export import export_samples
-from unbroken.rollout.trajectory import Trajectory
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
+from unbroken.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroVariance:
-    """The rows of groups with equal rewards, over all processes."""
+    """The rows without an advantage that are not trained on, over all processes."""
 
     num_tokens: int
-    """Loss tokens they would have had."""
+    """Their loss tokens."""
     scored: Mismatch | None
     """Trainer against sampler on the rows that were scored; None if there were none."""
 
@@ -47,9 +46,10 @@ class ZeroVariance:
         }
 
 
-def compare_zero_variance(trainer: Trainer, members: Sequence[Trajectory], *, num_scored: int) -> ZeroVariance:
-    """Score up to `num_scored` of these trajectories by `Trainer.logprobs`. Blocks; every process calls it."""
-    rows = [export_samples(member.tree, 0.0) for member in members]
+def compare_zero_variance(
+    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
+) -> ZeroVariance:
+    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`. Blocks; every process calls it."""
     evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
     chosen = [row for of_member in evenly_spread for row in of_member]
     logprobs = trainer.logprobs(chosen) if trainer.in_any_process(bool(chosen)) else []

@@ -157,6 +157,15 @@ async def test_at_the_bound_the_step_trains_on_what_there_is(tmp_path):
     assert [line["groups/num_replaced"] for line in logged] == [3, 3, 3]
 
 
+async def test_replaced_groups_are_counted_by_reason_also_if_the_loss_has_another_term(tmp_path):
+    problems = Problems(2, lambda number: EQUAL if number in (1, 2) else VARIED)
+    trainer = Trainer(tiny_qwen3(), TrainerConfig(entropy_weight=0.1))
+    logged = await run(problems, tmp_path, num_steps=2, trainer=trainer)
+    assert [line["train/num_rows"] for line in logged] == [4, 4]
+    assert [line["counters/dropped_rows"] for line in logged] == [4, 0]
+    assert [line["mismatch/num_zero_variance_tokens"] for line in logged] == [8, 0]
+
+
 async def test_failed_groups_are_not_replaced_but_counted(tmp_path):
     """They say nothing about the problem, and a broken environment would use up all problems."""
 
@@ -224,8 +233,5 @@ async def test_what_can_replace_no_group_is_refused(tmp_path):
 
 
 def test_equal_rewards_are_kept_by_advantages_without_a_baseline():
-    """What is replaced is what gives no unit, by the advantages themselves."""
-    assert (
-        PolicyGradient(lambda rewards: rewards).find_zero_variance([group(*map(trajectory, EQUAL))], TrainerConfig())
-        == []
-    )
+    """What is replaced is what has no advantage, by the advantages themselves."""
+    assert PolicyGradient(lambda rewards: rewards).has_variance(group(*map(trajectory, EQUAL)), TrainerConfig())

@@ -19,6 +19,7 @@ from unbroken.training.zero_variance import ZeroVariance, compare_zero_variance
 
 FAILED = trajectory(None, status=TrajectoryStatus.FAILED)
 MEMBERS = [trajectory(1.0, prompt=(k, 6), completion=sampled(*range(7, 8 + k))) for k in range(5)]
+ROWS = [export_samples(member.tree, 0.0) for member in MEMBERS]
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +27,21 @@ def trainer() -> Trainer:
     return Trainer(tiny_qwen3(), TrainerConfig())
 
 
-def test_the_members_are_those_of_groups_with_one_reward_and_two_left_to_compare():
+def test_a_group_without_variance_has_one_reward_and_two_members_left_to_compare():
     varied, alone = group(trajectory(1.0), trajectory(2.0)), group(trajectory(1.0), FAILED)
-    assert PolicyGradient().find_zero_variance([varied, group(*MEMBERS, FAILED), alone], TrainerConfig()) == MEMBERS
+    found = [PolicyGradient().has_variance(each, TrainerConfig()) for each in (varied, group(*MEMBERS, FAILED), alone)]
+    assert found == [True, False, True]
 
 
 def test_rewards_that_differ_by_rounding_are_one_reward_as_they_are_for_advantages():
     rounded = [trajectory(0.1 + 0.2), trajectory(0.3)]
     assert not grpo_advantages([each.reward for each in rounded]).any()
-    assert PolicyGradient().find_zero_variance([group(*rounded)], TrainerConfig()) == rounded
+    assert not PolicyGradient().has_variance(group(*rounded), TrainerConfig())
 
 
 def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
-    found = compare_zero_variance(trainer, MEMBERS, num_scored=99)
-    rows = [row for member in MEMBERS for row in export_samples(member.tree, 0.0)]
+    found = compare_zero_variance(trainer, ROWS, num_scored=99)
+    rows = [row for of_member in ROWS for row in of_member]
     expected = mismatch_of_rows(rows, trainer.logprobs(rows))
     assert found.num_tokens == found.scored.num_tokens == 15
     assert found.scored.k3 == pytest.approx(expected.k3)
@@ -48,13 +50,13 @@ def test_all_of_them_scored_is_the_mismatch_of_all_their_rows(trainer):
 
 @pytest.mark.parametrize(("num_scored", "num_tokens"), [(1, 1), (2, 1 + 4), (3, 1 + 3 + 5)])
 def test_some_of_them_are_scored_evenly_spread(trainer, num_scored, num_tokens):
-    found = compare_zero_variance(trainer, MEMBERS, num_scored=num_scored)
+    found = compare_zero_variance(trainer, ROWS, num_scored=num_scored)
     assert found.scored.num_tokens == num_tokens
     assert found.num_tokens == 15
 
 
 def test_kl_weighs_both_parts_by_their_ids(trainer):
-    scored = compare_zero_variance(trainer, MEMBERS, num_scored=2).scored
+    scored = compare_zero_variance(trainer, ROWS, num_scored=2).scored
     metrics = ZeroVariance(num_tokens=100, scored=scored).get_metrics(
         {"train/num_loss_tokens": 300, "mismatch/k3": 0.5}
     )
@@ -66,6 +68,6 @@ def test_without_such_rows_kl_is_that_of_the_trained_ones_and_without_a_score_it
     nothing = compare_zero_variance(trainer, [], num_scored=8)
     assert (nothing.num_tokens, nothing.scored) == (0, None)
     assert nothing.get_metrics(trained)["mismatch/kl"] == 0.5
-    unscored = compare_zero_variance(trainer, MEMBERS, num_scored=0)
+    unscored = compare_zero_variance(trainer, ROWS, num_scored=0)
     assert unscored.get_metrics(trained)["mismatch/kl"] is None
     assert np.isclose(unscored.get_metrics(trained)["mismatch/num_zero_variance_tokens"], 15)

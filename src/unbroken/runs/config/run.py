@@ -100,7 +100,7 @@ class RunConfig:
             raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
         objective = self.objective
         objective.check_config(self.training)
-        if self.loop.replaces_groups and not objective.leaves_out_zero_variance(self.training):
+        if self.loop.replaces_groups and not objective.can_lack_variance(self.training):
             raise InvalidInputError(
                 "loop.max_replacements must be 0 where groups of equal rewards are trained on, got "
                 f"{self.loop.max_replacements:g}: with trainer.kl_weight above 0, reinforce_plus_plus or online_dpo "
@@ -146,7 +146,7 @@ class RunConfig:
         """`loop`, which with algorithm dapo replaces groups of equal rewards unless it says otherwise."""
         if self.algorithm is not Algorithm.DAPO or self.loop.max_replacements is not None:
             return self.loop
-        replaces = self.objective.leaves_out_zero_variance(self.training)
+        replaces = self.objective.can_lack_variance(self.training)
         return replace(self.loop, max_replacements=DAPO_REPLACEMENTS if replaces else 0)
 
     @property

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from unbroken.counters import Counters
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.training.config import TrainerConfig
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.comparison import ALONE, MIN_GROUP_SIZE, Processes
@@ -34,7 +34,7 @@ class UpdateSize(NamedTuple):
     num_units: int
     num_loss_tokens: int
     num_rows: int = 0
-    """More than `num_units` if a unit has several rows."""
+    """More than `num_units` if a unit has several rows; one without rows counts as one."""
 
 
 class BatchLoss(NamedTuple):
@@ -106,6 +106,10 @@ class Objective(ABC, Generic[UnitT]):
     def get_rows(self, unit: UnitT) -> Sequence[TrainingSample]:
         """The rows of a unit. They are trained in one update, not necessarily in one forward pass."""
 
+    def get_idle_rows(self, unit: UnitT) -> Sequence[TrainingSample]:
+        """The rows of a unit without gradient. They count in the divisor of an update, and need no forward pass."""
+        return ()
+
     def check_units(self, units: Sequence[UnitT], config: TrainerConfig) -> None:
         """Raise `InvalidInputError` if a unit of the right type cannot be trained on."""
         return
@@ -142,6 +146,10 @@ class Objective(ABC, Generic[UnitT]):
         """
         return None
 
+    def get_old_logprobs(self, config: TrainerConfig) -> OldLogprobs:
+        """The old logprobs, whether the config has them or not."""
+        return config.old_logprobs or OldLogprobs.SAMPLER
+
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """Whether `OldLogprobs.RECOMPUTE` must have them before the first forward pass of the step's only update."""
         return True
@@ -154,10 +162,10 @@ class Objective(ABC, Generic[UnitT]):
         """The metrics of a step's units, before they are trained on; with the same names if there are none."""
         return {}
 
-    def leaves_out_zero_variance(self, config: TrainerConfig) -> bool:
-        """Whether a group by itself can be without variance, so that it is left out (`find_zero_variance`)."""
+    def can_lack_variance(self, config: TrainerConfig) -> bool:
+        """Whether a group by itself can teach nothing, so that another can replace it (`has_variance`)."""
         return False
 
-    def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
-        """Trajectories left out because their group's rewards are equal, to measure their mismatch."""
-        return []
+    def has_variance(self, group: TrajectoryGroup, config: TrainerConfig) -> bool:
+        """Whether a group has advantages, or too few members to say."""
+        return True

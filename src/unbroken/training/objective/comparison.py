@@ -52,8 +52,6 @@ class Comparison:
     groups: Sequence[ComparedGroup]
     advantages: Sequence[GroupAdvantages]
     """In the order of the groups."""
-    teaches: bool
-    """Whether any advantage is not zero; with `StepAdvantages`, of all processes."""
 
 
 def any_nonzero(of_group: GroupAdvantages) -> bool:
@@ -82,10 +80,13 @@ def compute_advantages(
     if isinstance(advantages, StepAdvantages):
         return _compute_over_step(compare, advantages, processes)
     compared = compare()
+    values: list[GroupAdvantages]
     if isinstance(advantages, TurnAdvantages):
         _check_turns(compared)
-        return _compare(compared, [_compute_turns(group, advantages) for group in compared])
-    return _compare(compared, [_check(advantages(group.rewards), group.rewards).tolist() for group in compared])
+        values = [_compute_turns(group, advantages) for group in compared]
+    else:
+        values = [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
+    return Comparison(groups=compared, advantages=values)
 
 
 def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
@@ -120,11 +121,7 @@ def _compute_over_step(
         )
     mine = [values for (process, _), values in zip(groups, returned, strict=True) if process == processes.index]
     checked = [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
-    return Comparison(groups=compared, advantages=checked, teaches=any(np.any(values) for values in returned))
-
-
-def _compare(groups: Sequence[ComparedGroup], advantages: Sequence[GroupAdvantages]) -> Comparison:
-    return Comparison(groups=groups, advantages=advantages, teaches=any(map(any_nonzero, advantages)))
+    return Comparison(groups=compared, advantages=checked)
 
 
 def _check_turns(groups: Sequence[ComparedGroup]) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from unbroken.errors import InvalidInputError
+from unbroken.training.config import OldLogprobs
 from unbroken.training.loss_config import ClipConfig
 from unbroken.training.model.batch import Batch
 from unbroken.training.objective.trajectories import mean_log_ratio
@@ -47,6 +48,8 @@ class PolicyLoss:
     """The values of the fields that are not given."""
     uses: tuple[str, ...] = ("low", "high", "dual")
     """The fields of `ClipConfig` that it reads; others are refused."""
+    old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
+    """Unless the config has others."""
     is_joint: bool = False
     """Whether it reads `mean_log_ratio`. If trajectories forked, this costs one more forward pass of each row."""
     is_uniform: bool = False
@@ -132,13 +135,17 @@ def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip: ClipConfig) -
     return TokenLosses(-gain_N, gain_N != free_N)
 
 
-_GSPO_CLIP = ClipConfig(low=3e-4, high=4e-4)
-"""The paper's: a mean over a whole trajectory leaves 1 by much less than a token's ratio."""
+_GSPO = PolicyLoss(
+    function=gspo,
+    clip=ClipConfig(low=3e-4, high=4e-4),  # the paper's: a trajectory's mean leaves 1 by less than a token's ratio,
+    old_logprobs=OldLogprobs.RECOMPUTE,  # but by more than that for the sampler's rounding alone
+    is_joint=True,
+)
 
 LOSSES: Mapping[str, PolicyLoss] = {
     "clipped": PolicyLoss(function=clipped),
-    "gspo": PolicyLoss(function=gspo, clip=_GSPO_CLIP, is_joint=True, is_uniform=True),
-    "gspo_token": PolicyLoss(function=gspo_token, clip=_GSPO_CLIP, is_joint=True),
+    "gspo": replace(_GSPO, is_uniform=True),
+    "gspo_token": replace(_GSPO, function=gspo_token),
     "cispo": PolicyLoss(function=cispo, clip=ClipConfig(high=4.0), uses=("low", "high")),
     "sapo": PolicyLoss(
         function=sapo,

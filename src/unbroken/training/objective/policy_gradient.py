@@ -18,9 +18,16 @@ import torch
 
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.training.config import TrainerConfig
-from unbroken.training.loss_config import CorrectionKind, FailedRows, KlPlace, LossNormalization, TruncatedRows
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.config import OldLogprobs, TrainerConfig
+from unbroken.training.loss_config import (
+    CorrectionKind,
+    FailedRows,
+    KlPlace,
+    LossNormalization,
+    TruncatedRows,
+    ZeroVarianceRows,
+)
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import grpo_advantages
@@ -38,12 +45,7 @@ from unbroken.training.objective.loss_stats import LossStats
 from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn, as_policy_loss
 from unbroken.training.objective.normalization import token_weight
 from unbroken.training.objective.reference import k3, kl_penalty
-from unbroken.training.objective.samples import (
-    RowPolicy,
-    TrajectoryRows,
-    build_trajectories,
-    find_zero_variance_members,
-)
+from unbroken.training.objective.samples import RowPolicy, TrajectoryRows, build_trajectories, has_variance
 from unbroken.training.objective.turn_advantages import TurnAdvantages
 from unbroken.types import Logprobs, TrainingSample
 
@@ -125,8 +127,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     ) -> list[TrainingSample | TrajectoryRows]:
         """Build each trajectory's rows (`build_trajectories`).
 
-        With a reference, groups whose rewards are all equal are kept, and with its distance in the loss unscored
-        trajectories too, as in TRL.
+        Groups whose rewards are all equal and unscored trajectories are trained on if the loss has another term for
+        them. Otherwise their rows are idle.
         """
         policy = self._get_row_policy(config)
         return [*build_trajectories(groups, self.advantages, counters, policy=policy, processes=processes)]
@@ -135,15 +137,17 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         """The rows of the trajectory."""
         return unit.rows if isinstance(unit, TrajectoryRows) else (unit,)
 
-    def leaves_out_zero_variance(self, config: TrainerConfig) -> bool:
+    def get_idle_rows(self, unit: TrainingSample | TrajectoryRows) -> Sequence[TrainingSample]:
+        """The rows of a trajectory that has no advantage."""
+        return unit.idle_rows if isinstance(unit, TrajectoryRows) else ()
+
+    def can_lack_variance(self, config: TrainerConfig) -> bool:
         """Unless there is a distance to train on, or the advantages compare groups with each other."""
         return self.min_group_size > 1 and not self.needs_reference(config)
 
-    def find_zero_variance(self, groups: Sequence[TrajectoryGroup], config: TrainerConfig) -> list[Trajectory]:
-        """The trainable members of groups whose advantages are all zero, if they are not trained on."""
-        if not self.leaves_out_zero_variance(config):
-            return []
-        return find_zero_variance_members(groups, self.advantages, self._get_row_policy(config))
+    def has_variance(self, group: TrajectoryGroup, config: TrainerConfig) -> bool:
+        """Whether the group has an advantage that is not zero, or cannot lack variance."""
+        return not self.can_lack_variance(config) or has_variance(group, self.advantages, self._get_row_policy(config))
 
     def check_units(self, units: Sequence[TrainingSample | TrajectoryRows], config: TrainerConfig) -> None:
         """Raise `InvalidInputError` if the distance belongs into a reward that a unit does not have."""
@@ -155,6 +159,10 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
                     f"units[{index}] must be TrajectoryRows with a reward with TrainerConfig.kl.place reward, which is "
                     "subtracted from it: make the units by Trainer.make_units"
                 )
+
+    def get_old_logprobs(self, config: TrainerConfig) -> OldLogprobs:
+        """Those of the loss, unless the config has others."""
+        return config.old_logprobs or as_policy_loss(self.loss).old_logprobs
 
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """For distances in the rewards, and for sums over whole trajectories."""
@@ -293,9 +301,11 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         return config.normalization or self.normalization
 
     def _get_row_policy(self, config: TrainerConfig) -> RowPolicy:
+        keeps = config.zero_variance is ZeroVarianceRows.COUNT
+        in_loss = config.entropy_weight > 0 or (config.kl_weight > 0 and config.kl.place is KlPlace.LOSS)
         return RowPolicy(
-            keep_equal=config.kl_weight > 0,
-            keep_unscored=config.kl_weight > 0 and config.kl.place is KlPlace.LOSS,
+            keep_equal=keeps and (in_loss or config.kl_weight > 0),
+            keep_unscored=keeps and in_loss,
             overlong=config.overlong,
             truncated=config.truncated,
             failed=config.failed,

@@ -9,9 +9,10 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     d            truncated   1        1 - 1/2 =  1/2    ... (the policy itself ran out of ids)
     e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
-If a to d all had reward 1, `dropped_rows/no_variance` would be 4. If only a had not failed, there would be no member to
-compare it with: `dropped_rows/small_group` would be 1. With a reference, groups of equal rewards and unscored members
-are kept for their distance to it: they give rows with the advantage 0 and are not counted.
+If a to d all had reward 1, `dropped_rows/no_variance` would be 4, and their rows idle: they only count in the divisor
+of the loss. If only a had not failed, there would be no member to compare it with: `dropped_rows/small_group` would be
+1. With a reference, groups of equal rewards and unscored members are kept for their distance to it: they give rows with
+the advantage 0 and are not counted.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ cannot be compared."""
 
 
 class DropReason(StrEnum):
-    """Why a trainable trajectory gives no row; the others are counted under their status."""
+    """Why a trainable trajectory gives no row to train; the others are counted under their status."""
 
     NO_VARIANCE = "no_variance"
-    """Every advantage of its group is zero, and there is no reference."""
+    """Every advantage of its group is zero, and the loss has no other term."""
     MASKED = "masked"
-    """A length limit cut it, and `TruncatedRows.MASK` leaves such trajectories out."""
+    """A length limit cut it, and `TruncatedRows.MASK` leaves out its ids."""
     SMALL_GROUP = "small_group"
     """Fewer than `MIN_GROUP_SIZE` siblings are left."""
     NOT_PAIRED = "not_paired"
@@ -88,6 +89,8 @@ class TrajectoryRows:
     """The rows of one trajectory, which is trained whole in one update; one that forked has several."""
 
     rows: tuple[TrainingSample, ...]
+    idle_rows: tuple[TrainingSample, ...] = ()
+    """Instead of `rows` if they have no gradient (`Objective.get_idle_rows`)."""
     group: str = ""
     """The id of its group."""
     reward: float | None = None
@@ -137,7 +140,8 @@ def build_trajectories(
     policy: RowPolicy | None = None,
     processes: Processes = ALONE,
 ) -> list[TrajectoryRows]:
-    """The rows of each trajectory, unscored ones last; counts those that give none under `dropped_rows`, by reason.
+    """The rows of each trajectory, unscored ones last; counts those without one to train under `dropped_rows`, by
+    reason.
 
     A trajectory counts once, however many branches it has. Members that are not trainable, and groups that are too
     small, do not enter any baseline or deviation. With several `processes`, `StepAdvantages` get the rewards of all.
@@ -148,8 +152,7 @@ def build_trajectories(
             number per reward, or needs the rewards of turns, which the trajectories do not have.
     """
     policy = policy or RowPolicy()
-    also_kept = frozenset({TrajectoryStatus.UNSCORED}) if policy.keep_unscored else frozenset[TrajectoryStatus]()
-
+    also_kept = frozenset({TrajectoryStatus.UNSCORED})
     min_size = get_min_group_size(advantages)
 
     def compare() -> list[ComparedGroup]:
@@ -166,47 +169,36 @@ def build_trajectories(
 
     comparison = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
-    # Where groups are compared, the step is one group: zeros beside other advantages count in the loss's divisor.
-    keep_all = policy.keep_equal or (min_size < MIN_GROUP_SIZE and comparison.teaches)
     for group, of_group in zip(comparison.groups, comparison.advantages, strict=True):
-        if keep_all or any_nonzero(of_group):
-            for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
-                if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
-                    counters.count(Event.DROPPED_ROW, DropReason.MASKED)
-                elif policy.failed is FailedRows.BASELINE and member.status in FAILED:
-                    counters.count(Event.DROPPED_ROW, member.status)
-                else:
-                    units += _export_rows(member, of_member, counters, group=group.name, reward=float(reward))
-        else:
-            counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=len(group.members))
+        idle = None if policy.keep_equal or any_nonzero(of_group) else DropReason.NO_VARIANCE
+        for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
+            if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
+                counters.count(Event.DROPPED_ROW, DropReason.MASKED)
+                units.append(TrajectoryRows(rows=()))  # it counts as a trajectory, its ids do not
+            elif policy.failed is FailedRows.BASELINE and member.status in FAILED:
+                counters.count(Event.DROPPED_ROW, member.status)
+            else:
+                units += _export_rows(member, of_member, counters, idle, group=group.name, reward=float(reward))
     unscored = [each for group in groups for each in group.trajectories if each.status in also_kept]
-    return units + [unit for member in unscored for unit in _export_rows(member, 0.0, counters)]
+    idle_unscored = None if policy.keep_unscored else TrajectoryStatus.UNSCORED
+    return units + [unit for member in unscored for unit in _export_rows(member, 0.0, counters, idle_unscored)]
 
 
-def find_zero_variance_members(
-    groups: Sequence[TrajectoryGroup], advantages: Advantages, policy: RowPolicy
-) -> list[Trajectory]:
-    """The trainable members of each group that is left out because its advantages are all zero.
+def has_variance(group: TrajectoryGroup, advantages: Advantages, policy: RowPolicy) -> bool:
+    """Whether a group has an advantage that is not zero, or too few members to compare.
 
     `advantages` compare the members of a group with each other.
     """
-    left: list[Trajectory] = []
-    for group in groups:
-        members = keep_trainable(policy.score_failed(group), policy.compared)
-        if len(members) < MIN_GROUP_SIZE:
-            continue
-        rewards = get_rewards(group.group_id, members, policy)
-        left += members if _is_left_out(members, rewards, advantages) else []
-    return left
-
-
-def _is_left_out(members: Sequence[Trajectory], rewards: NDArray[np.float64], advantages: Advantages) -> bool:
+    members = keep_trainable(policy.score_failed(group), policy.compared)
+    if len(members) < MIN_GROUP_SIZE:
+        return True
+    rewards = get_rewards(group.group_id, members, policy)
     if isinstance(advantages, TurnAdvantages):
         turns = advantages.function([get_turn_rewards(*each) for each in zip(members, rewards, strict=True)])
-        return not any(np.any(of_member) for of_member in turns)
+        return any(np.any(of_member) for of_member in turns)
     if isinstance(advantages, StepAdvantages):  # they are of all groups, and zero in one whose rewards are equal
-        return all_equal(rewards)
-    return not np.any(advantages(rewards))  # without a baseline, equal rewards teach something
+        return not all_equal(rewards)
+    return bool(np.any(advantages(rewards)))  # without a baseline, equal rewards teach something
 
 
 def keep_trainable(group: TrajectoryGroup, statuses: Collection[TrajectoryStatus] = TRAINABLE) -> list[Trajectory]:
@@ -268,17 +260,21 @@ def _export_rows(
     member: Trajectory,
     advantages: float | NDArray[np.float64],
     counters: Counters,
+    idle: DropReason | TrajectoryStatus | None,
     *,
     group: str = "",
     reward: float | None = None,
 ) -> list[TrajectoryRows]:
-    """The member's rows, with one advantage or with one for each turn; none if it sampled nothing."""
+    """The member's rows, with one advantage or with one for each turn, or why they are idle; none if it sampled
+    nothing.
+    """
     by_turn: float | dict[int, float] = (
         float(advantages)
         if np.ndim(advantages) == 0
         else {turn.end.node: float(of_turn) for turn, of_turn in zip(member.turns, np.asarray(advantages), strict=True)}
     )
-    if rows := export_samples(member.tree, by_turn):
-        return [TrajectoryRows(rows=tuple(rows), group=group, reward=reward)]
-    counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
-    return []
+    rows = tuple(export_samples(member.tree, by_turn))
+    if not rows or idle is not None:
+        counters.count(Event.DROPPED_ROW, (rows and idle) or DropReason.NOTHING_SAMPLED)
+        return [TrajectoryRows(rows=(), idle_rows=rows)] if rows else []
+    return [TrajectoryRows(rows=rows, group=group, reward=reward)]

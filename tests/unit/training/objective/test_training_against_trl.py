@@ -34,6 +34,7 @@ from unbroken.training.metrics.stats import StepStats
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -140,7 +141,7 @@ def update_of(trainer: Any, inputs: dict[str, torch.Tensor]) -> SimpleNamespace:
 
 def expect_same_update(
     theirs: SimpleNamespace,
-    rows: list[TrainingSample],
+    rows: list[Any],
     tokenizer: Any,
     reference: Any = None,
     loss: str = "clipped",
@@ -156,7 +157,7 @@ def expect_same_update(
             tokens_per_micro_batch=50,
             **config,
         ),
-        objective=PolicyGradient(loss=LOSSES[loss]),
+        objective=PolicyGradient(loss=replace(LOSSES[loss], old_logprobs=OldLogprobs.SAMPLER)),
         reference=reference,
     )
     before = {name: weight.clone() for name, weight in trainer.named_weights()}
@@ -177,6 +178,19 @@ def test_the_clipped_loss_and_its_gradient_are_trls(rows, tokenizer, grpo_traine
     inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
     stats = expect_same_update(update_of(trainer, inputs), rows, tokenizer, normalization=normalization)
     assert 0.1 < stats.clip_fraction < 0.9
+
+
+@pytest.mark.parametrize("normalization", LOSS_TYPES)
+def test_a_group_of_equal_rewards_counts_in_trls_divisor_and_in_ours(
+    rows, tokenizer, grpo_trainer, monkeypatch, normalization
+):
+    """Without its share the gradient would be about twice as large."""
+    monkeypatch.setitem(globals(), "REWARDS", REWARDS[:GROUP_SIZE] + [1.0] * GROUP_SIZE)
+    trainer = grpo_trainer(loss_type=LOSS_TYPES[normalization])
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+    inputs["old_per_token_logps"] = inputs["sampling_per_token_logps"].nan_to_num()
+    idle = [TrajectoryRows(rows=(), idle_rows=(row,)) for row in rows[GROUP_SIZE:]]
+    expect_same_update(update_of(trainer, inputs), [*rows[:GROUP_SIZE], *idle], tokenizer, normalization=normalization)
 
 
 @pytest.mark.parametrize(

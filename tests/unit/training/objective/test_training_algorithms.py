@@ -124,7 +124,8 @@ def slow_loss(
     logprobs = by_unit(units, slow_logprobs(model, rows_of(units)))
     entropies = by_unit(units, slow_entropies(model, rows_of(units)))
     sampled = by_unit(units, [torch.from_numpy(row.rollout_logprobs[row.loss_mask]).double() for row in rows_of(units)])
-    old = sampled if config.chosen_old_logprobs is OldLogprobs.SAMPLER else [values.detach() for values in logprobs]
+    is_own = ALGORITHMS[name].get_old_logprobs(config) is OldLogprobs.RECOMPUTE
+    old = [values.detach() for values in logprobs] if is_own else sampled
     total = torch.zeros((), dtype=torch.float64)
     lengths = [len(values) for values in logprobs]
     frozen = None if reference is None else by_unit(units, slow_logprobs(reference, rows_of(units)))
@@ -174,7 +175,7 @@ def expect_same_update(
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_that_of_the_papers_formula_over_trajectories(units, name):
-    expect_same_update(units, name)
+    expect_same_update(units, name, old_logprobs=OldLogprobs.SAMPLER)
 
 
 @pytest.mark.parametrize("estimator", KlEstimator)
@@ -184,7 +185,7 @@ def test_the_distance_in_the_loss_is_that_of_its_formula(units, estimator):
 
 
 def test_the_entropy_bonus_is_that_of_its_formula(units):
-    expect_same_update(units, "gspo", entropy_weight=0.3)
+    expect_same_update(units, "gspo", old_logprobs=OldLogprobs.SAMPLER, entropy_weight=0.3)
 
 
 def test_the_entropy_is_always_measured_over_all_loss_tokens(units):
@@ -262,7 +263,8 @@ def test_the_distance_in_the_reward_is_compared_over_all_processes(units):
 def test_one_more_forward_pass_is_made_only_if_trajectories_forked(units, monkeypatch):
     whole = [TrajectoryRows(rows=unit.rows[:1]) for unit in units]
     for given, name, expected in ((units, "gspo", 1), (whole, "gspo", 0), (units, "grpo", 0)):
-        trainer = Trainer(tiny_qwen3(), TrainerConfig(), objective=ALGORITHMS[name])
+        config = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
+        trainer = Trainer(tiny_qwen3(), config, objective=ALGORITHMS[name])
         calls = []
         score = trainer._updater.logprobs
         monkeypatch.setattr(trainer._updater, "logprobs", lambda rows, s=score, c=calls: c.append(rows) or s(rows))

@@ -123,13 +123,13 @@ def test_over_several_processes_the_groups_of_all_are_compared():
 
 
 def test_a_zero_advantage_counts_in_the_divisor_also_if_only_another_process_has_others():
-    """Of one process's groups it would be a row: here [3], there [5, 1], whose mean is 3 too."""
+    """Here [3], there [5, 1], whose mean is 3 too."""
     processes = Processes(1, lambda value: [([np.array([5.0, 1.0])], None), value])
     advantages = ALGORITHMS["reinforce_plus_plus"].advantages
     counters = Counters()
     (unit,) = build_trajectories([group(trajectory(3.0))], advantages, counters, processes=processes)
-    assert unit.rows[0].advantages.tolist() == [0, 0, 0, 0]
-    assert build_trajectories([group(trajectory(3.0))], advantages, counters) == []
+    assert unit.rows == ()
+    assert unit.idle_rows[0].advantages.tolist() == [0, 0, 0, 0]
     assert counters.as_dict() == {"dropped_rows/no_variance": 1}
 
 
@@ -156,7 +156,7 @@ def test_a_group_that_is_all_right_learns_from_it_if_groups_are_compared():
     rows = build_samples(groups, objective.advantages, counters)
     np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, 1, -3, 1]) / np.sqrt(3), rtol=1e-6)
     assert counters.as_dict() == {}
-    assert objective.find_zero_variance(groups, TrainerConfig()) == []
+    assert objective.has_variance(groups[0], TrainerConfig())
 
 
 def test_one_trajectory_of_each_problem_is_enough_if_groups_are_compared():
@@ -164,8 +164,8 @@ def test_one_trajectory_of_each_problem_is_enough_if_groups_are_compared():
     failed = trajectory(None, status=TrajectoryStatus.FAILED)
     groups = [group(trajectory(1.0)), group(trajectory(0.0)), group(trajectory(0.5), failed), group(failed)]
     rows = build_samples(groups, objective.advantages, counters)
-    np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, -1, 0]) * np.sqrt(1.5), atol=1e-6)
-    assert counters.as_dict() == {"dropped_rows/failed": 2}
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], np.array([1, -1]) * np.sqrt(1.5), atol=1e-6)
+    assert counters.as_dict() == {"dropped_rows/failed": 2, "dropped_rows/no_variance": 1}  # the mean itself
     baseline = ALGORITHMS["reinforce_plus_plus_baseline"].advantages
     with pytest.raises(InvalidInputError, match=r"must have at least 2 trajectories, .* got 1"):
         build_samples(groups, baseline, Counters())
@@ -181,7 +181,8 @@ def test_a_masked_trajectory_counts_for_its_siblings_and_is_not_trained_on():
     )
     policy = RowPolicy(truncated=TruncatedRows.MASK)
     units = build_trajectories([siblings], dr_grpo, counters, policy=policy)
-    assert [unit.rows[0].advantages[-1] for unit in units] == [2, 0]
+    assert [[row.advantages[-1] for row in unit.rows] for unit in units] == [[2], [], [], [0]]
+    assert not any(unit.idle_rows for unit in units)
     assert counters.as_dict() == {"dropped_rows/masked": 2}
 
 
@@ -201,8 +202,8 @@ def test_a_long_trajectory_has_a_lower_reward_than_its_equally_good_sibling():
     assert counters.as_dict() == {"punishments/overlong": 1}
     assert [unit.rows[0].advantages[-1] for unit in units] == [0.25, -0.25]
     assert [unit.reward for unit in units] == [1.0, 0.5]
-    assert PolicyGradient().find_zero_variance(siblings, config) == []
-    assert len(PolicyGradient().find_zero_variance(siblings, TrainerConfig())) == 2
+    assert PolicyGradient().has_variance(siblings[0], config)
+    assert not PolicyGradient().has_variance(siblings[0], TrainerConfig())
 
 
 async def test_with_the_distance_in_the_reward_unscored_trajectories_teach_nothing():
@@ -210,7 +211,11 @@ async def test_with_the_distance_in_the_reward_unscored_trajectories_teach_nothi
     unscored = trajectory(None, status=TrajectoryStatus.UNSCORED)
     groups = [group(trajectory(1.0), trajectory(1.0), unscored)]
     units = await PolicyGradient().make_units(groups, counters, config)
-    assert [(unit.group, unit.reward) for unit in units] == [("g", 1.0), ("g", 1.0)]
+    assert [(unit.group, unit.reward, len(unit.rows)) for unit in units] == [
+        ("g", 1.0, 1),
+        ("g", 1.0, 1),
+        ("", None, 0),
+    ]
     assert counters.as_dict() == {"dropped_rows/unscored": 1}
 
 
@@ -234,9 +239,10 @@ async def test_i8_a_group_without_variance_is_kept_for_its_distance_to_a_referen
     counters, config = Counters(), TrainerConfig(kl_weight=kl_weight)
     groups = [group(*[trajectory(0.1)] * 3), group(trajectory(0.0), trajectory(1.0))]
     units = await PolicyGradient().make_units(groups, counters, config)
-    assert [float(unit.rows[0].advantages.max()) for unit in units] == [0.0] * (num_rows - 2) + [0.0, 1.0]
-    assert counters["dropped_rows/no_variance"] == num_dropped
-    assert len(PolicyGradient().find_zero_variance(groups, config)) == num_dropped
+    rows = [row for unit in units for row in unit.rows]
+    assert [float(row.advantages.max()) for row in rows] == [0.0] * (num_rows - 2) + [0.0, 1.0]
+    assert sum(len(unit.idle_rows) for unit in units) == counters["dropped_rows/no_variance"] == num_dropped
+    assert PolicyGradient().has_variance(groups[0], config) == (num_dropped == 0)
 
 
 @pytest.mark.parametrize(("kl_weight", "advantages", "num_dropped"), [(0.0, [0.0, 1.0], 2), (0.1, [0.0, 1.0, 0, 0], 0)])
@@ -245,7 +251,8 @@ async def test_i8_an_unscored_trajectory_is_kept_for_its_distance_to_a_reference
     unscored = trajectory(None, status=TrajectoryStatus.UNSCORED)
     groups = [group(trajectory(0.0), unscored, trajectory(1.0)), group(unscored, trajectory(None, status="failed"))]
     units = await PolicyGradient().make_units(groups, counters, config)
-    assert [float(unit.rows[0].advantages.max()) for unit in units] == advantages
+    assert [float(row.advantages.max()) for unit in units for row in unit.rows] == advantages
+    assert sum(len(unit.idle_rows) for unit in units) == num_dropped
     assert counters["dropped_rows/unscored"] == num_dropped
     assert counters["dropped_rows/failed"] == 1
 
