@@ -141,7 +141,8 @@ def test_what_a_joint_ratio_clips_is_of_all_rows_of_the_trajectory():
     """The mean log ratio of both rows is 0, though that of each is far outside of GSPO's clip."""
     first, second = row([1, 2, 3], sampled=[1, 2]), row([1, 4, 5], sampled=[1, 2])
     above, below = (sample.rollout_logprobs + np.float32(shift) for sample, shift in ((first, 0.5), (second, -0.5)))
-    trainer = Trainer(tiny_qwen3(), TrainerConfig(), objective=PolicyGradient(loss=LOSSES["gspo"]))
+    by_sampler = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
+    trainer = Trainer(tiny_qwen3(), by_sampler, objective=PolicyGradient(loss=LOSSES["gspo"]))
     both = trainer.find_left_out([first, second], [above, below])
     (alone,) = trainer.find_left_out([first], [above])
     assert [found.clipped.tolist() for found in both] == [[False] * 3] * 2
@@ -314,7 +315,7 @@ def test_a_row_with_images_is_refused():
 
 
 def test_a_step_without_rows_is_refused():
-    with pytest.raises(InvalidInputError, match="at least one unit"):
+    with pytest.raises(InvalidInputError, match="at least one row"):
         make_trainer().step([])
 
 

@@ -34,7 +34,7 @@ def rows_with_noise(k3: float, *, num_ids: int | None = None) -> tuple[list[Any]
     """
     rng = np.random.default_rng(0)
     rows, logprobs = [], []
-    for k in range(NUM_ROWS):
+    for k in range(NUM_ROWS if num_ids is None else NUM_ROWS * MOST // num_ids):
         length = num_ids or int(rng.integers(10, MOST + 1))
         made = row([1] * (length + 1), sampled=range(1, length + 1), advantage=1.0 if k % 2 else -1.0, logprob=-2.0)
         noise = rng.normal(-k3, math.sqrt(2 * k3), length + 1)
