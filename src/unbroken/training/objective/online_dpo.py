@@ -52,8 +52,8 @@ class OnlineDpo(Objective[PreferencePair]):
         """Raise `InvalidInputError` if a setting of the policy gradient is not its default."""
         unused = TrainerConfig()
         names = ("clip", "normalization", "max_trajectory_tokens", "correction", "kl_weight", "kl", "overlong")
-        names = (*names, "truncated", "zero_variance", "failed", "failed_reward", "entropy_weight", "entropy_control")
-        for name in names:
+        others = ("truncated", "zero_variance", "failed", "failed_reward", "entropy_weight", "entropy_control")
+        for name in (*names, *others):
             if (value := getattr(config, name)) != getattr(unused, name):
                 raise InvalidInputError(
                     f"TrainerConfig.{name} must be left out with OnlineDpo, which does not use it, got {value!r}"
