@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Query, Request, Response
 from pydantic import Field
 
+from unbroken.errors import SamplingError
 from unbroken.gateway.message_records import name_images
 from unbroken.gateway.recording import RecordedTurn, SessionState
 from unbroken.gateway.sessions import Sessions
@@ -17,14 +17,17 @@ from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Node
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
-from unbroken.server.context import get_context
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
-from unbroken.server.http.errors import HttpError
+from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import json_response, negotiated_response
+from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.types import ImageSpan, TrainingSample
 
 router = Routes(Access.CLIENT)
+_MAX_REWARD = float(np.finfo(np.float32).max)
+"""Advantages are float32."""
 
 
 class CreateBody(SessionSettings):
@@ -37,8 +40,8 @@ class CreateBody(SessionSettings):
 class FinishBody(StrictBody):
     """How an attempt ended."""
 
-    reward: float | None = Field(default=None, allow_inf_nan=False)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    reward: float | None = Field(default=None, ge=-_MAX_REWARD, le=_MAX_REWARD)
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     """Further numbers of the attempt, by name."""
     status: Literal["completed", "failed", "timeout", "aborted", "unscored"] = "completed"
 
@@ -51,6 +54,7 @@ class FinishBody(StrictBody):
 async def create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs to an agent."""
     settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
+    await _check_settings(get_context(request), settings)
     created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
     root = f"{str(request.base_url).rstrip('/')}/s/{created.record.session_id}"
     return json_response(
@@ -98,8 +102,8 @@ async def get_samples(session_id: str, request: Request, advantage: float | None
     record, state, _ = await _get_sessions(request).view(session_id)
     reward = (record.outcome or {}).get("reward")
     used = advantage if advantage is not None else (0.0 if reward is None else float(reward))
-    if not math.isfinite(used):
-        raise HttpError(400, f"advantage must be finite, got {used}", param="advantage")
+    if not abs(used) <= _MAX_REWARD:
+        raise HttpError(400, f"advantage must be finite in float32, got {used}", param="advantage")
     tree = state.tree.copy()  # turns may be recorded meanwhile
     samples = await get_context(request).run_in_text_thread(lambda: export_samples(tree, used))
     value = {"session_id": session_id, "reward": reward, "samples": [_format_sample(sample) for sample in samples]}
@@ -146,6 +150,7 @@ async def get_image(session_id: str, sha256: str, request: Request) -> Response:
 @router.post("/v1/sessions/{session_id}/finish", summary="Finish a session", response_description="the session")
 async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
     """End a session, with its reward. It takes no request any more."""
+    check_size(body.metrics, name="metrics")
     record = await _get_sessions(request).finish(session_id, body.model_dump(mode="json"))
     return json_response(_format_record(record))
 
@@ -155,6 +160,19 @@ async def delete_session(session_id: str, request: Request) -> Response:
     """Delete a session and all that it recorded."""
     await _get_sessions(request).delete(session_id)
     return json_response({"session_id": session_id, "deleted": True})
+
+
+async def _check_settings(context: ServerContext, settings: SessionSettings) -> None:
+    """Raise `HttpError` for settings with which every turn would be refused, and for metadata that are too long."""
+    check_size(settings.metadata, name="metadata")
+    sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens"}))
+    try:
+        sampling.to_params(end_ids=(), max_tokens=1, num_top_logprobs=0)
+    except SamplingError as error:
+        raise HttpError(400, f"sampling.{error}", param="sampling") from None
+    if (options := settings.template_options) is not None:
+        context.check_options(options, name="template_options")
+        await context.run_in_text_thread(lambda: context.get_renderer(options))
 
 
 def _get_sessions(request: Request) -> Sessions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -17,7 +16,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.http.errors import HttpError, check_size, shorten
 from unbroken.server.http.guard import ANY_MODEL
 from unbroken.server.images.intake import ImageIntake
 from unbroken.server.metrics import Metrics
@@ -119,22 +118,22 @@ class ServerContext:
         return renderer.with_image_settings(settings)
 
     def _get_renderer(self, options: Mapping[str, Any] | None) -> Renderer:
-        self._check_options(options)
-        key = json.dumps(options or {}, sort_keys=True)
+        key = self.check_options(options)
         renderer = self._renderers.get(key)
         if renderer is None:
             renderer = self._make_renderer(dict(options or {}))
         self._renderers.put(key, renderer)
         return renderer
 
-    def _check_options(self, options: Mapping[str, Any] | None) -> None:
-        reserved = sorted(_RESERVED & set(options or {}))
-        if reserved:
-            raise HttpError(
-                400,
-                f"chat_template_kwargs must not have {reserved}: the server sets these variables itself",
-                param="chat_template_kwargs",
-            )
+    def check_options(self, options: Mapping[str, Any] | None, *, name: str = "chat_template_kwargs") -> str:
+        """Return template options, the field `name`, as JSON.
+
+        Raises:
+            HttpError: an option is a variable that the server sets, or they are too long: renderers are kept by them.
+        """
+        if reserved := sorted(_RESERVED & set(options or {})):
+            raise HttpError(400, f"{name} must not have {reserved}: the server sets these variables itself", param=name)
+        return check_size(options or {}, name=name)
 
     async def adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
         """Give instructions a role in which the template writes them; see `roles`.
@@ -142,7 +141,7 @@ class ServerContext:
         Raises:
             HttpError: an option is a variable that the server sets.
         """
-        self._check_options(options)
+        self.check_options(options)
         if not needs_adapting(messages):
             return messages
         return await self.run_in_text_thread(lambda: self._adapt_roles(messages, options))
@@ -154,7 +153,7 @@ class ServerContext:
         template = renderer
 
         def writes(roles: tuple[str, ...]) -> bool:
-            key = (json.dumps(options, sort_keys=True), roles)
+            key = (self.check_options(options), roles)
             known = self._written_roles.get(key)
             if known is None:
                 known = template.writes_roles(roles)

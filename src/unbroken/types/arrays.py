@@ -20,6 +20,8 @@ BoolMask: TypeAlias = NDArray[np.bool_]
 
 
 _LARGEST_ID = 2**31 - 1
+MAX_DEPTH = 128
+"""Most levels of JSON from outside. Python's limit is about 1,000 calls, and a schema of 1,000 levels takes minutes."""
 
 
 def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") -> TokenIds:
@@ -71,6 +73,17 @@ def is_real(value: Any, low: float, high: float) -> bool:
 def is_text(value: Any) -> bool:
     """Whether `value` is a non-empty string."""
     return isinstance(value, str) and value != ""
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and dicts are nested in more than `MAX_DEPTH` levels."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        children = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        # The types of a million ids are compared in C.
+        level = [one for values in children if not {dict, list}.isdisjoint(map(type, values)) for one in values]
+        depth += bool(children)
+    return depth > MAX_DEPTH
 
 
 def check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:

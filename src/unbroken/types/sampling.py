@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from unbroken.errors import SamplingError
-from unbroken.types.arrays import TokenIds, check_rules, is_real, is_text, is_whole, token_ids
+from unbroken.types.arrays import MAX_DEPTH, TokenIds, check_rules, is_deep, is_real, is_text, is_whole, token_ids
 from unbroken.types.images import ImageSpan, find_misplaced_span
 
 TEMPERATURE_RANGE = (0.01, 100.0)
 """The lowest and highest temperature. Below, logits divided by it are too coarse in float32 for logprobs to agree."""
+
+
+MAX_STRUCTURE = 2**18
+"""Most characters of a structured output. A grammar of 60 MB would occupy an engine for minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,22 @@ class StructuredOutput:
             raise SamplingError(
                 f"structured_output.{given[0]} must be a non-empty string, got {getattr(self, given[0])!r}"
             )
+        text = getattr(self, given[0])
+        if len(text) > MAX_STRUCTURE:
+            raise SamplingError(
+                f"structured_output.{given[0]} must have at most {MAX_STRUCTURE} characters, got {len(text)}"
+            )
+        if given[0] != "regex" and text.count("{") + text.count("[") > MAX_DEPTH and _is_deep_json(text):
+            raise SamplingError(f"structured_output.{given[0]} must be nested in at most {MAX_DEPTH} levels, got more")
+
+
+def _is_deep_json(text: str) -> bool:
+    try:
+        return is_deep(json.loads(text))
+    except RecursionError:
+        return True
+    except ValueError:
+        return False  # the engine says what is wrong
 
 
 _ELSEWHERE = {

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import reprlib
 from collections.abc import Mapping
@@ -59,6 +60,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_MAX_KEPT = 2**16
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -169,6 +171,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
 def shorten(value: Any) -> str:
     """The beginning of a value's repr, for messages; the cost does not grow with the value."""
     return _SHORT.repr(value)
+
+
+def check_size(value: Any, *, name: str) -> str:
+    """Return the JSON of the field `name`, which is kept as it is; raises `HttpError` if it is longer than 64 KiB."""
+    text = json.dumps(value, sort_keys=True)
+    if len(text) > _MAX_KEPT:
+        raise HttpError(400, f"{name} must have at most {_MAX_KEPT} characters as JSON, got {len(text)}", param=name)
+    return text
 
 
 def field_error(error: RequestValidationError | ValidationError, *, within: str = "") -> HttpError:

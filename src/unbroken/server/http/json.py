@@ -7,10 +7,12 @@ from typing import Any
 
 import orjson
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from unbroken import compact
+from unbroken.types.arrays import MAX_DEPTH, is_deep
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _IGNORED = "unbroken.ignored"
@@ -59,6 +61,9 @@ class OrjsonRoute(APIRoute):
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body (UTF-8, finite numbers only); None if it is empty."""
+        """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels); None if it is empty."""
         body = await self.body()
-        return orjson.loads(body) if body else None
+        value = orjson.loads(body) if body else None
+        if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(value):
+            raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
+        return value

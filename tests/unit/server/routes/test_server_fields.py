@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -178,3 +179,40 @@ async def test_a_tool_whose_calls_could_not_be_read_is_refused(path: str, tool: 
     answer = await post(path, tools=[tool])
     assert answer.status_code == 400
     assert expected in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, "chat_template_kwargs"), (CHAT, "tools"), (CHAT, "response_format"), (RESPONSES, "metadata"),
+        (MESSAGES, "output_config"), (GENERATE, "sampling_params"), (TEXT, "structured_outputs"),
+    ],
+)  # fmt: skip
+async def test_a_field_nested_deeper_than_128_levels_is_refused(path: str, field: str) -> None:
+    value: Any = {}
+    for _ in range(200):
+        value = {"json": value}
+    answer = await post(path, **{field: value})
+    assert answer.status_code == 400
+    assert "the body must be nested in at most 128 levels" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ('{"items":' * 200 + "{}" + "}" * 200, "must be nested in at most 128 levels"),
+        ('{"items":' * 5000 + "{}" + "}" * 5000, "must be nested in at most 128 levels"),
+        (json.dumps({"enum": ["x" * 2**18]}), "must have at most 262144 characters, got 262"),
+    ],
+)
+async def test_a_schema_as_text_has_the_same_limits(schema: str, expected: str) -> None:
+    answer = await post(TEXT, structured_outputs={"json": schema})
+    assert answer.status_code == 400
+    assert expected in answer.json()["error"]["message"]
+
+
+async def test_template_options_that_would_fill_the_memory_of_renderers_are_refused() -> None:
+    answer = await post(CHAT, chat_template_kwargs={"note": "x" * 2**16})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert "must have at most 65536 characters as JSON" in error["message"]
