@@ -65,8 +65,8 @@ def test_a_run_writes_its_numbers_and_continues_with_more_steps(tmp_path, capsys
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, capsys, name, value, message):
     claim = tmp_path / "recipe.json"
     claim.write_text(json.dumps({"recipe": "lookup.py", "settings": settings()}))
-    made = tmp_path / "evaluation.jsonl"
-    made.touch()
+    made = tmp_path / "checkpoints"
+    (made / "step-00000001").mkdir(parents=True)
     assert lookup(tmp_path, **{name: value}) == 1
     assert message.format(output=tmp_path) in capsys.readouterr().err
     assert {*tmp_path.iterdir()} == {claim, made}

@@ -170,6 +170,65 @@ def test_a_reward_that_is_none_ends_the_run_before_a_step_is_made(tmp_path, caps
     assert lines(tmp_path / "run") == []
 
 
+USERS = """
+from unbroken import Continue, Env, EnvStart, ToolEnv
+
+def score(completions):
+    return helper(completions)
+
+def helper(completions):
+    return 1 / 0
+
+class Broken(ToolEnv):
+    def __init__(self):
+        super().__init__([{"role": "user", "content": "a"}], [], self.judge)
+
+    async def judge(self, messages):
+        return 1 / 0
+
+def make(part):
+    return 1 / 0
+
+def loss(logprobs, batch, clip):
+    return 1 / 0
+
+async def attempt(session):
+    return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "place", "message"),
+    [
+        (['rewards = [{function = "mine.py:score"}]'], "helper", "reward function mine.py:score, row "),
+        (['environment = "mine.py:Broken"'], "judge", "rollouts of step 0 failed, the first with"),
+        (['environment = "mine.py:Broken"', 'curriculum = "mine.py:make"'], "make", "the run's own code failed with"),
+        (['rewards = [{function = "rewards.py:varied"}]', 'loss = "mine.py:loss"'], "loss", "own code failed with"),
+        (['agent.function = "mine.py:attempt"'], "attempt", "rollouts of step 0 failed, the first with"),
+    ],
+)
+def test_an_exception_in_code_of_the_user_has_its_lines_and_its_traceback_in_a_file(
+    tmp_path, capsys, model, lines, place, message
+):
+    data = [] if "environment" in lines[0] else ['data.file = "prompts.jsonl"']
+    text = [f'model = "{model}"', f'output = "{tmp_path / "run"}"', "loop.num_steps = 1", *data]
+    text += ["rollouts = {group_size = 2, problems_per_step = 1, sampling.max_tokens = 8}"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "mine.py").write_text(USERS)
+    (tmp_path / "rewards.py").write_text("def varied(completions): return [float(k) for k in range(len(completions))]")
+    (tmp_path / "task.toml").write_text("\n".join([*text, *lines]))
+    assert main(["train", str(tmp_path / "task.toml")]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "ZeroDivisionError: division by zero" in error
+    number = next(k for k, line in enumerate(USERS.splitlines(), 1) if f"def {place}(" in line) + 1
+    assert f'File "{tmp_path}/mine.py", line {number}, in {place}\n    return 1 / 0' in error
+    assert f"the whole traceback of the next error is in {tmp_path}/run/traceback.txt" in error
+    whole = (tmp_path / "run" / "traceback.txt").read_text()
+    assert "Traceback (most recent call last)" in whole
+    assert f'/mine.py", line {number}, in {place}' in whole
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sysconfig
+import traceback
+from pathlib import Path
 
 from unbroken.errors import RolloutError
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_path("purelib"))
 
 
 def must_propagate(error: BaseException) -> bool:
@@ -58,3 +64,22 @@ def format_error(error: BaseException) -> str:
         message = f"(its message cannot be read: {type(unreadable).__name__})"
     # Half a surrogate pair is escaped, because no tokenizer can encode it; all other text stays as it is.
     return f"{type(error).__name__}: {message}".encode(errors="backslashreplace").decode()
+
+
+def format_frames(error: BaseException, *, raised_there: bool = False) -> str:
+    """The lines of user code in the traceback of an exception or a cause of it, as Python prints them, or "".
+
+    Of several stretches of user code the last one is meant, such as the reward that an environment of ours calls for
+    one of the user's. With `raised_there`, nothing if the exception came from our own code below.
+    """
+    frames: list[traceback.FrameSummary] = []
+    is_ours = False
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(_OURS):
+            is_ours = True
+        elif not frame.filename.startswith(_LIBRARIES):
+            frames, is_ours = [*([] if is_ours else frames), frame], False
+    if frames and not (raised_there and is_ours):
+        return "\n" + "".join(traceback.format_list(frames)).rstrip()
+    from_elsewhere: str = getattr(error, "user_frames", "")
+    return from_elsewhere or ("" if error.__cause__ is None else format_frames(error.__cause__))

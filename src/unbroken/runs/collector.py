@@ -110,7 +110,7 @@ class Sampler:
             async with asyncio.TaskGroup() as tasks:
                 groups = [tasks.create_task(self.sample_group(number, size=size)) for number in numbers]
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
         return [group.result() for group in groups]
 
     async def sample_group(self, number: int, *, size: int) -> TrajectoryGroup:

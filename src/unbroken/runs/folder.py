@@ -22,15 +22,23 @@ from unbroken.errors import InvalidInputError
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
+_EVALUATIONS = "evaluation.jsonl"
+TRACEBACK = "traceback.txt"
+"""Of an exception in the user's code that ended the run."""
 _FILES_OF_A_RUN = (
-    *("metrics", "checkpoints", "evaluation.jsonl", "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents", "timeline"),
+    *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
+    *("sessions", "agents", "timeline", TRACEBACK),
 )
 """What an earlier run of a recipe left."""
-_BEFORE_ANYTHING = frozenset({_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline"})
+_BEFORE_A_STEP = frozenset(
+    {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", _EVALUATIONS}
+    | {"sessions", "agents", TRACEBACK}
+)
 _MAY_CHANGE = (
     "output",
     "engine.",
+    "sessions.",
+    "rollouts.own_process",
     "loop.num_steps",
     "loop.num_zero_variance_scored",
     "loop.max_groups_in_flight",
@@ -76,8 +84,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
 
-    A run that failed before it made anything leaves its folder to any other. With `anew`, an earlier run of the recipe
-    is removed, and any config accepted.
+    A run that trained no step begins anew with any config; without an evaluation, its folder is any recipe's. With
+    `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
         InvalidInputError: the folder holds the run of another recipe or config, or other files.
@@ -88,14 +96,12 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
         _write(path, recipe, settings)
         return False
     name, before = _read(path)
-    if (name, before) != (recipe, settings) and _has_made_nothing(folder):
-        _write(path, recipe, settings)
-        return False
-    if name != recipe:
+    has_no_step = (name, before) != (recipe, settings) and _has_trained_nothing(folder)
+    if name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
         raise InvalidInputError(
             f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
         )
-    if anew:
+    if anew or has_no_step:
         for file in _FILES_OF_A_RUN:
             shutil.rmtree(folder / file, ignore_errors=True)
             (folder / file).unlink(missing_ok=True)
@@ -113,9 +119,9 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
     return True
 
 
-def _has_made_nothing(folder: Path) -> bool:
-    """Whether the folder of a run has no more than what is there before its first evaluation or step."""
-    others = {each.name for each in folder.iterdir()} - _BEFORE_ANYTHING
+def _has_trained_nothing(folder: Path) -> bool:
+    """Whether the folder of a run has no more than what is there before its first step."""
+    others = {each.name for each in folder.iterdir() if not each.is_dir() or any(each.iterdir())} - _BEFORE_A_STEP
     numbers = folder / "metrics" / "metrics.jsonl"
     return not others and not (numbers.exists() and numbers.stat().st_size)
 

@@ -14,6 +14,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from unbroken.errors import InvalidInputError
+from unbroken.rollout.failures import format_error, format_frames
 
 
 def load_module(path: Path) -> ModuleType:
@@ -32,7 +33,7 @@ def load_module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise InvalidInputError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise InvalidInputError(f"{path} cannot be loaded: {format_error(error)}{format_frames(error)}") from error
     return module
 
 
@@ -79,8 +80,8 @@ def _load_from_package(module: str, name: str, reference: str, field: str) -> An
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise InvalidInputError(
-            f"{field} must name something that can be imported, got {str(reference)!r}: {type(error).__name__}: "
-            f"{error}. A function of a file is written FILE.py:{name}"
+            f"{field} must name something that can be imported, got {str(reference)!r}: {format_error(error)}. "
+            f"A function of a file is written FILE.py:{name}{format_frames(error)}"
         ) from error
 
 

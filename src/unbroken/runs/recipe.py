@@ -14,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.runs.config import RunConfig
-from unbroken.runs.folder import claim_folder, lock_folder
+from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
@@ -68,7 +71,26 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
             claim_folder(config.output, recipe.name, describe(config))
-        run_until_terminated(recipe.run(config))
+        try:
+            run_until_terminated(recipe.run(config))
+        except Exception as error:
+            _explain_failure(error, config.output / TRACEBACK)
+            raise
+
+
+def _explain_failure(error: Exception, path: Path) -> None:
+    """Write the traceback of a failure in the user's own code into a file, and name the file.
+
+    Raises:
+        InvalidInputError: the exception is none of ours.
+    """
+    if not (frames := format_frames(error)):
+        return
+    with suppress(OSError):
+        path.write_text("".join(traceback.format_exception(error)), "utf-8")
+        print(f"unbroken: the whole traceback of the next error is in {path}", file=sys.stderr)
+    if not isinstance(error, UnbrokenError) and format_frames(error, raised_there=True):
+        raise InvalidInputError(f"the run's own code failed with {format_error(error)}{frames}") from error
 
 
 def load_recipe(path: Path | None) -> Recipe:

@@ -64,7 +64,7 @@ class StepFiller:
                 for _ in range(self._source.groups_per_step):
                     tasks.create_task(self._sample_until_it_teaches())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
         return [*self._groups.values(), *self._replaced.values()]
 
     def take(self) -> FilledStep:

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, OutageError, RolloutError
-from unbroken.rollout.failures import format_error
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
 from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
@@ -288,7 +288,7 @@ async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, tra
     """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     failed = [error for error in errors if error is not None]
-    first_here = format_error(failed[0]) if failed else None
+    first_here = format_error(failed[0]) + format_frames(failed[0]) if failed else None
     everyone = await from_all_processes(trainer, (len(errors), len(failed), first_here))
     num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
     if num_failed == 0:

@@ -30,7 +30,10 @@ def test_a_run_begins_and_continues(tmp_path):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"output": "b"}, {"loop.num_steps": 9}, {"engine.urls": ["http://b"]}, {"loop.outages.wait_s": 9.0}],
+    [
+        *({"output": "b"}, {"loop.num_steps": 9}, {"engine.urls": ["http://b"]}, {"loop.outages.wait_s": 9.0}),
+        *({"sessions.host": "10.0.0.1"}, {"rollouts.own_process": True}),
+    ],
 )
 def test_what_decides_no_gradient_may_change(tmp_path, changed):
     claim_folder(tmp_path, "lookup.py", SETTINGS)
@@ -62,22 +65,34 @@ def test_another_run_is_refused_and_changes_nothing(tmp_path, recipe, settings, 
     assert (tmp_path / "recipe.json").read_text() == before
 
 
-def test_a_run_that_made_nothing_may_begin_again_with_other_settings(tmp_path):
-    """A model's name that is corrected would else need another folder."""
+def test_a_run_that_trained_no_step_begins_anew_with_other_settings(tmp_path):
+    """A model's name or an agent's command that is corrected would else need another folder."""
     claim_folder(tmp_path, "lookup.py", SETTINGS)
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "metrics.jsonl").write_text("")
     (tmp_path / "server.log").write_text("no such model")
+    (tmp_path / "evaluation.jsonl").write_text('{"step": 0}\n')
+    assert not claim_folder(tmp_path, "lookup.py", SETTINGS | {"seed": 1})
+    assert not (tmp_path / "evaluation.jsonl").exists()
+    (tmp_path / "evaluation.jsonl").touch()
+    for name in ("agents", "sessions", "rollouts", "checkpoints"):
+        (tmp_path / name).mkdir()
+    for file in ("agents/a.log", "sessions/sessions.sqlite3", "rollouts/step-0.jsonl", "traceback.txt"):
+        (tmp_path / file).touch()
+    with pytest.raises(InvalidInputError, match=r"holds a run of lookup.py, not of sums.toml"):
+        claim_folder(tmp_path, "sums.toml", SETTINGS)
+    (tmp_path / "evaluation.jsonl").unlink()
     assert not claim_folder(tmp_path, "sums.toml", SETTINGS | {"model": "another"})
     assert json.loads((tmp_path / "recipe.json").read_text()) == {
         "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"},
     }  # fmt: skip
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["recipe.json", "server.log"]
 
 
-@pytest.mark.parametrize("name", ["evaluation.jsonl", "checkpoints", "rollouts", "model", "final"])
+@pytest.mark.parametrize("name", ["checkpoints", "model", "final"])
 def test_what_a_run_made_belongs_to_its_settings(tmp_path, name):
     claim_folder(tmp_path, "lookup.py", SETTINGS)
-    (tmp_path / name).mkdir()
+    (tmp_path / name / "step-00000001").mkdir(parents=True)
     with pytest.raises(InvalidInputError, match=r"seed must be 0 as in the run in"):
         claim_folder(tmp_path, "lookup.py", SETTINGS | {"seed": 1})
 

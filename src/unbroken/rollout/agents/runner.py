@@ -93,7 +93,7 @@ async def run_agent_group(
                 for k in range(n)
             ]
     except BaseExceptionGroup as failed:  # of the gateway, whose first error has cancelled the others
-        raise failed.exceptions[0] from None
+        raise failed.exceptions[0] from failed.exceptions[0].__cause__
     return TrajectoryGroup(group_id=name, trajectories=tuple(attempt.result() for attempt in attempts))
 
 

@@ -11,12 +11,13 @@ import io
 import pickle
 import socket
 import struct
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from unbroken.rollout.failures import format_error
+from unbroken.rollout.failures import format_error, format_frames
 
 _LENGTH = struct.Struct("!Q")
 
@@ -76,8 +77,10 @@ def _make_array(content: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
 def _reduce_error(error: BaseException) -> Any:
     arguments = _find_builtin(type(error)).__reduce__(error)[1]  # with the name of a file, which `args` lacks
     text = format_error(error)
+    note = f"In the process of the rollouts:\n{''.join(traceback.format_exception(error))}"
+    attributes = {"user_frames": format_frames(error), "__notes__": [*getattr(error, "__notes__", ()), note]}
     try:
-        content = pack((type(error), arguments, error.__dict__))
+        content = pack((type(error), arguments, error.__dict__ | attributes))
         _make_error(*pickle.loads(content))
     except Exception:
         return RuntimeError, (text,)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -81,7 +80,7 @@ async def _serve(end: socket.socket, open_work: OpenWork) -> None:
             channel.send(Opened())
             await _Worker(channel, work).run()
     except Exception as error:
-        _send_error(channel, None, error)
+        channel.send(Failed(None, error))
     finally:
         channel.close()
 
@@ -119,7 +118,7 @@ class _Worker:
         if task.cancelled():  # perhaps before it has begun
             self._channel.send(Cancelled(number))
         elif (error := task.exception()) is not None:  # none of those that `_sample` has sent
-            _send_error(self._channel, number, to_exception(error))
+            self._channel.send(Failed(number, to_exception(error)))
 
     async def _sample(self, number: int, order: Any) -> None:
         try:
@@ -127,7 +126,7 @@ class _Worker:
                 group = await self._work.sample(order)
             self._send_group(number, group)
         except Exception as error:
-            _send_error(self._channel, number, error)
+            self._channel.send(Failed(number, error))
 
     def _send_group(self, number: int, group: TrajectoryGroup) -> None:
         try:
@@ -147,8 +146,3 @@ class _ReportedEffort(Effort):
     def add(self, num_ids: int) -> None:
         """See `Effort`."""
         self._report(num_ids)
-
-
-def _send_error(channel: Channel, number: int | None, error: Exception) -> None:
-    error.add_note(f"In the process of the rollouts:\n{''.join(traceback.format_exception(error))}")
-    channel.send(Failed(number, error))

@@ -17,7 +17,7 @@ from unbroken.errors import (
     RolloutError,
     ServerUnreachableError,
 )
-from unbroken.rollout.failures import format_error
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.collector import DEFAULT_SET, Sampler
 from unbroken.runs.evaluation.numbers import Sample, summarize
@@ -147,7 +147,7 @@ def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     """The samples of the problems of all processes, by number; an error in one process is raised in all."""
     mine = {number: [Sample.of(each) for each in group.trajectories] for number, group in groups.items()}
     errors = [
-        (isinstance(each.error, EngineError), format_error(each.error))
+        (isinstance(each.error, EngineError), format_error(each.error) + format_frames(each.error))
         for group in groups.values()
         for each in group.trajectories
         if each.error is not None

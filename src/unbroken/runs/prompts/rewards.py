@@ -28,7 +28,7 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.messages import Message, get_text
 from unbroken.rollout.copying import copy_containers
-from unbroken.rollout.failures import format_error, is_connection_failure, must_propagate
+from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import load_object
@@ -118,7 +118,7 @@ class RewardFunction:
             except _ConnectionFailedError as error:
                 if retry == self._config.max_retries:
                     tries = f", {retry + 1} times in all (max_retries is {retry})" if retry else ""
-                    raise RewardError(f"{error}{tries}") from error.__cause__
+                    raise RewardError(f"{error}{tries}{format_frames(error)}") from error.__cause__
                 wait_s = self._config.retry_wait_s * 2**retry
                 _logger.warning("%s; calling it again in %g s", error, wait_s)
                 await asyncio.sleep(wait_s)
@@ -140,8 +140,9 @@ class RewardFunction:
                 raise RewardError(
                     f"{place}: it did not return within {self._config.timeout_s:g} s (timeout_s)"
                 ) from error
-            kind = _ConnectionFailedError if is_connection_failure(error) else RewardError
-            raise kind(f"{place}: it failed with {format_error(error)}") from error
+            if is_connection_failure(error):
+                raise _ConnectionFailedError(f"{place}: it failed with {format_error(error)}") from error
+            raise RewardError(f"{place}: it failed with {format_error(error)}{format_frames(error)}") from error
 
 
 def _load(config: RewardConfig, field: str) -> tuple[str, Any]:

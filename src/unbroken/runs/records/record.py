@@ -24,7 +24,7 @@ from unbroken.images.loading import find_image_parts
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
-from unbroken.rollout.failures import format_error
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.times import TurnTimes
 from unbroken.rollout.trajectory import Trajectory, Turn
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
@@ -61,7 +61,7 @@ def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRo
         "group": group_id,
         "trajectory": trajectory.trajectory_id,
         "status": trajectory.status.value,
-        "error": None if trajectory.error is None else format_error(trajectory.error),
+        "error": None if (error := trajectory.error) is None else format_error(error) + format_frames(error),
         "reward": trajectory.reward,
         "reward_parts": to_json(trajectory.reward_parts),
         "wall_time_s": round(trajectory.wall_time_s, 4),

@@ -140,7 +140,10 @@ async def test_a_member_that_failed_has_no_reward_and_is_not_shown(tmp_path):
         ("return [1e39, 1.0]", r"completion 0: the reward must be finite in float32, got 1e\+39"),
         ("return {}['x']", r"it failed with KeyError: 'x'"),
         ("raise TimeoutError('the judge')", r"it failed with TimeoutError: the judge, 3 times in all"),
-        ("raise FileNotFoundError(2, 'no such file', 'answers')", r"it failed with FileNotFoundError: .*'answers'$"),
+        (
+            "raise FileNotFoundError(2, 'no such file', 'answers')",
+            r"it failed with FileNotFoundError: .*'answers'\n  File .*line 1, in wrong",
+        ),
         ("exit(3)", r"it failed with SystemExit: 3"),
     ],
 )
