@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unbroken.audit.config import DEFAULT_CONVERSATIONS, DEFAULT_TIMEOUT_S, AuditConfig, AuditTarget, ProcessLimits
+from unbroken.audit.config import DEFAULT_CONVERSATIONS, AuditConfig, AuditTarget
 from unbroken.audit.output.text import to_text
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
+from unbroken.limited_process import DEFAULT_TIMEOUT_S, ProcessLimits
 from unbroken.viewer.texts import make_printable
 
 _DESCRIPTION = """\

@@ -1,8 +1,7 @@
-"""The target of an audit, its extent, and its limits."""
+"""The target of an audit, and its extent."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 
 DEFAULT_CONVERSATIONS = 200
-DEFAULT_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +40,3 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if self.num_conversations < 1:
             raise InvalidInputError(f"num_conversations must be 1 or more, got {self.num_conversations}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLimits:
-    """Limits of the process that an audit runs in."""
-
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    memory_bytes: int = 4 << 30
-    """Address space beyond what the process has when it starts. Enforced on Linux only."""
-
-    def __post_init__(self) -> None:
-        if not (0 < self.timeout_s < math.inf and self.memory_bytes > 0):
-            raise InvalidInputError(f"limits of an audit must be positive and finite, got {self}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unbroken.audit.config import AuditConfig, AuditTarget, ProcessLimits
+from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport, TemplateKind, Trait
 from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.limited_process import ProcessLimits
 
 _KIND_WORDS = {
     TemplateKind.APPEND_ONLY: "append-only",

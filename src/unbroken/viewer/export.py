@@ -46,7 +46,7 @@ def _write(resources: Resources, folder: Path) -> int:
     for name in ASSETS:
         (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
     for path in resources.list_paths():
-        with suppress(LookupError):  # a run or a gateway that goes on may delete what was listed
+        with suppress(LookupError, InvalidInputError):  # a run or a gateway that goes on may delete what was listed
             _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
             num_files += 1
     for path in resources.list_images():

@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unbroken import __version__
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.ledger.store.opening import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
-from unbroken.retokenising.texts import TemplateTexts
-from unbroken.viewer.sources.retokenised import retokenise_trajectory
+from unbroken.limited_process import LimitedProcess, ProcessLimits
+from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
 from unbroken.viewer.sources.stores import StoreRun
 
 MAX_RUNS = 4
+_PRELOAD = (
+    "unbroken.viewer.sources.retokenised",
+    "unbroken.rendering.loading",
+    "transformers.models.auto.tokenization_auto",
+)
 _PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9})(/retokenised)?)?)?", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
@@ -48,8 +53,8 @@ class Source(Protocol):
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together."""
 
-    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
-        """The tokenizer and template of a rollout's model; None if they are not on this machine."""
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
+        """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
 
     def read_image(self, sha256: str) -> bytes:
         """The file of an image of a rollout."""
@@ -61,10 +66,14 @@ class Source(Protocol):
 class Resources:
     """What runs hold, by path."""
 
-    def __init__(self, runs: Sequence[Source]) -> None:
+    def __init__(self, runs: Sequence[Source], *, limits: ProcessLimits | None = None) -> None:
+        """Show runs; `limits` are those of the process in which their chat templates run."""
         if not 1 <= len(runs) <= MAX_RUNS:
             raise InvalidInputError(f"RUN must be 1 to {MAX_RUNS} folders or stores, got {len(runs)}")
         self._runs = tuple(runs)
+        self._process = LimitedProcess(
+            retokenise_recorded, limits or ProcessLimits(timeout_s=60), name="retokenising", preload=_PRELOAD
+        )
 
     def get(self, path: str) -> dict[str, Any]:
         """The object at a path.
@@ -84,7 +93,7 @@ class Resources:
         if rollout is None:
             return reader.read_step(int(step))
         shown = reader.read_trajectory(int(step), int(rollout))
-        return shown if retokenised is None else retokenise_trajectory(shown, reader.find_template(shown))
+        return shown if retokenised is None else self._retokenise(shown, reader.find_template(shown))
 
     def get_image(self, path: str) -> bytes:
         """The image file at a path `run/0/image/SHA256`.
@@ -116,6 +125,14 @@ class Resources:
         """The paths of all images."""
         for number, run in enumerate(self._runs):
             yield from (f"run/{number}/image/{sha256}" for sha256 in run.list_images())
+
+    def _retokenise(self, shown: dict[str, Any], source: TemplateSource | None) -> dict[str, Any]:
+        if source is None:
+            return retokenise_trajectory(shown, None)
+        try:
+            return self._process.call(shown, source)
+        except TemplateError as error:
+            return {"problem": str(error)}
 
     def _find_run(self, number: int) -> Source:
         if number >= len(self._runs):

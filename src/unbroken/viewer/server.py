@@ -90,6 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(500, {"error": str(error)})
         except LookupError as error:
             self._send_json(404, {"error": str(error)})
+        except ConnectionError:
+            raise
+        except Exception as error:  # a record that nobody thought of; the other pages are none the worse
+            self._send_json(500, {"error": f"it cannot be shown: {type(error).__name__}: {error}"[:500]})
 
     def _find_refusal(self) -> str | None:
         """Why the request is refused: by another name of this machine a web page could be behind it."""

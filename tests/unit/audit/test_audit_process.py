@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.templates import CHATML
-from unbroken.audit.config import AuditConfig, AuditTarget, ProcessLimits
+from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.limited_process import ProcessLimits
 
 SHORT = ProcessLimits(timeout_s=1)
 SMALL = ProcessLimits(timeout_s=90, memory_bytes=512 << 20)
@@ -101,7 +102,7 @@ def test_an_error_of_the_process_reaches_the_caller_with_its_type() -> None:
 
 
 def test_limits_must_be_positive() -> None:
-    with pytest.raises(InvalidInputError, match="limits of an audit must be positive"):
+    with pytest.raises(InvalidInputError, match="limits of a process must be positive"):
         ProcessLimits(timeout_s=0)
     with pytest.raises(InvalidInputError, match="finite"):
         ProcessLimits(timeout_s=float("inf"))

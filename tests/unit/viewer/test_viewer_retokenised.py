@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.types import SamplingParams
-from unbroken.viewer.sources.retokenised import load_template_texts, retokenise_trajectory
+from unbroken.viewer.sources.retokenised import TemplateSource, load_template_texts, retokenise_trajectory
 from unbroken.viewer.sources.trajectories import describe_trajectory
 
 COMPACT = '<tool_call>\n{"name":"lookup","arguments":{"key":"raka"}}\n</tool_call><|im_end|>'
@@ -141,4 +140,4 @@ async def test_a_template_that_refuses_the_conversation_is_named():
 
 def test_a_folder_without_a_template_gives_nothing(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert load_template_texts(Path(tmp_path), {}) is None
+    assert load_template_texts(TemplateSource(folder=tmp_path, renderer="{}")) is None

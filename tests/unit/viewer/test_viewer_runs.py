@@ -22,6 +22,7 @@ from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.runs import RunReader
+from unbroken.viewer.sources.steps import check_record
 from unbroken.viewer.sources.tokenizers import Tokenizers
 from unbroken.viewer.sources.trajectories import describe_trajectory, find_forks, match_turns
 
@@ -91,7 +92,9 @@ async def test_a_real_rollout_that_forked_has_its_turns_and_its_reason():
         RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
         for path, row in zip(paths, rows, strict=True)
     ]
-    described = describe_trajectory(make_record("0-0-3", member, recorded), None)
+    record = make_record("0-0-3", member, recorded)
+    check_record(record)
+    described = describe_trajectory(record, None)
     assert sorted(described["turn_of_node"].values()) == [0, 1]
     (fork,) = described["forks"]
     assert (fork["turn"], fork["reason"]) == (1, "rewritten_history")

@@ -31,6 +31,7 @@ from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.settings.build import describe
 from unbroken.training.config import LoopConfig
 from unbroken.viewer.resources import open_runs
+from unbroken.viewer.sources.retokenised import load_template_texts
 from unbroken.viewer.sources.runs import RunReader
 from unbroken.viewer.sources.stores import PAGE_SIZE, StoreRun
 
@@ -168,10 +169,14 @@ async def test_a_session_is_retokenised_with_the_options_that_its_template_had(t
     tokenizer.chat_template = "{{ mood }} {{ name }}" + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     source = StoreRun(str(store), name="store", tokenizer=tmp_path / "tokenizer")
-    texts = source.find_template(source.read_trajectory(0, 0))
+    found = source.find_template(source.read_trajectory(0, 0))
+    assert found is not None
+    texts = load_template_texts(found)
     assert texts is not None
     assert texts.render_text([USER]).startswith("loud Ann")
-    texts = RunReader(tmp_path / "run", tokenizer=tmp_path / "tokenizer").find_template({"model": "m"})
+    found = RunReader(tmp_path / "run", tokenizer=tmp_path / "tokenizer").find_template({"model": "m"})
+    assert found is not None
+    texts = load_template_texts(found)
     assert texts is not None
     assert texts.render_text([USER]).startswith("calm Ann")
 

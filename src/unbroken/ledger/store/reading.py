@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession
+from unbroken.errors import InvariantError
+from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store.database import Cursor
-from unbroken.ledger.store.rows import SESSION_COLUMNS, decode_session
 from unbroken.ledger.store.sql import load_image, load_session
 
 T = TypeVar("T")
-_SESSION = ", ".join(SESSION_COLUMNS)
+_STATUS = "CAST(status AS TEXT)"
 
 
 class StoreState(StrEnum):
@@ -48,7 +48,8 @@ class ListedSession:
 
     number: int
     """Of the session in its store, from 1 in the order of creation. A deleted session leaves a gap."""
-    record: SessionRecord
+    session_id: str
+    status: str
     num_turns: int
 
 
@@ -60,12 +61,12 @@ class StoreReader:
         self.find_state = snapshots.find_state
         self.find_revision = snapshots.find_revision
 
-    def list_numbers(self) -> list[tuple[int, SessionStatus]]:
+    def list_numbers(self) -> list[tuple[int, str]]:
         """The number and the status of every session, in order."""
 
-        def select(cursor: Cursor) -> list[tuple[int, SessionStatus]]:
-            cursor.execute("SELECT session, status FROM sessions ORDER BY session")
-            return [(number, SessionStatus(status)) for number, status in cursor.fetch_all()]
+        def select(cursor: Cursor) -> list[tuple[int, str]]:
+            cursor.execute(f"SELECT session, {_STATUS} FROM sessions ORDER BY session")
+            return [(number, str(status)) for number, status in cursor.fetch_all()]
 
         return self._snapshots.read(select)
 
@@ -74,11 +75,13 @@ class StoreReader:
 
         def select(cursor: Cursor) -> list[ListedSession]:
             num_turns = "(SELECT COUNT(*) FROM turns WHERE turns.session = sessions.session)"
-            statement = f"SELECT session, {num_turns}, {_SESSION} FROM sessions WHERE session BETWEEN ? AND ?"
-            cursor.execute(f"{statement} ORDER BY session", (first, last))
+            columns = f"session, CAST(session_id AS TEXT), {_STATUS}, {num_turns}"
+            cursor.execute(
+                f"SELECT {columns} FROM sessions WHERE session BETWEEN ? AND ? ORDER BY session", (first, last)
+            )
             return [
-                ListedSession(number=number, num_turns=count, record=decode_session(row))
-                for number, count, *row in cursor.fetch_all()
+                ListedSession(number=number, session_id=name, status=str(status), num_turns=count)
+                for number, name, status, count in cursor.fetch_all()
             ]
 
         return self._snapshots.read(select)
@@ -87,12 +90,32 @@ class StoreReader:
         """Load a session as of one moment; None if it is unknown."""
         return self._snapshots.read(functools.partial(load_session, session_id))
 
-    def load_each(self, session_ids: Sequence[str], work: Callable[[StoredSession], T]) -> dict[str, T]:
-        """What `work` makes of each session, all as of one moment; those that are not there are left out."""
+    def load_each(
+        self, session_ids: Sequence[str], work: Callable[[StoredSession], T], *, broken: Callable[[str, Exception], T]
+    ) -> dict[str, T]:
+        """What `work` makes of each session, all as of one moment; those that are not there are left out.
+
+        `broken` stands in for one that cannot be decoded, or fails in `work`.
+        """
 
         def load(cursor: Cursor) -> dict[str, T]:
-            loaded = ((session_id, load_session(session_id, cursor)) for session_id in session_ids)
-            return {session_id: work(stored) for session_id, stored in loaded if stored is not None}
+            made = {}
+            for session_id in session_ids:
+                try:
+                    stored = load_session(session_id, cursor)
+                    if stored is not None:
+                        made[session_id] = work(stored)
+                except (
+                    InvariantError,
+                    ArithmeticError,
+                    AttributeError,
+                    LookupError,
+                    RecursionError,
+                    TypeError,
+                    ValueError,
+                ) as error:
+                    made[session_id] = broken(session_id, error)
+            return made
 
         return self._snapshots.read(load)
 

@@ -40,10 +40,13 @@ def open_sqlite_reader(folder: Path) -> StoreReader:
     """Open the store in a folder to read it.
 
     Raises:
-        InvalidInputError: the folder has no store.
+        InvalidInputError: the folder has no store, or a link in place of one of its files.
     """
     if not (folder / DATABASE_FILE).is_file():
         raise InvalidInputError(f"store must be a folder with {DATABASE_FILE}, got {folder}")
+    for name in (DATABASE_FILE, f"{DATABASE_FILE}-wal", f"{DATABASE_FILE}-shm", LOCK_FILE):
+        if (folder / name).is_symlink():
+            raise InvalidInputError(f"store must be a folder of files, but {folder / name} is a link")
     return StoreReader(_SqliteSnapshots(folder))
 
 
@@ -81,7 +84,9 @@ class _SqliteSnapshots:
             holder = self._lock.read_text("ascii", "replace").strip()
         except OSError:
             holder = ""
-        return StoreState.RUNNING if holder.isdigit() and is_running(int(holder)) else StoreState.DIED
+        return (
+            StoreState.RUNNING if holder.isdigit() and len(holder) < 10 and is_running(int(holder)) else StoreState.DIED
+        )
 
     def find_revision(self) -> str:
         """See `Snapshots`."""
@@ -135,6 +140,9 @@ def _read(connection: sqlite3.Connection, work: Callable[[Cursor], T], *, place:
     connection.execute("BEGIN")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     check_version(version, place=place)
+    programs = "type IN ('view', 'trigger') OR sql LIKE 'CREATE VIRTUAL%' OR sql LIKE '% AS (%'"
+    if (found := connection.execute(f"SELECT name FROM sqlite_master WHERE {programs}").fetchone()) is not None:
+        raise StoreError(f"{place} must have tables only, which gateways make, but {found[0]!r} is computed when read")
     return work(Cursor(connection.cursor()))
 
 

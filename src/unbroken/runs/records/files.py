@@ -7,21 +7,26 @@ rollouts/images/SHA256                    the image files that they refer to
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.outside import open_inside, read_json
 
 FOLDER = "rollouts"
 FORMAT = 1
 _IMAGES = "images"
-_NAME = re.compile(r"step-(\d{8,})\.rank-(\d+)\.jsonl\.gz")
+_NAME = re.compile(r"step-(\d{8,12})\.rank-(\d{1,6})\.jsonl\.gz", re.ASCII)
+MAX_LINE_BYTES = 64 << 20
+"""Of a trajectory: 100 bytes for each of 600,000 ids."""
+_MAX_LINES = 100_000
+_MAX_INFLATION, _MAX_SMALL_BYTES = 200, 64 << 20
+"""A file unpacks to that many times its size, or to so many bytes: rollouts to 3 to 20 times, zeros to 1,000 times."""
 
 
 def write_records(
@@ -56,49 +61,54 @@ def find_records(folder: Path) -> dict[tuple[int, int], Path]:
     return dict(sorted(((int(match[1]), int(match[2])), path) for match, path in found if match is not None))
 
 
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Read the lines of a file without parsing them. No link is followed, and what is unpacked has a limit.
+
+    Raises:
+        InvalidInputError: it is not such a file, is damaged, or is larger than rollouts can be.
+    """
+    try:
+        with (
+            open_inside(path.parent.parent, path.parent.name, path.name) as packed,
+            gzip.GzipFile(fileobj=packed) as file,
+        ):
+            max_bytes = max(_MAX_SMALL_BYTES, _MAX_INFLATION * os.fstat(packed.fileno()).st_size)
+            for number in range(_MAX_LINES + 1):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MAX_LINE_BYTES or file.tell() > max_bytes or number == _MAX_LINES:
+                    raise InvalidInputError(
+                        f"{path} must have at most {_MAX_LINES} lines of {MAX_LINE_BYTES} bytes, {max_bytes} bytes in "
+                        f"all; line {number} has more"
+                    )
+                yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInputError(f"{path} must be a file of rollouts: {type(error).__name__}: {error}") from error
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line; raises `InvalidInputError` if it is not a JSON object."""
+    value = read_json(line, max_bytes=MAX_LINE_BYTES)
+    if not isinstance(value, dict):
+        raise InvalidInputError("it must be a JSON object")
+    return value
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Read the lines of a file: the step's, then those of its trajectories.
 
     Raises:
         InvalidInputError: it is not such a file, is damaged, or has a later format.
     """
-    with _open_records(path) as file:
-        for number, line in enumerate(file):
-            record = json.loads(line)
-            if number == 0:
-                _check_format(path, record)
-            yield record
-
-
-def read_record(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read two lines of a file: the step's, and line `number`; those between are not parsed.
-
-    Raises:
-        InvalidInputError: as for `read_records`, or there is no such line.
-    """
-    with _open_records(path) as file:
-        head = json.loads(next(file, ""))
-        _check_format(path, head)
-        line = next(itertools.islice(file, number - 1, None), None) if number > 0 else None
-        if line is None:
-            raise InvalidInputError(f"{path} has no line {number} of a trajectory")
-        return head, json.loads(line)
-
-
-@contextmanager
-def _open_records(path: Path) -> Iterator[TextIO]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            yield file
-    except (OSError, EOFError, zlib.error, ValueError, AttributeError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise InvalidInputError(f"{path} must be a file of rollouts: {type(error).__name__}: {error}") from error
-
-
-def _check_format(path: Path, head: Mapping[str, Any]) -> None:
-    if (found := head.get("format")) != FORMAT:
-        raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
+    for number, line in enumerate(read_lines(path)):
+        try:
+            record = parse_line(line)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{path} must be a file of rollouts: line {number}: {error}") from None
+        if number == 0 and (found := record.get("format")) != FORMAT:
+            raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
+        yield record
 
 
 def _write_whole(path: Path, data: bytes, rank: int) -> None:

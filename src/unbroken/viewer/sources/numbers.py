@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unbroken.errors import InvalidInputError
+from unbroken.outside import open_inside, read_json
 
-def read_lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read JSON lines; returns the objects, and what is wrong with other lines.
+_MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
+_MAX_PROBLEMS = 20
+
+
+def read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read JSON lines of a file in a folder; returns their numbers and texts, and what is wrong with other lines.
 
     A last line without its end is being written, or was when the run was killed: it is left out.
     """
+    name = parts[-1]
     try:
-        data = file.read_bytes()
+        with open_inside(folder, *parts) as file:
+            data = file.read(_MAX_BYTES)
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        return [], [f"{file.name} cannot be read: {error.strerror}"]
-    lines, problems = [], []
+        return [], [f"{name} cannot be read: {error.strerror}"]
+    lines: list[dict[str, Any]] = []
+    problems: list[str] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            value = json.loads(line)
-        except ValueError:
+            value = read_json(line, max_bytes=_MAX_LINE_BYTES)
+        except InvalidInputError:
             value = None
         if isinstance(value, dict):
-            lines.append(value)
-        else:
-            problems.append(f"line {number} of {file.name} is not a JSON object, and is left out")
+            lines.append({key: each for key, each in value.items() if _is_number(each) or isinstance(each, str)})
+        elif len(problems) < _MAX_PROBLEMS:
+            problems.append(f"line {number} of {name} is not a JSON object, and is left out")
     return lines, problems
 
 

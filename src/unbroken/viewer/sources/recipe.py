@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unbroken.errors import InvalidInputError
+from unbroken.outside import open_inside, read_json
+
 RECIPE_FILE = "recipe.json"
+_MAX_BYTES = 10 << 20
 _RENDERER = "renderer."
 
 
@@ -25,8 +28,9 @@ class RecipeFacts:
 def read_recipe(folder: Path) -> RecipeFacts:
     """Read the recipe of a run in its folder; one that is missing or damaged says nothing."""
     try:
-        value = json.loads((folder / RECIPE_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+        with open_inside(folder, RECIPE_FILE) as file:
+            value = read_json(file.read(_MAX_BYTES), max_bytes=_MAX_BYTES)
+    except (OSError, InvalidInputError):
         value = None
     recipe = value if isinstance(value, dict) else {}
     settings = recipe.get("settings")

@@ -7,7 +7,9 @@ template of the run's model, and compares nothing where they are not on this mac
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,33 @@ MAX_ROWS = 32
 """Further branches are not compared."""
 
 
-def load_template_texts(folder: Path, renderer: Mapping[str, Any]) -> TemplateTexts | None:
-    """Load the tokenizer and template of a model's folder; None if there is no template that can be used.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSource:
+    """Where the tokenizer and the template of a model are, and what the template gets."""
 
-    `renderer` are the settings `[renderer]` of the run.
-    """
+    folder: Path
+    renderer: str
+    """The settings `[renderer]` of the run, as JSON."""
+
+
+@functools.lru_cache(maxsize=8)
+def load_template_texts(source: TemplateSource) -> TemplateTexts | None:
+    """Load a tokenizer and its template; None if there is no template that can be used."""
     from unbroken.rendering.loading import load_template_renderer, load_tokenizer
 
+    folder, renderer = str(source.folder), json.loads(source.renderer)
     options = {name: renderer[name] for name in ("template_kwargs", "parser") if renderer.get(name)}
     try:
         return TemplateTexts(
-            tokenizer=load_tokenizer(str(folder)), template_renderer=load_template_renderer(str(folder), **options)
+            tokenizer=load_tokenizer(folder), template_renderer=load_template_renderer(folder, **options)
         )
     except Exception:  # of a damaged folder, transformers raises anything
         return None
+
+
+def retokenise_recorded(shown: Mapping[str, Any], source: TemplateSource) -> dict[str, Any]:
+    """Load what `retokenise_trajectory` needs, and call it: in a process of its own, as the template is not ours."""
+    return retokenise_trajectory(shown, load_template_texts(source))
 
 
 def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.store.sqlite_reading import is_running
-from unbroken.retokenising.texts import TemplateTexts
-from unbroken.runs.records.files import FOLDER, find_records, read_record
-from unbroken.viewer.sources.numbers import make_columns, read_lines
+from unbroken.outside import open_inside
+from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.viewer.sources.numbers import make_columns, read_numbers
 from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
-from unbroken.viewer.sources.steps import StepFiles
+from unbroken.viewer.sources.retokenised import TemplateSource
+from unbroken.viewer.sources.steps import StepFiles, read_pair
 from unbroken.viewer.sources.tokenizers import Tokenizers
 from unbroken.viewer.sources.trajectories import describe_trajectory
 
@@ -25,6 +26,9 @@ _METRICS = Path("metrics") / "metrics.jsonl"
 _EVALUATIONS = Path("evaluation.jsonl")
 _MAX_STEPS = 16
 """Steps whose summaries are kept in memory."""
+_MAX_IMAGE_BYTES = 100 << 20
+_MAX_LOCK_BYTES = 1000
+_PROCESS = re.compile(r"\d{1,9}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -56,14 +60,14 @@ class RunReader:
             "name": self.name,
             "recipe": recipe.name,
             "model": recipe.model,
-            "state": _find_state(self.folder / "run.lock"),
+            "state": _find_state(self.folder),
             "revision": self._find_revision(),
         }
 
     def read_run(self) -> dict[str, Any]:
         """All numbers of the run, and the steps that have rollouts."""
-        lines, problems = read_lines(self.folder / _METRICS)
-        evaluations, others = read_lines(self.folder / _EVALUATIONS)
+        lines, problems = read_numbers(self.folder, *_METRICS.parts)
+        evaluations, others = read_numbers(self.folder, *_EVALUATIONS.parts)
         return {
             **self.describe(),
             "metrics": make_columns(lines),
@@ -106,7 +110,7 @@ class RunReader:
         if index >= len(members):
             raise LookupError(f"step {step} has {len(members)} recorded rollouts, and no number {index}")
         path = self._find_step(step).paths[members[index]["file"]]
-        head, record = read_record(path, members[index]["line"])
+        head, record = read_pair(path, members[index]["line"])
         texts = self._tokenizers.find([str(head.get("model"))])
         return {
             "step": step,
@@ -119,8 +123,8 @@ class RunReader:
             **describe_trajectory(record, texts),
         }
 
-    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
-        """The tokenizer and template of a rollout's model; None if they are not on this machine."""
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
+        """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
         return self._tokenizers.find_template([str(shown["model"])])
 
     def read_image(self, sha256: str) -> bytes:
@@ -129,10 +133,11 @@ class RunReader:
         Raises:
             LookupError: it does not exist.
         """
-        path = self.folder / FOLDER / "images" / sha256
-        if _SHA256.fullmatch(sha256) is None or not path.is_file():
-            raise LookupError(f"the run has no image {sha256}")
-        return path.read_bytes()
+        try:
+            with open_inside(self.folder, FOLDER, "images", sha256) as file:
+                return file.read(_MAX_IMAGE_BYTES)
+        except OSError:
+            raise LookupError(f"the run has no image {sha256}") from None
 
     def list_images(self) -> list[str]:
         """The SHA-256 of all images of rollouts."""
@@ -166,18 +171,19 @@ def _name_stores(folder: Path) -> str:
 def _signature(path: Path) -> tuple[int, int] | None:
     """Time and size: another file of the name has others."""
     try:
-        stat = path.stat()
+        stat = path.lstat()
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size
 
 
-def _find_state(lock: Path) -> str:
+def _find_state(folder: Path) -> str:
     """`ended`, `running`, or `died`: its process, which the lock's file names, is no more. Nothing is locked here."""
     try:
-        words = lock.read_text("utf-8", "replace").split()
+        with open_inside(folder, "run.lock") as lock:
+            words = lock.read(_MAX_LOCK_BYTES).decode("utf-8", "replace").split()
     except OSError:
         return "ended"
-    if len(words) < 3 or not words[0].isdigit() or words[2] != socket.gethostname():
+    if len(words) < 3 or _PROCESS.fullmatch(words[0]) is None or words[2] != socket.gethostname():
         return "running"
     return "running" if is_running(int(words[0])) else "died"

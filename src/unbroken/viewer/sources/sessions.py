@@ -17,10 +17,11 @@ from typing import Any
 from unbroken.ledger.nodes import BridgeKind, Path, Position
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.tree import TokenTree
+from unbroken.outside import check_json
 from unbroken.rendering.encoding.token_texts import TokenTexts
 from unbroken.runs.records.paths import describe_path, find_runs
 from unbroken.types import NO_VERSION
-from unbroken.viewer.sources.steps import summarize
+from unbroken.viewer.sources.steps import BROKEN, check_record, make_broken, summarize
 from unbroken.viewer.sources.trajectories import describe_trajectory
 
 _MAX_NOTE = 120
@@ -43,7 +44,10 @@ def summarize_session(stored: StoredSession) -> dict[str, Any]:
     grown = _grow(stored)
     paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
     rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
-    line = summarize({**_describe_head(stored), "rows": rows})
+    head = _describe_head(stored)
+    check_json([head, stored.record.settings])
+    check_record({**head, "rows": []})
+    line = summarize({**head, "rows": rows})
     metadata = stored.record.settings.get("metadata")
     note = json.dumps(metadata, ensure_ascii=False)[:_MAX_NOTE] if metadata else ""
     line["text"] = f"{note}\n{line['text']}" if note else line["text"]
@@ -56,10 +60,32 @@ def summarize_session(stored: StoredSession) -> dict[str, Any]:
     }
 
 
+def summarize_broken_session(session_id: str, error: Exception) -> dict[str, Any]:
+    """The line of a session that cannot be read."""
+    line = summarize(make_broken(session_id, error))
+    return {**line, "note": "", "is_trained": None, "state": BROKEN, "model": None}
+
+
+def describe_broken_session(session_id: str, error: Exception) -> dict[str, Any]:
+    """A session that cannot be read."""
+    record = make_broken(session_id, error)
+    facts = {"session_id": session_id, "status": BROKEN, "created_s": 0, "expires_s": 0, "settings": {}}
+    session = {**facts, "template_options": {}, "outcome": None}
+    return {
+        "model": None, "has_texts": False, "record": record, "session": session, **describe_trajectory(record, None)
+    }  # fmt: skip
+
+
 def describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[str, Any]:
-    """A session with its ids, their texts, and how its parts belong together."""
+    """A session with its ids, their texts, and how its parts belong together.
+
+    Raises:
+        InvalidInputError: a message or another part that is stored as JSON has not the form of one.
+    """
     grown = _grow(stored)
     record = {**_describe_head(stored), "rows": [_make_row(stored, grown, leaf) for leaf in grown.tree.leaves()]}
+    check_json([record, stored.record.settings, stored.record.outcome])
+    check_record(record)
     turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
     return {
         "record": record,

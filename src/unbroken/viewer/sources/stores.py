@@ -12,12 +12,18 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from unbroken.ledger.records import SessionRecord, SessionStatus
+from unbroken.ledger.records import SessionRecord, StoredSession
 from unbroken.ledger.store.opening import is_postgres_url, open_store_reader
 from unbroken.ledger.store.reading import ListedSession
-from unbroken.retokenising.texts import TemplateTexts
 from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
-from unbroken.viewer.sources.sessions import describe_session, get_model, summarize_session
+from unbroken.viewer.sources.retokenised import TemplateSource
+from unbroken.viewer.sources.sessions import (
+    describe_broken_session,
+    describe_session,
+    get_model,
+    summarize_broken_session,
+    summarize_session,
+)
 from unbroken.viewer.sources.steps import MAX_TEXT
 from unbroken.viewer.sources.tokenizers import Tokenizers
 
@@ -41,7 +47,7 @@ class StoreRun:
         run = None if is_postgres_url(location) else _find_run(Path(location))
         self._run_model = None if run is None else read_recipe(run).model
         self._tokenizers = Tokenizers(tokenizer, run=run)
-        self._lines: OrderedDict[str, tuple[tuple[int, SessionStatus], dict[str, Any]]] = OrderedDict()
+        self._lines: OrderedDict[str, tuple[tuple[int, str], dict[str, Any]]] = OrderedDict()
         """By session: the turns and the status that it had, and its line."""
         self._lock = Lock()
 
@@ -64,7 +70,7 @@ class StoreRun:
             "metrics": {"steps": [], "values": {}},
             "evaluations": [],
             "recorded_steps": _list_pages(numbers),
-            "sessions": Counter(status.value for _, status in numbers),
+            "sessions": Counter(status for _, status in numbers),
             "page_size": PAGE_SIZE,
             "problems": [],
         }
@@ -85,9 +91,7 @@ class StoreRun:
             "step": step,
             "heads": [],
             "trajectories": [
-                {"index": each.number - first, **lines[each.record.session_id]}
-                for each in listed
-                if each.record.session_id in lines
+                {"index": each.number - first, **lines[each.session_id]} for each in listed if each.session_id in lines
             ],
             "problems": [],
             "max_text": MAX_TEXT,
@@ -97,21 +101,15 @@ class StoreRun:
         """See `Source`."""
         number = step * PAGE_SIZE + 1 + index
         listed = self._reader.list_sessions(number, number)
-        stored = self._reader.load(listed[0].record.session_id) if listed else None
-        if stored is None or not 0 <= index < PAGE_SIZE:
+        if not listed or not 0 <= index < PAGE_SIZE:
             raise LookupError(f"the store has no session {number}")
-        texts = self._tokenizers.find(self._list_models(stored.record))
-        return {
-            "step": step,
-            "index": index,
-            "rank": None,
-            "policy_version": None,
-            "model": get_model(stored.record) or self._run_model,
-            "has_texts": texts is not None,
-            **describe_session(stored, texts),
-        }
+        loaded = self._reader.load_each([listed[0].session_id], self._describe, broken=describe_broken_session)
+        if not loaded:
+            raise LookupError(f"the store has no session {number} any more")
+        (shown,) = loaded.values()
+        return {"step": step, "index": index, "rank": None, "policy_version": None, **shown}
 
-    def find_template(self, shown: Mapping[str, Any]) -> TemplateTexts | None:
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """See `Source`."""
         models = dict.fromkeys(model for model in (shown["model"], self._run_model) if model is not None)
         return self._tokenizers.find_template(list(models), template_options=shown["session"]["template_options"])
@@ -127,13 +125,19 @@ class StoreRun:
         """See `Source`."""
         return self._reader.list_images()
 
+    def _describe(self, stored: StoredSession) -> dict[str, Any]:
+        texts = self._tokenizers.find(self._list_models(stored.record))
+        model = get_model(stored.record) or self._run_model
+        return {"model": model, "has_texts": texts is not None, **describe_session(stored, texts)}
+
     def _find_lines(self, listed: Sequence[ListedSession]) -> dict[str, dict[str, Any]]:
         """The lines of sessions, each made again when it has another turn or ended; deleted ones are left out."""
-        keys = {each.record.session_id: (each.num_turns, each.record.status) for each in listed}
+        keys = {each.session_id: (each.num_turns, each.status) for each in listed}
         with self._lock:
             known = {name: self._lines[name] for name in keys if name in self._lines}
         kept = {name: line for name, (key, line) in known.items() if key == keys[name]}
-        made = self._reader.load_each([name for name in keys if name not in kept], summarize_session)
+        missing = [name for name in keys if name not in kept]
+        made = self._reader.load_each(missing, summarize_session, broken=summarize_broken_session)
         with self._lock:
             for name, line in (kept | made).items():
                 self._lines[name] = keys[name], line
@@ -146,7 +150,7 @@ class StoreRun:
         return [model for model in (get_model(record), self._run_model) if model is not None]
 
 
-def _list_pages(numbers: Sequence[tuple[int, SessionStatus]]) -> list[int]:
+def _list_pages(numbers: Sequence[tuple[int, str]]) -> list[int]:
     return sorted({(number - 1) // PAGE_SIZE for number, _ in numbers})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.token_texts import TokenTexts
-from unbroken.retokenising.texts import TemplateTexts
 from unbroken.viewer.sources.recipe import read_recipe
-from unbroken.viewer.sources.retokenised import load_template_texts
+from unbroken.viewer.sources.retokenised import TemplateSource
 
 _FILE = "tokenizer.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_MAX_TEMPLATES = 8
-"""Templates with other options that are kept in memory."""
+_MAX_FILE_BYTES = 200 << 20
 _WRITTEN = ("final", "best", "model")
 """Folders of a run with the models that it wrote."""
 
@@ -37,8 +34,6 @@ class Tokenizers:
         self._chosen_file = chosen / _FILE if chosen is not None and chosen.is_dir() else chosen
         self._chosen = None if self._chosen_file is None else TokenTexts.load(self._chosen_file)
         self._run = run
-        self._templates: OrderedDict[tuple[Path, str], TemplateTexts | None] = OrderedDict()
-        """By file and settings of the renderer."""
         self._found: dict[tuple[str, ...], TokenTexts | None] = {}
         self._lock = Lock()
 
@@ -58,8 +53,8 @@ class Tokenizers:
 
     def find_template(
         self, models: Sequence[str], *, template_options: Mapping[str, Any] | None = None
-    ) -> TemplateTexts | None:
-        """The tokenizer and chat template of such a model, from the folder of its tokenizer; None without both.
+    ) -> TemplateSource | None:
+        """The folder of such a model's tokenizer and chat template; None if it is not on this machine.
 
         The template gets the variables of the run's config, and `template_options` before them.
         """
@@ -67,24 +62,19 @@ class Tokenizers:
         if file is None:
             return None
         renderer = {} if self._run is None else dict(read_recipe(self._run).renderer)
-        renderer["template_kwargs"] = {**(renderer.get("template_kwargs") or {}), **(template_options or {})}
-        key = (file, json.dumps(renderer, sort_keys=True, default=str))
-        with self._lock:
-            if key not in self._templates:
-                self._templates[key] = load_template_texts(file.parent, renderer)
-                while len(self._templates) > _MAX_TEMPLATES:
-                    self._templates.popitem(last=False)
-            return self._templates[key]
+        variables = renderer.get("template_kwargs")
+        renderer["template_kwargs"] = {**(variables if isinstance(variables, dict) else {}), **(template_options or {})}
+        return TemplateSource(folder=file.parent, renderer=json.dumps(renderer, sort_keys=True, default=str))
 
     def _find_file(self, models: Sequence[str]) -> Path | None:
-        return next((file for file in self._list_files(models) if file.is_file()), None)
+        return next((file for file in self._list_files(models) if _is_usable(file)), None)
 
     def _list_files(self, models: Sequence[str]) -> Iterator[Path]:
-        for model in models:
-            yield Path(model) / _FILE
+        """Files named `tokenizer.json`. What a run names may be a folder that came with it, so it may have no links."""
+        named = [Path(model) for model in models]
         if self._run is not None:
-            for part in _WRITTEN:
-                yield self._run / part / _FILE
+            named += [self._run / part for part in _WRITTEN]
+        yield from (folder / _FILE for folder in named if not _has_links(folder))
         for model in filter(_HUB_NAME.fullmatch, models):
             from huggingface_hub import try_to_load_from_cache
 
@@ -92,3 +82,22 @@ class Tokenizers:
                 cached = try_to_load_from_cache(model, _FILE)
                 if isinstance(cached, str):
                     yield Path(cached)
+
+
+def _is_usable(file: Path) -> bool:
+    try:
+        return file.is_file() and file.stat().st_size <= _MAX_FILE_BYTES
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _has_links(folder: Path) -> bool:
+    """Whether a folder is a link or has any, which could lead to any file of this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    try:
+        if folder.absolute().is_relative_to(HF_HUB_CACHE):  # all its files are links into itself
+            return False
+        return folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*"))
+    except (OSError, ValueError):
+        return True

@@ -22,6 +22,7 @@ from unbroken.runs.progress import MAX_SHOWN, StageProgress
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.runs.records.recorder import spread
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
+from unbroken.viewer.sources.steps import check_record
 
 RECIPE = Path(letters_recipe.__file__)
 
@@ -45,6 +46,8 @@ def whole(tmp_path_factory, model) -> Path:
 
 def read(output: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     head, *members = read_records(find_records(output / "rollouts")[step, 0])
+    for member in members:
+        check_record(member)
     return head, members
 
 
@@ -152,7 +155,7 @@ def full_disk(path: Path, data: bytes) -> None:
     [
         (b'{"format": 1}\n' * 99, 9, "must be a file of rollouts: EOFError"),
         (b'{"format": 2}\n', 0, "must have the format 1, got 2"),
-        (b"[]\n", 0, "must be a file of rollouts: AttributeError"),
+        (b"[]\n", 0, "must be a file of rollouts: line 0: it must be a JSON object"),
     ],
 )
 def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, text, num_cut, message):
