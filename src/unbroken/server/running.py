@@ -9,9 +9,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,7 +28,13 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
+from unbroken.server.http.guard import MAX_HEAD_BYTES
 from unbroken.server.options import AppOptions, name_option
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:
+    HttpToolsProtocol = None  # type: ignore[assignment, misc]
 
 _ANSWER_S = 5.0
 """Seconds to answer the requests that were not finished when the server stopped."""
@@ -115,13 +122,7 @@ def make_renderer_factory(
 
 async def _run_app(app: FastAPI, listener: socket.socket, options: AppOptions, parent: int) -> None:
     """Run the application until a signal, or until the parent process has ended if `exit_with_parent`."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=options.drain_s,
-        timeout_keep_alive=options.keep_alive_s,
-        lifespan="on",
-    )
+    config = make_uvicorn_config(app, drain_s=options.drain_s, keep_alive_s=options.keep_alive_s)
     # Requests that are cancelled at the end are answered, and no failures.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cancelled(record))
     server = Server(config)
@@ -166,8 +167,75 @@ def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcess
         return None, str(error)
 
 
+def make_uvicorn_config(app: FastAPI, *, drain_s: int, keep_alive_s: int) -> uvicorn.Config:
+    """Configure uvicorn, without WebSockets, and with a limit on the head of a request (h11 has one of its own)."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=drain_s,
+        timeout_keep_alive=keep_alive_s,
+        lifespan="on",
+        ws="none",
+        http="h11" if HttpToolsProtocol is None else _Protocol,
+    )
+
+
+if HttpToolsProtocol is not None:
+
+    class _Protocol(HttpToolsProtocol):
+        """Ends a connection whose head does not end: httptools would keep all of it, before any key is checked."""
+
+        _in_head = False
+        _num_bytes = 0
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_head, self._num_bytes = True, 0
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # trailers are no headers
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._num_bytes += len(data)
+            if self._in_head and self._num_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The head of a request must have at most {MAX_HEAD_BYTES} bytes.")
+
+
 class Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine."""
+    """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine.
+
+    Closes connections that have sent no whole head of a request for as long as connections are kept: uvicorn's own
+    time begins again with every byte, and only after a first request.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._waiting: dict[Any, tuple[Any, float]] = {}
+        """The last request of each connection that has none at work, and since when that is known."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn: called ten times a second."""
+        if counter % 10 == 0:
+            self._close_waiting()
+        return await super().on_tick(counter)
+
+    def _close_waiting(self) -> None:
+        now, before = time.monotonic(), self._waiting
+        self._waiting = {}
+        for connection in self.server_state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is None or cycle.response_complete:
+                known, since = before.get(connection, (cycle, now))
+                since = since if known is cycle else now
+                self._waiting[connection] = cycle, since
+                if now - since > self.config.timeout_keep_alive:
+                    connection.transport.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

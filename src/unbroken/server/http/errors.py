@@ -45,6 +45,7 @@ _TYPES = {
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable",
     504: "timeout_error",
 }
@@ -57,6 +58,7 @@ _ANTHROPIC_TYPES = {
     409: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

@@ -24,6 +24,8 @@ AUTHORIZED = "unbroken.authorized"
 """Where the scope says that a layer outside has checked the key of a client."""
 KNOWS_RETRIES = "unbroken.knows_retries"
 """Where the scope says that the application keeps its answers, and answers retries itself."""
+MAX_HEAD_BYTES = 2**16
+"""Of headers and query, which are read before a key is checked."""
 ANY_MODEL = "unbroken.any_model"
 """Where the scope says that every name of a model means the served one."""
 
@@ -51,6 +53,7 @@ class Guard:
         try:
             if self._origins is not None:
                 self._origins.check(scope)
+            _check_head(scope)
             self._check_key(scope)
             body = await self._read_body(scope, receive)
             if body is not None:
@@ -107,7 +110,7 @@ class Guard:
         """Read the body; None if the client disconnects before its end."""
         max_bytes = self._config.limits.max_body_bytes
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > max_bytes:
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
             raise _too_large(max_bytes)
         parts: list[bytes] = []
         size = 0
@@ -164,6 +167,12 @@ class _Sender:
 async def _wait_for_disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_head(scope: Scope) -> None:
+    size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["query_string"])
+    if size > MAX_HEAD_BYTES:
+        raise HttpError(431, f"headers and query must have at most {MAX_HEAD_BYTES} bytes, got {size}")
 
 
 def _stopped() -> HttpError:
