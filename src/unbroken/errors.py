@@ -27,7 +27,7 @@
     ├── CheckpointError          a checkpoint that cannot be written, or that changed since it was written
     ├── ExportError              a model folder that cannot be written, or sent to the hub
     ├── MetricsError             metrics that cannot be written
-    ├── RolloutError             every rollout of a step failed
+    ├── RolloutError             every rollout of a step failed, or several steps in a row taught nothing
     ├── OutageError              engines were unavailable for longer than a run waits
     ├── TrainingError            an update that is not finite and was not applied
     └── SimulationError          a simulation in which nothing can happen any more
@@ -188,7 +188,7 @@ class MetricsError(UnbrokenError):
 
 
 class RolloutError(UnbrokenError):
-    """Every rollout of a step failed, for a cause that more steps would not remove."""
+    """Every rollout of a step failed, or steps in a row taught nothing: more steps would not remove the cause."""
 
 
 class OutageError(UnbrokenError):

@@ -87,7 +87,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
         tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
         "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
         f"--loop.num-steps={NUM_STEPS}", f"--loop.max-staleness={max_staleness}", "--rollout-log.groups=none",
-        f"--rollouts.own-process={own_process}",
+        f"--rollouts.own-process={own_process}", "--checkpoints.every=3",
     )  # fmt: skip
     serve = Supervisor(
         tmp_path / "server.log", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
@@ -104,7 +104,9 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
     assert len(train.codes) >= 3
     assert len(serve.codes) >= 3
     assert [line["step"] for line in lines()] == list(range(NUM_STEPS))
-    assert [line["train/policy_version"] for line in lines()] == list(range(1, NUM_STEPS + 1))
+    versions = [line["train/policy_version"] for line in lines()]
+    assert versions == sorted({*versions})  # steps that were lost have left some out
+    assert versions[-1] >= NUM_STEPS
     for line in lines():
         assert line["train/num_rows"] == 16
         assert line["counters/dropped_rows"] == 0

@@ -42,15 +42,25 @@ def lines(path: Path) -> list[dict]:
 def test_a_run_writes_its_numbers_and_continues_with_more_steps(tmp_path, capsys):
     assert lookup(tmp_path, **{"--loop.num-steps": "1"}) == 0
     model = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert lookup(tmp_path, **{"--loop.num-steps": "3"}) == 0
+    assert lookup(tmp_path, **{"--loop.num-steps": "3", "--loop.max-empty-steps": "none"}) == 0
     assert [line["step"] for line in lines(tmp_path / "metrics" / "metrics.jsonl")] == [0, 1, 2]
     assert [line["step"] for line in lines(tmp_path / "evaluation.jsonl")] == [0, 1, 3]
     assert {line["num_rollouts"] for line in lines(tmp_path / "evaluation.jsonl")} == {4}
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == model
     printed = capsys.readouterr().out
     assert "reward before 0.000" in printed
-    assert printed.count("step 1/3") == 1
-    assert "step 3/3" in printed
+    assert printed.count("step 0 (1 of 3)  reward 0") == 1
+    assert "step 2 (3 of 3)  reward 0" in printed
+    assert "train: done" not in printed
+
+
+def test_a_run_whose_rewards_are_all_equal_stops_with_a_sentence(tmp_path, capsys):
+    assert lookup(tmp_path, **{"--loop.num-steps": "9"}) == 1
+    printed = capsys.readouterr()
+    assert "step 2 (3 of 9)  reward 0" in printed.out
+    assert "3 steps in a row trained nothing; of the last one, 2 of 2 groups have equal rewards" in printed.err
+    assert "--loop.max-empty-steps none" in printed.err
+    assert not (tmp_path / "final").exists()
 
 
 @pytest.mark.parametrize(

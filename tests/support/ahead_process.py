@@ -150,7 +150,7 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
                     max_replacements=1 if case in REPLACED_CASES else None,
                     outages=OutageConfig(ask_every_s=0.01, wait_s=20),
                 ),
-                checkpoints=Checkpoints(directory / "checkpoints"),
+                checkpoints=Checkpoints(directory / "checkpoints", every=1),
                 engine=server,  # type: ignore[arg-type]
                 on_rollouts=on_rollouts,
             )

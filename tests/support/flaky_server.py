@@ -100,7 +100,7 @@ def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None
             publisher=server,
             metrics=metrics,
             config=LoopConfig(num_steps=3, outages=OutageConfig(wait_s=60.0, ask_every_s=0.01)),
-            checkpoints=Checkpoints(output / "checkpoints", caller=data),
+            checkpoints=Checkpoints(output / "checkpoints", every=1, caller=data),
             engine=server,
             on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
         )

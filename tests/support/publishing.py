@@ -55,7 +55,9 @@ def _groups(version: int, rank: int) -> list[TrajectoryGroup]:
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train two steps that the first process publishes, and a third one that it fails to publish."""
     checkpoints = directory / f"loop-{name}" / "checkpoints"
-    found = asyncio.run(_run(accelerator, rank, directory / f"loop-{name}", Checkpoints(checkpoints, num_kept=1)))
+    found = asyncio.run(
+        _run(accelerator, rank, directory / f"loop-{name}", Checkpoints(checkpoints, every=1, num_kept=1))
+    )
     found["checkpoints"] = sorted(path.name for path in checkpoints.iterdir())
     (directory / f"loop-{name}-{rank}.json").write_text(json.dumps(found))
 

@@ -82,6 +82,6 @@ async def _run(directory: Path, max_staleness: int, kill: KillAt) -> None:
             config=LoopConfig(num_steps=NUM_STEPS, max_staleness=max_staleness),
             on_step=lambda step, _: kill.reached("on_step", step),
             on_rollouts=on_rollouts,
-            checkpoints=Checkpoints(directory / "checkpoints"),
+            checkpoints=Checkpoints(directory / "checkpoints", every=1),
         )
     await engine.close()

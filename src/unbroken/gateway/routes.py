@@ -88,8 +88,12 @@ async def list_sessions(
 @router.get("/v1/sessions/{session_id}", summary="A session", response_description="status, counters, turns and forks")
 async def get_session(session_id: str, request: Request) -> Response:
     """Look at a session."""
-    record, state, num_in_flight = await _get_sessions(request).view(session_id)
-    return json_response({**_format_record(record), **_summarise(state), "in_flight": num_in_flight})
+    sessions = _get_sessions(request)
+    record, state, num_in_flight = await sessions.view(session_id)
+    engine_s = sessions.get_engine_s(session_id)
+    return json_response(
+        {**_format_record(record), **_summarise(state), "in_flight": num_in_flight, "engine_s": engine_s}
+    )
 
 
 @router.get(

@@ -66,6 +66,8 @@ class Session:
         """Whether the store may hold other turns: it refused one, perhaps as another gateway owns the session."""
         self._num_opened = len(state.turns)
         self._pending: list[PendingTurn] = []
+        self._engine_s = 0.0
+        self._pending_since_s = 0.0
         self._unrecorded: dict[Attempt, int] = {}
         """How many turns each accepted question may still record: they count before they are sampled, and their ids."""
         self._storing: set[asyncio.Task[None]] = set()
@@ -77,6 +79,11 @@ class Session:
     def num_in_flight(self) -> int:
         """Turns that are being sampled."""
         return len(self._pending)
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds in which a turn was in the engine or its queue, since this process has the session."""
+        return self._engine_s + (time.monotonic() - self._pending_since_s if self._pending else 0.0)
 
     async def open(
         self, context: ServerContext, question: Question, *, id_prefix: str
@@ -289,11 +296,16 @@ class Session:
         """Remember a turn whose work begins now."""
         pending = attempt.pending
         assert pending is not None
+        if not self._pending:
+            self._pending_since_s = time.monotonic()
         self._pending.append(pending)
         self._attempts.add(attempt)
 
         def end() -> None:
+            engine_s = self.engine_s
             self._pending.remove(pending)
+            if not self._pending:
+                self._engine_s = engine_s
             self._unrecorded.pop(attempt, None)
             self._attempts.end(attempt)
             if pending.num_unrecorded and self.settings.limits.tokens is not None:

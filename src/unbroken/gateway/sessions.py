@@ -142,6 +142,10 @@ class Sessions:
         stored = await self._load(session_id)
         return stored.record, await self._restore(stored), 0
 
+    def get_engine_s(self, session_id: str) -> float:
+        """Seconds in which a turn of the session was queued or sampled; 0 unless it is live in this process."""
+        return 0.0 if (session := self._live.get(session_id)) is None else session.engine_s
+
     async def load_image(self, session_id: str, sha256: str) -> bytes:
         """Load the file of an image of a session; `HttpError` if there is no such session, or it has no such image."""
         if (session := self._live.get(session_id)) is not None:

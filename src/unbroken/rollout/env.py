@@ -87,7 +87,9 @@ class Env(Protocol):
 
         The rewards of single turns are added to it, so it need not have them.
 
-        Called once, after the last turn, with the whole conversation; not after a timeout, an abort or a failure.
+        Called once, after the last turn, with the whole conversation; not after an abort or a failure. A method with
+        another argument `status` gets the `TrajectoryStatus` (completed, max_turns, ...), and is called after a
+        time-out too, for at most `Limits.close_timeout_s`. Without it a time-out is worth 0.
         """
         ...
 

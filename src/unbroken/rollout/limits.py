@@ -47,7 +47,11 @@ class Limits:
     max_tokens: int = 8192
     """Maximum number of ids sampled in all turns together."""
     timeout_s: float = 600.0
-    """Wall-clock seconds for the whole episode: environment, tools, engine and reward."""
+    """Seconds that the environment, its tools and its reward, or an agent, may take for the whole episode. Waiting for
+    the engine does not count, however busy it is."""
+    turn_timeout_s: float = 3600.0
+    """Wall-clock seconds for one reply of the policy: its prompt, the engine's queue and sampling. After that the
+    episode has failed; it is no time-out of the policy's own. Agents have the server's request_timeout_s instead."""
     close_timeout_s: float = 30.0
     """Wall-clock seconds for `Env.close`, in addition to `timeout_s`, because it is also called after a timeout."""
     max_result_chars: int | None = 100_000
@@ -61,7 +65,7 @@ class Limits:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number >= 1, got {value!r}")
-        for name in ("timeout_s", "close_timeout_s"):
+        for name in ("timeout_s", "turn_timeout_s", "close_timeout_s"):
             seconds = getattr(self, name)
             if not is_duration(seconds):
                 raise InvalidInputError(f"{name} must be a finite number of seconds > 0, got {seconds!r}")

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import typing
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
-from unbroken.errors import ContextOverflowError, InvalidInputError, RewardError
+from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rendering.base import LoadsImages, Renderer
 from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.effort import add_effort
-from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Rewrite
+from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt
@@ -29,6 +30,7 @@ from unbroken.rollout.times import Stopwatch
 from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
+_T = TypeVar("_T")
 AUDIT_EVERY = 16
 """By default, one bridged turn in this many is compared with a full rendering."""
 
@@ -57,6 +59,9 @@ async def run_rollout(
     of a data set does not end a run: its status is FAILED, and `error` has the exception. A first prompt that fills the
     context is such an error; a later one gives the status MAX_TOKENS. Only a cancellation and the user's interrupt are
     raised; the engine then aborts the request. `env.close` is always called once, for at most `limits.close_timeout_s`.
+
+    What the policy may have caused ends with a reward: no turn, id or second is left (`Limits`). An environment that
+    uses up its time ends as TIMEOUT, whose reward is 0, and those of its turns, unless `env.reward` takes a `status`.
 
     `sampling.max_tokens` limits one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
@@ -118,7 +123,7 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
     else:
         try:
             async with policy.make_audits(counters, limits) as audits:
-                ending = await _play_with_timeout(env, conversation, policy, limits, audits, clock)
+                ending = await _play_to_end(env, conversation, policy, limits, audits, clock)
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -134,6 +139,7 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         error=ending.error,
         close_error=close_error,
         wall_time_s=clock.read(),
+        engine_s=sum(turn.sampled_s - turn.sampling_s for turn in clock.turns),
         times=tuple(clock.turns),
     )
 
@@ -145,25 +151,74 @@ class _Ending:
     error: BaseException | None = None
 
 
-async def _play_with_timeout(
+class _OutOfTimeError(Exception):
+    """The environment has used up its time."""
+
+
+class _OwnTime:
+    """The time of the environment and its tools, which no engine uses up: `limits.timeout_s` in all."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._left_s = limit_s
+
+    async def wait_for(self, work: Awaitable[_T]) -> _T:
+        """Return the result of the environment's work; `_OutOfTimeError` once no time is left."""
+        clock = Stopwatch()
+        try:
+            return await _wait_for(work, self._left_s, _OutOfTimeError())
+        finally:
+            self._left_s -= clock.read()
+
+
+async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
+    """The result of the work; after so many seconds it is cancelled, and `late` is raised."""
+    clock = asyncio.timeout(seconds)
+    try:
+        async with clock:
+            return await work
+    except TimeoutError as error:
+        if clock.expired():
+            raise late from error
+        raise
+
+
+def _make_late_error(limits: Limits) -> EngineError:
+    return EngineError(
+        f"a turn took longer than {limits.turn_timeout_s:g} s (Limits.turn_timeout_s): its prompt, the engine's queue "
+        "and its sampling"
+    )
+
+
+async def _play_to_end(
     env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits, clock: Stopwatch
 ) -> _Ending:
-    """Play the episode; an exception becomes a status."""
-    deadline = asyncio.timeout(limits.timeout_s)
+    """Play the episode and get its reward; an exception becomes a status."""
+    own = _OwnTime(limits.timeout_s)
     try:
-        async with deadline:
-            cause = await _play(env, conversation, policy, limits, audits, clock)
-            await audits.finish()
+        try:
+            cause = await _play(env, conversation, policy, limits, audits, clock, own)
+            await _wait_for(audits.finish(), limits.turn_timeout_s, _make_late_error(limits))
             if cause is TrajectoryStatus.ABORTED:
                 return _Ending(cause=cause)
-            given = await env.reward(tuple(copy_containers(conversation.messages)))
-            reward = to_finite_float32(given, name="the reward", error=RewardError)
-            total = reward + sum(_fill_turn_rewards(conversation.turn_rewards))
-            return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
+            given = await own.wait_for(_ask_reward(env, conversation, cause))
+        except _OutOfTimeError:
+            cause = Limit.TIME
+            late = TimeoutError(f"its reward after a time-out took longer than {limits.close_timeout_s:g} s")
+            given = await _wait_for(_ask_reward(env, conversation, cause), limits.close_timeout_s, late)
+        reward = to_finite_float32(given, name="the reward", error=RewardError)
+        total = reward + sum(_fill_turn_rewards(conversation.turn_rewards))
+        return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
     except BaseException as raised:
-        if isinstance(raised, TimeoutError) and deadline.expired():
-            return _Ending(cause=Limit.TIME)
         return _make_failed_ending(raised)
+
+
+async def _ask_reward(env: Env, conversation: Conversation, cause: Limit | TrajectoryStatus) -> Any:
+    """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
+    messages = tuple(copy_containers(conversation.messages))
+    if "status" in inspect.signature(env.reward).parameters:
+        ask: Callable[..., Awaitable[Any]] = env.reward
+        return await ask(messages, status=_get_status(cause))
+    return 0.0 if cause is Limit.TIME else await env.reward(messages)
 
 
 def _make_failed_ending(raised: BaseException) -> _Ending:
@@ -191,38 +246,61 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
 
 
 async def _play(
-    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits, clock: Stopwatch
+    env: Env,
+    conversation: Conversation,
+    policy: _Policy,
+    limits: Limits,
+    audits: ShadowAudits,
+    clock: Stopwatch,
+    own: _OwnTime,
 ) -> Limit | TrajectoryStatus:
     """Let environment and policy take turns, and return the limit or status that ended the episode."""
-    outcome: EnvStart | Outcome = _check_type(await env.start(), EnvStart, f"{type(env).__name__}.start must return")
+    name = type(env).__name__
+    outcome: EnvStart | Outcome = _check_type(await own.wait_for(env.start()), EnvStart, f"{name}.start must return")
     while not isinstance(outcome, Done):
-        start_s = clock.read()
-        outcome = await _load_images(outcome, policy.renderer)
-        conversation.add_messages(outcome)
-        limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
-        if limit is not None:
-            return limit
-        prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
-        budget = policy.compute_budget(prompt, conversation, limits)
-        if budget.max_tokens < 1:
-            return budget.limit
-        if audits.is_due(policy.get_request_id(len(conversation.turns))):
-            audits.start(conversation.get_used_bridge(prompt, outcome))
-        sampling_s = clock.read()
-        sequence = await policy.sample(prompt, budget, len(conversation.turns))
-        sampled_s = clock.read()
-        if sequence.finish_reason is FinishReason.ABORT:
-            return TrajectoryStatus.ABORTED
-        reply = await conversation.record(prompt, sequence, budget)
-        clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
-        answer: Outcome = _check_type(await env.step(reply), Outcome, f"{type(env).__name__}.step must return")
+        turn = _take_turn(outcome, conversation, policy, limits, audits, clock)
+        reply = await _wait_for(turn, limits.turn_timeout_s, _make_late_error(limits))
+        if not isinstance(reply, Reply):
+            return reply
+        answer: Outcome = _check_type(await own.wait_for(env.step(reply)), Outcome, f"{name}.step must return")
         clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
         if answer.reward is not None:
-            name = f"the reward of turn {len(conversation.turns) - 1}"
-            conversation.turn_rewards[-1] = to_finite_float32(answer.reward, name=name, error=RewardError)
+            earned = f"the reward of turn {len(conversation.turns) - 1}"
+            conversation.turn_rewards[-1] = to_finite_float32(answer.reward, name=earned, error=RewardError)
         outcome = answer
     cut_by = conversation.turns[-1].cut_by
     return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
+
+
+async def _take_turn(
+    outcome: EnvStart | Continue | Rewrite,
+    conversation: Conversation,
+    policy: _Policy,
+    limits: Limits,
+    audits: ShadowAudits,
+    clock: Stopwatch,
+) -> Reply | Limit | TrajectoryStatus:
+    """Let the policy reply to the environment, or return the limit or status that ended the episode."""
+    start_s = clock.read()
+    outcome = await _load_images(outcome, policy.renderer)
+    conversation.add_messages(outcome)
+    limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
+    if limit is not None:
+        return limit
+    prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
+    budget = policy.compute_budget(prompt, conversation, limits)
+    if budget.max_tokens < 1:
+        return budget.limit
+    if audits.is_due(policy.get_request_id(len(conversation.turns))):
+        audits.start(conversation.get_used_bridge(prompt, outcome))
+    sampling_s = clock.read()
+    sequence = await policy.sample(prompt, budget, len(conversation.turns))
+    sampled_s = clock.read()
+    if sequence.finish_reason is FinishReason.ABORT:
+        return TrajectoryStatus.ABORTED
+    reply = await conversation.record(prompt, sequence, budget)
+    clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
+    return reply
 
 
 async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
@@ -283,9 +361,13 @@ class _Policy:
 def _count_ending(ending: Limit | TrajectoryStatus, counters: Counters) -> TrajectoryStatus:
     if isinstance(ending, Limit):
         counters.count(Event.LIMIT, ending)
-    status = _STATUS_BY_LIMIT[ending] if isinstance(ending, Limit) else ending
+    status = _get_status(ending)
     counters.count(Event.STATUS, status)
     return status
+
+
+def _get_status(ending: Limit | TrajectoryStatus) -> TrajectoryStatus:
+    return _STATUS_BY_LIMIT[ending] if isinstance(ending, Limit) else ending
 
 
 def _fill_turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:

@@ -16,10 +16,11 @@ from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.times import CallTime
 from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
+from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.types import FinishReason
 
-RewardFunction: TypeAlias = Callable[[Sequence[Message]], float] | Callable[[Sequence[Message]], Awaitable[float]]
-"""Computes one finite number from the whole conversation."""
+RewardFunction: TypeAlias = Callable[..., float] | Callable[..., Awaitable[float]]
+"""Computes one finite number from the whole conversation. With an argument `status`, as `Env.reward`."""
 
 
 class ToolEnv:
@@ -38,6 +39,7 @@ class ToolEnv:
         """
         self._messages = messages
         self._reward = reward
+        self._sees_status = "status" in inspect.signature(reward).parameters
         self._tools: dict[str, Tool] = {}
         self.add_tools(tools)
 
@@ -72,9 +74,11 @@ class ToolEnv:
         errors = tuple(outcome.status for outcome in outcomes if outcome.status is not ToolStatus.OK)
         return Continue(messages=messages, tool_errors=errors, calls=tuple(times))
 
-    async def reward(self, messages: Sequence[Message]) -> float:
-        """Call the reward function. The rollout checks the result."""
-        call = functools.partial(self._reward, messages)
+    async def reward(self, messages: Sequence[Message], status: TrajectoryStatus | None = None) -> float:
+        """Call the reward function, after a time-out only if it takes the `status`. The rollout checks the result."""
+        if status is TrajectoryStatus.TIMEOUT and not self._sees_status:
+            return 0.0
+        call = functools.partial(self._reward, messages, **({"status": status} if self._sees_status else {}))
         result: Any = call() if inspect.iscoroutinefunction(self._reward) else await run_in_daemon_thread(call)
         value: float = await result if inspect.isawaitable(result) else result
         return value

@@ -27,9 +27,11 @@ class TrajectoryStatus(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The token limit of the rollout or the engine's context is used up."""
     TIMEOUT = "timeout"
+    """Environment, tools or agent have used up `Limits.timeout_s`."""
     ABORTED = "aborted"
     """The engine aborted a request; its partial ids are not recorded."""
     FAILED = "failed"
+    """An exception of the engine, the environment or the reward, which the policy has not caused."""
     UNSCORED = "unscored"
     """It ended by itself, but no reward function has an opinion on it: each returned None."""
 
@@ -71,7 +73,7 @@ class Trajectory:
     tools: tuple[ToolSchema, ...]
     status: TrajectoryStatus
     reward: float | None
-    """The environment's, and those of the turns. None after a timeout, an abort or a failure, and if it is unscored."""
+    """The environment's, and those of the turns. None after an abort or a failure, and if it is unscored."""
     turn_rewards: tuple[float, ...] = ()
     """One for each of `turns`, 0 where the environment gave none; empty if it gave none at all."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class Trajectory:
     close_error: BaseException | None = None
     """The exception of `Env.close`, or a TimeoutError; counted as `close_failures/...`."""
     wall_time_s: float
+    engine_s: float = 0.0
+    """How much of it was waiting for the engine, in its queue and while it sampled."""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):

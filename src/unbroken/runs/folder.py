@@ -45,6 +45,7 @@ _MAY_CHANGE = (
     "loop.publish_beside_step",
     "loop.adapt_ahead",
     "loop.outages.",
+    "loop.max_empty_steps",
     "checkpoints.",
     "export.",
     "evaluation.",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,50 +19,46 @@ MAX_SHOWN = 600
 
 
 class StageProgress:
-    """A progress bar for each stage; where the output is not a terminal, one line at the end of each stage."""
+    """A line for each step of training, and one at the end of each other stage."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        """With `quiet`, nothing is shown: of several processes, only one should show progress."""
-        self.console = Console(quiet=quiet)
-        self._progress = Progress(
-            TextColumn("{task.description:<32}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[note]:<24}"),
-            TimeElapsedColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._stages: dict[str, TaskID] = {}
-        self._note = ""
+    def __init__(self, *, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._stage = ""
+        self._began_s = 0.0
+        """When the first step that was shown began, on the monotonic clock."""
+        self._num_shown = 0
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._end_stage()
-        self._progress.stop()
 
-    def update(self, stage: str, share_done: float, note: str = "") -> None:
-        """Show how far a stage is. A stage begins with its first update, which ends the stage before it."""
-        if stage not in self._stages:
+    def update(self, stage: str, share_done: float) -> None:
+        """Show how far a stage is, on a terminal. Its first update ends the stage before it."""
+        if stage != self._stage:
             self._end_stage()
-            self._stages[stage] = self._progress.add_task(stage, total=1.0, note=note)
-        self._note = note or self._note
-        self._progress.update(self._stages[stage], completed=share_done, note=self._note)
+            self._stage = stage
+        if self.console.is_terminal:
+            self.console.print(f"{stage}: {share_done:.0%}", end="\r")
 
     def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
-        """Show a finished training step; where the output is not a terminal, on its own line."""
+        """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
         numbers = (("reward", "reward/mean"), ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
         parts = [f"{name} {value:.3g}" for name, key in numbers if (value := metrics.get(key)) is not None]
-        note = f"step {step + 1}/{num_steps}  {'  '.join(parts)}"
-        self.update("train", (step + 1) / num_steps, note)
-        if not self.console.is_terminal:
-            self.console.print(note)
+        for name, status in (("time-outs", "timeout"), ("failures", "failed")):
+            if count := metrics.get(f"counters/status/{status}"):
+                parts.append(f"{name} {count}")
+        now = time.monotonic()
+        self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
+        self._num_shown += 1
+        if left := num_steps - step - 1:
+            parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self._num_shown * left))}")
+        self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
 
     def show_completions(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Show a table of completions; long texts are cut in the middle."""
-        table = Table(title=f"step {step + 1}", show_lines=True, title_justify="left")
+        table = Table(title=f"step {step}", show_lines=True, title_justify="left")
         for column in columns:
             table.add_column(column, overflow="fold", no_wrap=False)
         for row in rows:
@@ -69,13 +66,8 @@ class StageProgress:
         self.console.print(table)
 
     def _end_stage(self) -> None:
-        if not self._stages:
-            return
-        stage, task = list(self._stages.items())[-1]
-        self._progress.update(task, completed=1.0)
-        if not self.console.is_terminal:
-            self.console.print(f"{stage}: done {self._note}")
-        self._note = ""
+        if self._stage:
+            self.console.print(f"{self._stage}: done")
 
 
 def _format_cell(cell: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from rich.console import Console
 
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
@@ -18,6 +19,7 @@ from unbroken.runs.collector import EvaluationSet, Problems
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.curriculum import MakeCurriculum, make_collector
 from unbroken.runs.evaluation.beside import EvaluationsBeside
+from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.hub import create_repository, upload
@@ -32,7 +34,7 @@ from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.runs.settings.build import describe
 from unbroken.timeline import Timeline, TraceFile
-from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.snapshots import Snapshots
@@ -100,12 +102,16 @@ async def _train(
     output, num_steps, trainer = config.output, config.loop.num_steps, run.trainer
     collect = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
     models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
-    _prepare_output(models)
+    _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
     checkpoints = Checkpoints(
-        output / "checkpoints", every=config.checkpoints.every, num_kept=config.checkpoints.num_kept, caller=collect
+        output / "checkpoints",
+        every=config.checkpoints.every,
+        every_s=config.checkpoints.every_s,
+        num_kept=config.checkpoints.num_kept,
+        caller=collect,
     )
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(StageProgress(quiet=not trainer.is_main_process))
+        progress = StageProgress(console=Console(quiet=not trainer.is_main_process))
         metrics = None
         if trainer.is_main_process:
             writer = MetricsWriter(
@@ -163,6 +169,7 @@ async def _train(
             timeline=timeline,
             needs_engine=hooks.needs_engine,
             snapshots=snapshots,
+            other_engines=[] if run.evaluation_engine is None else [run.evaluation_engine.engine],
         )
         if beside is not None:
             await beside.finish()
@@ -200,11 +207,14 @@ def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
     return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
 
 
-def _prepare_output(models: KeptModels) -> None:
-    """Remove unfinished models and create the repository of the final one, in the first process."""
+def _prepare_output(models: KeptModels, *, last_step: int) -> None:
+    """Remove unfinished models, and evaluations of steps that were lost after `last_step`; create the repository of the
+    final model. In the first process.
+    """
     with models.trainer.fail_together():
         if models.trainer.is_main_process:
             models.remove_unfinished()
+            cut_evaluations(models.output, last_step)
             config = models.config
             if config.push_to_hub is not None:
                 create_repository(config.push_to_hub, private=config.private)

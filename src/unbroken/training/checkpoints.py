@@ -2,15 +2,22 @@
 
     checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
 
-A checkpoint is written after a step's update and *before* its weights are published, so with a checkpoint for each step
-the newest one is never behind the engines. On resume the step's weights are published and its metrics written again,
-in place of a line that may be there already: each step is in the metrics once, whenever the run was killed.
+After a step's update, trainer and caller are copied to the memory of the CPU, which blocks; the copy is written in a
+thread while the next steps are made. On resume the step's weights are published and its metrics written again, in place
+of a line that may be there already, and later lines go: each step is in the metrics once, whenever the run was killed.
+
+Servers may have weights of steps that are lost with a killed run. They take no older version, so the run goes on with a
+version above theirs (`Steps.resume`). The first checkpoint is that of the first step, and is waited for before its
+weights are published: without any, new weights of this run could not be told from those of another.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +27,7 @@ from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 from unbroken.weights.folders import remove_folder, remove_unfinished
 
+_logger = logging.getLogger(__name__)
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -49,11 +57,17 @@ class LastStep:
 class Checkpoints:
     """The checkpoints of one run, in a folder that holds nothing else."""
 
-    def __init__(self, folder: Path, *, every: int = 1, num_kept: int = 2, caller: Resumable | None = None) -> None:
-        """Save every `every` steps and after the last one, and keep the newest `num_kept`; both are at least 1.
-
-        Engines that outlive the trainer (servers) refuse weights older than theirs, so a run against them can be
-        resumed from any point only with `every=1`.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int = 20,
+        every_s: float | None = 600.0,
+        num_kept: int = 2,
+        caller: Resumable | None = None,
+    ) -> None:
+        """Save every `every` steps, `every_s` seconds after the one before, after the first step and after the last;
+        keep the newest `num_kept`.
         """
         for name, value in (("every", every), ("num_kept", num_kept)):
             if value < 1:
@@ -61,33 +75,63 @@ class Checkpoints:
         self.folder = folder
         self.caller = caller
         self._every = every
+        self._every_s = every_s
         self._num_kept = num_kept
+        self._begun_s = time.monotonic()
+        """When the newest checkpoint was begun."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        """In the first process, the checkpoint that is being written, or has failed."""
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
-        """Whether to save after `num_steps` of `last` steps."""
-        return num_steps % self._every == 0 or num_steps == last
+        """Whether to save after `num_steps` of `last` steps; in the first process, whose clock counts."""
+        is_late = self._every_s is not None and time.monotonic() - self._begun_s >= self._every_s
+        return is_late or num_steps % self._every == 0 or num_steps in (1, last)
 
     def holds(self, num_steps: int) -> bool:
         """Whether there is a checkpoint of this step."""
         return num_steps in self._find_folders()
 
+    def save_if_due(self, trainer: Trainer, last: LastStep, *, num_steps: int) -> None:
+        """Begin to write a checkpoint after the step if one is due in a run of `num_steps`; raises as `save` does."""
+        has_ended = self._writing is not None and self._writing.done()
+        is_due, has_ended = trainer.from_main_process((self.is_due(last.num_steps, last=num_steps), has_ended))
+        if is_due:
+            self.save(trainer, last)
+        if has_ended or (is_due and last.num_steps == 1):
+            self.finish(trainer)
+
     def save(self, trainer: Trainer, last: LastStep) -> None:
-        """Save trainer, caller and last step.
+        """Copy trainer, caller and last step, and begin to write the copy, once an earlier one is written.
 
         Raises:
             InvalidInputError: the caller's state does not survive JSON.
-            CheckpointError: it cannot be written; earlier checkpoints are unchanged.
+            CheckpointError: the earlier one cannot be written; those before it are unchanged.
         """
+        self.finish(trainer)
         with trainer.fail_together():
             caller = None if self.caller is None else self.caller.state()
         extra: dict[str, Any] = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
         if last.groups is not None:
             extra["groups"] = last.groups
-        trainer.save(self.folder / f"step-{last.num_steps:08}", extra=extra)
+        write = trainer.copy_state(extra=extra)
+        self._begun_s = time.monotonic()
+        if write is not None:
+            self._writing = self._thread.submit(self._write, write, self.folder / f"step-{last.num_steps:08}")
+
+    def finish(self, trainer: Trainer) -> None:
+        """Return once everything is written; the error of a checkpoint that cannot be is raised in all processes."""
+        writing, self._writing = self._writing, None
         with trainer.fail_together():
-            if trainer.is_main_process:
-                for _, folder in sorted(self._find_folders().items())[: -self._num_kept]:
-                    remove_folder(folder)
+            if writing is not None:
+                writing.result()
+
+    def close(self) -> None:
+        """As `finish`, in this process only and without an error, for a run that ends by another one."""
+        if self._writing is not None:
+            wait([self._writing])
+            if (error := self._writing.exception()) is not None:
+                _logger.error("%s", error)
 
     def resume(self, trainer: Trainer) -> LastStep | None:
         """Restore trainer and caller from the newest checkpoint that the first process finds; None without one.
@@ -106,6 +150,11 @@ class Checkpoints:
         with trainer.fail_together():
             self._restore_caller(extra["caller"], folder)
         return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"], groups=extra.get("groups"))
+
+    def _write(self, write: Callable[[Path], None], folder: Path) -> None:
+        write(folder)
+        for _, old in sorted(self._find_folders().items())[: -self._num_kept]:
+            remove_folder(old)
 
     def _restore_caller(self, state: Mapping[str, Any] | None, folder: Path) -> None:
         if (state is None) != (self.caller is None):

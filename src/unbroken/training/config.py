@@ -341,6 +341,9 @@ class LoopConfig:
     """With max_staleness: whether new weights go to the engine while the next step is trained, from a copy beside the
     trainer's. Otherwise the next step waits."""
     outages: OutageConfig = field(default_factory=OutageConfig)
+    max_empty_steps: int | None = 3
+    """After this many steps in a row without a row to train (equal rewards, failures) the run stops with an error that
+    says why; None: never."""
     num_zero_variance_scored: int = 8
     """Trajectories per step and process, of groups whose rewards are all equal, that are scored to measure their
     mismatch although they are not trained on. With 0, `mismatch/kl` is empty in steps that have such groups."""
@@ -363,6 +366,7 @@ class LoopConfig:
                 self.max_replacements is None or (math.isfinite(self.max_replacements) and self.max_replacements >= 0),
                 "finite and >= 0, or None",
             ),
+            max_empty_steps=(self.max_empty_steps is None or self.max_empty_steps >= 1, ">= 1, or None"),
             num_zero_variance_scored=(self.num_zero_variance_scored >= 0, ">= 0"),
         )
 

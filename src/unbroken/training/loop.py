@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,6 +61,7 @@ async def train(
     timeline: Timeline | None = None,
     needs_engine: Callable[[int], bool] = lambda num_steps: True,
     snapshots: Snapshots | None = None,
+    other_engines: Sequence[Engine] = (),
 ) -> None:
     """Train for `config.num_steps` steps, on policy: each step samples with the weights of the step before.
 
@@ -74,7 +76,9 @@ async def train(
     of one of them in what it is given (units, metrics, `on_step`, checkpoints, publishing) is raised on all.
 
     With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
-    step are written again in place of those from there on, and `on_step` is called for that step again.
+    step are written again in place of those from there on, and `on_step` is called for that step again. If `engine`, or
+    one of the `other_engines` that the caller publishes to, has newer weights of a step that was lost, the run goes on
+    with a version above theirs.
 
     `engine` is what `collect` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
     the weights again, and collects a step that lost rollouts again (`outages`), from the same rows if `checkpoints`
@@ -97,7 +101,8 @@ async def train(
             with `max_staleness` or `max_replacements`, `collect` is no `GroupSource`; with the first, the engine would
             sleep; with the second, the objective leaves out no groups.
         OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
-        RolloutError: every rollout of a step failed; the first one's error is its cause.
+        RolloutError: every rollout of a step failed, and the first one's error is its cause; or
+            `config.max_empty_steps` steps in a row taught nothing.
         CheckpointError: a checkpoint cannot be written or read.
     """
     source = _check_source(collect, config, before_step)
@@ -115,7 +120,7 @@ async def train(
     )  # fmt: skip
     around = around_step or (lambda step: nullcontext())
     try:
-        await steps.resume(engine)
+        await steps.resume(engine, other_engines)
         if source is not None and numbers is not None:
             async with fail_together(trainer):
                 last = None if steps.last is None else steps.last.groups
@@ -128,8 +133,13 @@ async def train(
             for step in range(steps.num_steps, config.num_steps):
                 with around(step):
                     await _make(step, steps, filler)
+        if checkpoints is not None:
+            await asyncio.to_thread(checkpoints.finish, trainer)
     except OutageError as error:
         raise await steps.save_after_outage(error) from error
+    finally:
+        if checkpoints is not None:
+            await asyncio.to_thread(checkpoints.close)
 
 
 async def _make(step: int, steps: Steps, filler: StepFiller | None) -> None:
@@ -138,7 +148,7 @@ async def _make(step: int, steps: Steps, filler: StepFiller | None) -> None:
         collected = await _collect(step, steps, filler)
     with steps.timeline.span(f"step {step}", version=steps.trainer.policy_version):
         trained = await steps.train(collected)
-        await steps.save(step, trained, groups=None if filler is None else filler.numbers.state())
+        trained = await steps.save(step, trained, groups=None if filler is None else filler.numbers.state())
     with record_function("publish"), steps.timeline.span("publish", version=steps.trainer.policy_version):
         logged = await steps.publish(trained)
     with record_function("after step"):

@@ -220,7 +220,7 @@ class ZeroVarianceRows(StrEnum):
 
 
 class FailedRows(StrEnum):
-    """What becomes of trajectories that failed or took too long (`failed`, `timeout`) beside siblings that did not."""
+    """What becomes of trajectories that failed (`failed`), for no fault of the policy, beside siblings that did not."""
 
     DROP = "drop"
     """They are left out: siblings are compared as if the failed one had not been sampled."""

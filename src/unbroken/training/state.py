@@ -62,8 +62,8 @@ def write_state(
     trained: Sequence[str] = (),
     model: ModelOrigin | None = None,
     adapter_config: Any = None,
-) -> str | None:
-    """Write a checkpoint, flushed to disk; if that fails, leave no file and return why, for all processes to raise."""
+) -> None:
+    """Write a checkpoint, flushed to disk; `CheckpointError` if that fails, and nothing is left of it."""
     try:
         with atomic_folder(folder) as aside:
             tensors = {"weights": weights, "optimizer": averages, "reference": reference}
@@ -88,11 +88,10 @@ def write_state(
                 flush_to_disk(aside / ADAPTER_CONFIG)
             flush_to_disk(aside / _STATE)
     except (OSError, WeightsError) as error:
-        return (
+        raise CheckpointError(
             f"checkpoint {folder} cannot be written: {error.__cause__ or error}. Nothing is left of it, and earlier "
             "ones are unchanged; free space, or give another folder"
-        )
-    return None
+        ) from error
 
 
 def read_state(folder: Path) -> TrainerState:

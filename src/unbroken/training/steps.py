@@ -22,7 +22,7 @@ from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
 from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
-from unbroken.training.checkpoints import Checkpoints, LastStep
+from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
@@ -118,14 +118,16 @@ class Steps:
     has_numbers: bool = False
     """Whether groups are sampled one by one, by their numbers (`LastStep.groups`)."""
     last: LastStep | None = None
+    num_empty: int = 0
+    """Steps in a row that trained no row, since the run was started."""
 
     @property
     def num_steps(self) -> int:
         """The number of steps made."""
         return 0 if self.last is None else self.last.num_steps
 
-    async def resume(self, engine: Engine | None) -> None:
-        """Go on after the newest checkpoint, if there is one."""
+    async def resume(self, engine: Engine | None, others: Sequence[Engine] = ()) -> None:
+        """Go on after the newest checkpoint, if there is one, with a version that no engine has other weights of."""
         version = self.trainer.policy_version
         if self.checkpoints is not None:
             self.last = await asyncio.to_thread(self.checkpoints.resume, self.trainer)
@@ -140,6 +142,11 @@ class Steps:
                     "above 0, or a curriculum, and cannot continue without, because its groups were not trained in "
                     "their order: give it the same"
                 )
+        if self.last is not None:
+            engines = [each for each in (engine, *others) if each is not None]
+            newest = max((each.policy_version for each in engines), default=0)
+            if (newest := max(await from_all_processes(self.trainer, newest))) > self.trainer.policy_version:
+                self.trainer.policy_version = newest + 1
         async with fail_together(self.trainer):
             if self.checkpoints is not None and self.metrics is not None:
                 self.metrics.cut(max(self.num_steps - 1, 0))
@@ -190,6 +197,7 @@ class Steps:
                 with self.timeline.span("train", units=num_trained):
                     trained = step_metrics(await asyncio.to_thread(trainer.step, units))
                 trained = {**trained, **zero_variance.get_metrics(trained)}
+        self.num_empty = 0 if is_trained else self.num_empty + 1
         return {
             **rollout_metrics(everyone, collect_s=collected.sampling_s),
             **trainer.objective.get_metrics(units),
@@ -199,12 +207,22 @@ class Steps:
             "seconds/step": time.perf_counter() - collected.started,
         }
 
-    async def save(self, step: int, trained: Metrics, *, groups: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint if one is due; `groups` are those trained so far (`LastStep.groups`)."""
-        self.last = LastStep(num_steps=step + 1, metrics=trained, groups=groups)
-        if self.checkpoints is not None and self.checkpoints.is_due(step + 1, last=self.config.num_steps):
-            with self.timeline.span("checkpoint"):
-                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+    async def save(self, step: int, trained: Metrics, *, groups: Mapping[str, Any] | None = None) -> Metrics:
+        """Begin to write a checkpoint if one is due, and return the step's metrics with the time that this took.
+
+        `groups` are those trained so far (`LastStep.groups`).
+        """
+        self.last = LastStep(num_steps=step + 1, metrics={**trained, "seconds/checkpoint": None}, groups=groups)
+        if self.checkpoints is None:
+            return trained
+        started = time.perf_counter()
+        with self.timeline.span("checkpoint"):
+            await asyncio.to_thread(
+                self.checkpoints.save_if_due, self.trainer, self.last, num_steps=self.config.num_steps
+            )
+        seconds = time.perf_counter() - started
+        step_s = (trained["seconds/step"] or 0) + seconds
+        return {**trained, "seconds/checkpoint": seconds, "seconds/step": step_s}
 
     async def publish(self, trained: Metrics) -> Metrics:
         """Publish the weights if the step changed them, and return its metrics with those of publishing."""
@@ -223,16 +241,43 @@ class Steps:
             with self.timeline.span("after the step"):
                 await self.outages.repeat(partial(self.after_step, step + 1))
         self.snapshots.release()
+        if self.num_empty > 0:
+            await self._report_empty(step, logged)
 
     async def save_after_outage(self, error: OutageError) -> OutageError:
         """Write a checkpoint of the last step, unless there is one, and add to the error where the run stands."""
         if self.checkpoints is None:
             return OutageError(f"{error}. The run had no `checkpoints` and begins anew when it is started again")
-        if self.last is not None and not self.checkpoints.holds(self.num_steps):
-            await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+        await asyncio.to_thread(self._save_last, self.checkpoints)
         return OutageError(
             f"{error}. The run stands after {self.num_steps} steps in {self.checkpoints.folder}: start it again once "
             "the engine is there, and it goes on from there"
+        )
+
+    def _save_last(self, checkpoints: Checkpoints) -> None:
+        checkpoints.finish(self.trainer)
+        if self.last is not None and not checkpoints.holds(self.num_steps):
+            checkpoints.save(self.trainer, self.last)
+            checkpoints.finish(self.trainer)
+
+    async def _report_empty(self, step: int, logged: Metrics) -> None:
+        """Warn of a step that trained no row; end the run if too many did in a row."""
+        reasons = explain_empty(logged)
+        if self.trainer.is_main_process:
+            _logger.warning("step %d trained nothing: %s", step, reasons)
+        if self.num_empty != self.config.max_empty_steps:
+            return
+        model = ""
+        if self.checkpoints is not None:
+            await asyncio.to_thread(self._save_last, self.checkpoints)
+            newest = find_checkpoints(self.checkpoints.folder)[self.num_steps]
+            model = f" (`unbroken export {newest} MODEL` writes its model)"
+        raise RolloutError(
+            f"{self.num_empty} steps in a row trained nothing; of the last one, {reasons}. If that is all the reward "
+            f"there is, the task is solved and the run is done{model}. If not: take problems that the policy solves "
+            "sometimes, more rollouts of each (rollouts.group_size), or limits that let them end (rollouts.limits). "
+            f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
+            "none it goes on (--loop.max-empty-steps none)"
         )
 
     async def _publish_and_measure(self, trained: Metrics) -> Metrics:
@@ -246,6 +291,32 @@ class Steps:
             "seconds/outages": (trained["seconds/outages"] or 0) + lost_s,
             "seconds/step": (trained["seconds/step"] or 0) + update.seconds + lost_s,
         }
+
+
+_REASONS = {
+    "counters/status/timeout": "timed out",
+    "counters/dropped_rows/failed": "failed",
+    "counters/dropped_rows/aborted": "were aborted by the engine",
+    "counters/dropped_rows/unscored": "have no score",
+    "counters/dropped_rows/small_group": "have no sibling to compare with",
+    "counters/dropped_rows/masked": "are masked, because a length limit cut them",
+    "counters/dropped_rows/nothing_sampled": "sampled nothing",
+}
+
+
+def explain_empty(logged: Metrics) -> str:
+    """Why a step trained nothing, in counts over all processes."""
+    equal, compared = logged["groups/num_zero_variance"], logged["groups/num_compared"]
+    found = [
+        f"{logged[name]} of {logged['rollout/num_trajectories']} rollouts {words}"
+        for name, words in _REASONS.items()
+        if logged.get(name)
+    ]
+    if equal:
+        found.insert(0, f"{equal} of {compared} groups have equal rewards (the mean is {logged['reward/mean']:.3g})")
+    if too_old := (logged.get("sampler/num_dropped") or 0) + (logged.get("sampler/num_cancelled") or 0):
+        found.append(f"{too_old} groups were too old (max_staleness)")
+    return "; ".join(found) or "there were no rollouts to train on"
 
 
 def update_metrics(update: WeightUpdate) -> Metrics:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -292,42 +295,54 @@ class Trainer:
         return values
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
-        """Write the trainer's whole state, and `extra`, into a new folder.
-
-        Every process calls it, with its own `extra`; the first one writes. Of a model with adapters only the adapters
-        are written, with a checksum of the rest.
+        """Write the trainer's whole state, and `extra`, into a new folder. Every process calls it.
 
         Raises:
             InvalidInputError: `extra` does not survive JSON.
             CheckpointError: it cannot be written; nothing is left of it.
             TrainingError: another process raised one of these.
         """
+        write = self.copy_state(extra=extra)
+        with self.fail_together():
+            if write is not None:
+                write(folder)
+
+    def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None] | None:
+        """Copy the trainer's whole state, and `extra`, to the CPU's memory. Returns what writes the copy into a new
+        folder, in any thread, while steps go on.
+
+        Every process calls it, with its own `extra`; the first one gets the copy, the others None. Of a model with
+        adapters only the adapters are copied, with a checksum of the rest. Raises as `save` does.
+        """
         with self.fail_together():
             check_json(extra or {}, name="extra")
-        with on_device(self._accelerator.device):
-            entropy = {"weight": self._updater.entropy_weight, "last": self._updater.last_entropy}
-            mine = {"rng": self._updater.rng.bit_generator.state, "entropy": entropy, "extra": extra or {}}
-            processes = gather_object([mine])
-            weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
-            reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
-            problem = None
+        entropy = {"weight": self._updater.entropy_weight, "last": self._updater.last_entropy}
+        rng = self._updater.rng.bit_generator.state
+        processes = self.from_all_processes({"rng": rng, "entropy": entropy, "extra": deepcopy(dict(extra or {}))})
+        weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
+        reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
+        write: Callable[[Path], None] | None = None
+        failure: Exception | None = None
+        try:
             if self.is_main_process:
-                problem = write_state(
-                    folder,
-                    weights=weights,
-                    averages=averages,
-                    reference=reference,
-                    policy_version=self.policy_version,
-                    num_updates=self._updater.num_updates,
-                    processes=processes,
-                    frozen=self._frozen,
-                    trained=self._trained,
-                    model=self._origin,
-                    adapter_config=self._adapter_config,
-                )
-            gather_rest(weights, averages, reference or ())
-            if (problem := gather_object([problem])[0]) is not None:
-                raise CheckpointError(problem)
+                with on_device(self._accelerator.device):
+                    write = partial(
+                        write_state,
+                        weights=_copy_to_cpu(weights),
+                        averages=_copy_to_cpu(averages),
+                        reference=None if reference is None else _copy_to_cpu(reference),
+                        policy_version=self.policy_version,
+                        num_updates=self._updater.num_updates,
+                        processes=processes,
+                        frozen=self._frozen,
+                        trained=self._trained,
+                        model=self._origin,
+                        adapter_config=self._adapter_config,
+                    )
+        except Exception as error:
+            failure = error
+        self.finish_together(chain(weights, averages, reference or ()), failure)
+        return write
 
     def save_pretrained(
         self, folder: Path, *, form: ModelForm | None = None, add_files: AddFiles | None = None
@@ -491,6 +506,10 @@ class Trainer:
         for process, refused in enumerate(everyone):
             if refused is not None:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
+
+
+def _copy_to_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
 
 
 def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -181,9 +181,37 @@ async def test_an_attempt_that_takes_too_long_is_cancelled(tmp_path: Path) -> No
 
     async with gateway_client(tmp_path, CALL) as client:
         trajectory = await attempt(client, sleep, limits=Limits(timeout_s=0.2))
-    assert (trajectory.status, trajectory.reward, trajectory.error) == (TrajectoryStatus.TIMEOUT, None, None)
+    assert (trajectory.status, trajectory.reward, trajectory.error) == (TrajectoryStatus.TIMEOUT, 0.0, None)
     assert trajectory.counters["limits/time"] == 1
     assert cancelled.is_set()
+
+
+async def test_an_agent_that_waits_for_the_engine_uses_up_none_of_its_time(tmp_path: Path) -> None:
+    async def think(session: AgentSession) -> float:
+        await ask(session, [USER])
+        return 1.0
+
+    async with gateway_client(tmp_path, CALL) as client:
+        await client.pause()
+        work = asyncio.create_task(attempt(client, think, limits=Limits(timeout_s=0.3)))
+        await asyncio.sleep(0.9)
+        await client.resume()
+        trajectory = await work
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.COMPLETED, 1.0)
+    assert 0.4 < trajectory.engine_s <= trajectory.wall_time_s
+
+
+async def test_a_time_out_keeps_the_reward_that_its_agent_gave_and_the_turns_that_ended(tmp_path: Path) -> None:
+    async with gateway_client(tmp_path, CALL) as client:
+
+        async def judged(session: AgentSession) -> None:
+            await ask(session, [USER])
+            await client.sessions.finish(session.session_id, {"reward": 0.5})
+            await asyncio.sleep(60)
+
+        trajectory = await attempt(client, judged, limits=Limits(timeout_s=0.3))
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.TIMEOUT, 0.5)
+    assert trajectory.num_sampled == len(encode(CALL))
 
 
 async def test_a_cancelled_attempt_leaves_no_session(tmp_path: Path) -> None:

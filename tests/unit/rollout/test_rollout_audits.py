@@ -243,11 +243,11 @@ async def test_an_audit_that_never_ends_is_given_up_with_the_environment_and_cou
         ScriptedEnv([MORE]),
         ScriptedEngine([HELLO] * 2),
         renderer=OddRenderer(lambda: gate.wait(10) or None),
-        limits=Limits(timeout_s=0.1, close_timeout_s=0.1),
+        limits=Limits(turn_timeout_s=0.1, close_timeout_s=0.1),
         audit_every=1,
     )
     gate.set()
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
+    assert trajectory.status is TrajectoryStatus.FAILED
     assert trajectory.counters["shadow_audits/abandoned"] == 1
 
 

@@ -3,13 +3,15 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from support.fake_renderer import END, call_ids
 from support.rollouts import HELLO, MORE, expect_free, play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
-from unbroken.errors import (
-    ContextOverflowError,
-)
+from unbroken.errors import ContextOverflowError, EngineError
+from unbroken.ledger.export import export_samples
 from unbroken.rollout.env import Done
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
@@ -135,17 +137,88 @@ class PausingEnv(ScriptedEnv):
         return await super().step(reply)
 
 
-async def test_an_engine_that_hangs_ends_as_timeout_and_is_rid_of_the_request():
+async def test_an_engine_that_hangs_fails_the_rollout_by_its_own_limit_and_is_rid_of_the_request():
     engine = ScriptedEngine([HELLO, HELLO, HELLO])
     env = PausingEnv(engine)
-    trajectory = await play(env, engine, limits=Limits(timeout_s=0.5))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
-    assert trajectory.error is None
+    trajectory = await play(env, engine, limits=Limits(timeout_s=0.2, turn_timeout_s=0.5))
+    assert trajectory.status is TrajectoryStatus.FAILED
+    assert isinstance(trajectory.error, EngineError)
+    assert str(trajectory.error).startswith("a turn took longer than 0.5 s (Limits.turn_timeout_s)")
     assert trajectory.reward is None
     assert env.calls == ["start", "step", "close"]
-    assert trajectory.counters["limits/time"] == 1
     assert len(trajectory.turns) == 1
     await expect_free(engine, "t/1")
+
+
+async def test_waiting_for_the_engine_uses_up_no_time_of_the_rollout_and_is_measured():
+    engine = ScriptedEngine([HELLO, HELLO])
+    rollout = asyncio.create_task(play(PausingEnv(engine), engine, limits=Limits(timeout_s=0.1)))
+    await asyncio.sleep(0.4)
+    await engine.resume()
+    trajectory = await rollout
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.COMPLETED, 1.0)
+    assert 0.2 < trajectory.engine_s <= trajectory.wall_time_s
+
+
+async def test_the_time_of_the_environment_counts_over_all_of_its_steps():
+    class Slow(ScriptedEnv):
+        async def step(self, reply):
+            await asyncio.sleep(0.15)
+            return await super().step(reply)
+
+    env = Slow([MORE] * 9)
+    trajectory = await play(env, ScriptedEngine([HELLO] * 9), limits=Limits(timeout_s=0.4))
+    assert trajectory.status is TrajectoryStatus.TIMEOUT
+    assert 1 < len(trajectory.turns) < 4
+    assert env.calls.count("reward") == 0
+    assert env.calls[-1] == "close"
+
+
+class HangingEnv(ScriptedEnv):
+    """Its second step never returns."""
+
+    async def step(self, reply):
+        if self.replies:
+            await asyncio.sleep(60)
+        return await super().step(reply)
+
+
+async def test_a_time_out_is_worth_the_rewards_of_its_turns_and_its_rows_are_the_turns_that_ended():
+    engine = ScriptedEngine([HELLO, HELLO])
+    trajectory = await play(HangingEnv([replace(MORE, reward=0.25)]), engine, limits=Limits(timeout_s=0.1))
+    assert (trajectory.status, trajectory.reward, trajectory.error) == (TrajectoryStatus.TIMEOUT, 0.25, None)
+    assert trajectory.counters["limits/time"] == 1
+    (row,) = export_samples(trajectory.tree, 0.25)
+    assert row.token_ids[row.sampled_mask].tolist() == HELLO * 2
+    assert np.isfinite(row.rollout_logprobs[row.sampled_mask]).all()
+
+
+async def test_a_reward_that_takes_the_status_decides_what_a_time_out_is_worth():
+    class Strict(HangingEnv):
+        async def reward(self, messages, status):
+            return {TrajectoryStatus.TIMEOUT: -1.0, TrajectoryStatus.MAX_TURNS: -0.5}.get(status, 1.0)
+
+    async def get_reward(limits):
+        return (await play(Strict([MORE]), ScriptedEngine([HELLO] * 2), limits=limits)).reward
+
+    assert await get_reward(Limits(timeout_s=0.1)) == -1.0
+    assert await get_reward(Limits(max_turns=1)) == -0.5
+
+
+@pytest.mark.parametrize(("sees_status", "reward"), [(False, 0.0), (True, -2.0)])
+async def test_so_does_the_reward_function_of_a_tool_env(sees_status, reward):
+    @tool(timeout_s=60)
+    async def hang() -> None:
+        """Hang."""
+        await asyncio.sleep(60)
+
+    def with_status(messages, status):
+        return -2.0 if status == "timeout" else 1.0
+
+    score = with_status if sees_status else (lambda messages: 1.0)
+    env = ToolEnv([{"role": "user", "content": "?"}], [hang], score)
+    trajectory = await play(env, ScriptedEngine([[*call_ids("hang", {}), END]]), limits=Limits(timeout_s=0.05))
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.TIMEOUT, reward)
 
 
 async def test_a_reward_that_hangs_ends_as_timeout_whatever_limit_came_before():
@@ -154,20 +227,19 @@ async def test_a_reward_that_hangs_ends_as_timeout_whatever_limit_came_before():
             return await asyncio.sleep(60)
 
     trajectory = await play(Slow([MORE]), ScriptedEngine([HELLO]), limits=Limits(max_turns=1, timeout_s=0.05))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
-    assert trajectory.reward is None
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.TIMEOUT, 0.0)
     assert trajectory.counters.as_dict() == {"limits/time": 1, "status/timeout": 1}
 
 
-async def test_a_tool_that_hangs_is_within_the_timeout_of_the_rollout():
-    @tool(timeout_s=60)
-    async def hang() -> None:
-        """Hang."""
-        await asyncio.sleep(60)
+async def test_a_reward_that_hangs_after_a_time_out_too_is_a_failure():
+    class Slow(HangingEnv):
+        async def reward(self, messages, status):
+            return await asyncio.sleep(60)
 
-    env = ToolEnv([{"role": "user", "content": "?"}], [hang], lambda messages: 1.0)
-    trajectory = await play(env, ScriptedEngine([[*call_ids("hang", {}), END]]), limits=Limits(timeout_s=0.05))
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
+    limits = Limits(timeout_s=0.05, close_timeout_s=0.05)
+    trajectory = await play(Slow([MORE]), ScriptedEngine([HELLO] * 2), limits=limits)
+    assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.FAILED, None)
+    assert str(trajectory.error) == "its reward after a time-out took longer than 0.05 s"
 
 
 async def test_a_timeout_inside_the_environment_is_its_own_failure():

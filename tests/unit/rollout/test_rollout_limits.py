@@ -19,6 +19,7 @@ LIMITS = Limits(max_turns=3, max_tokens=100, timeout_s=60)
         ("max_tokens", -1),
         ("max_tokens", None),
         ("timeout_s", 0),
+        ("turn_timeout_s", 0),
         ("timeout_s", math.nan),
         ("timeout_s", math.inf),
         ("timeout_s", "5"),

@@ -88,15 +88,15 @@ async def test_the_renderer_never_works_in_the_event_loop():
 async def test_a_timeout_fires_while_the_renderer_works():
     start = time.perf_counter()
     trajectory = await play(
-        ScriptedEnv([MORE]), ScriptedEngine([ANSWER] * 2), renderer=ThreadRecorder(3.0), timeout_s=0.2
+        ScriptedEnv([MORE]), ScriptedEngine([ANSWER] * 2), renderer=ThreadRecorder(3.0), turn_timeout_s=0.2
     )
-    assert trajectory.status is TrajectoryStatus.TIMEOUT
+    assert trajectory.status is TrajectoryStatus.FAILED
     assert time.perf_counter() - start < 2.9
 
 
 async def test_an_abandoned_rendering_changes_nothing_in_the_record():
     trajectory = await play(
-        ScriptedEnv([MORE]), ScriptedEngine([ANSWER] * 2), renderer=ThreadRecorder(0.3), timeout_s=0.4
+        ScriptedEnv([MORE]), ScriptedEngine([ANSWER] * 2), renderer=ThreadRecorder(0.3), turn_timeout_s=0.4
     )
     num_turns, num_nodes = len(trajectory.turns), len(trajectory.tree.nodes)
     await asyncio.sleep(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import wait
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from support.rows import group, trajectory
 from support.sequences import sampled
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
+from unbroken.engines.http import HttpEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, MetricsError, WeightsError
 from unbroken.training.checkpoints import Checkpoints
@@ -61,6 +63,7 @@ class FullCheckpoints(Checkpoints):
     def save(self, *arguments, **keywords) -> None:
         with self.full.at("checkpoint"):
             super().save(*arguments, **keywords)
+            wait([self._writing])  # what else is written meanwhile has room
 
 
 class FullMetrics(MetricsWriter):
@@ -89,17 +92,23 @@ async def run(directory: Path, client: AsyncClient, full: Full) -> Trainer:
         versions = [trainer.policy_version] * 2
         return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
 
-    checkpoints, publisher = FullCheckpoints(directory / "checkpoints"), FullPublisher([client], directory / "weights")
-    with FullMetrics(directory) as metrics:
-        metrics.full = checkpoints.full = publisher.full = full
-        await train(
-            collect,
-            trainer=trainer,
-            publisher=publisher,
-            metrics=metrics,
-            config=LoopConfig(num_steps=NUM_STEPS),
-            checkpoints=checkpoints,
-        )
+    checkpoints = FullCheckpoints(directory / "checkpoints", every=1)
+    publisher = FullPublisher([client], directory / "weights")
+    engine = await HttpEngine.connect([client.base_url])
+    try:
+        with FullMetrics(directory) as metrics:
+            metrics.full = checkpoints.full = publisher.full = full
+            await train(
+                collect,
+                trainer=trainer,
+                publisher=publisher,
+                metrics=metrics,
+                config=LoopConfig(num_steps=NUM_STEPS),
+                checkpoints=checkpoints,
+                engine=engine,
+            )
+    finally:
+        await engine.close()
     return trainer
 
 
@@ -117,7 +126,7 @@ async def server(directory: Path) -> AsyncIterator[AsyncClient]:
 @pytest.mark.parametrize(
     ("what", "error", "message", "version"),
     [
-        ("checkpoint", CheckpointError, r"step-00000002 cannot be written: .*too large.*earlier ones are unchanged", 1),
+        ("checkpoint", CheckpointError, r"step-00000002 cannot be written: .*too large.*earlier ones are unchanged", 2),
         ("weights", WeightsError, r"version 2 of the weights cannot be written.*too large.*make room", 1),
         (
             "metrics",
@@ -136,7 +145,8 @@ async def test_a_full_disk_ends_the_run_and_nothing_is_lost(tmp_path, what, erro
         assert await client.policy_version() == version
         assert await client.health()
         trainer = await run(tmp_path / "full", client, Full("nothing"))
-        assert await client.policy_version() == NUM_STEPS
+        # Without the checkpoint of the second step, its version is never given to other weights.
+        assert await client.policy_version() == (NUM_STEPS + 2 if what == "checkpoint" else NUM_STEPS)
     lines = (tmp_path / "full" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(NUM_STEPS))
     for (name, weight), (_, other) in zip(trainer.named_weights(), whole.named_weights(), strict=True):

@@ -11,8 +11,9 @@ from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.counters import Counters, Event
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import RewardError, RolloutError
+from unbroken.errors import InvalidInputError, RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
+from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.loss_config import DpoConfig
@@ -110,8 +111,12 @@ async def run(
     trainer=None,
     publisher=None,
     on_step=None,
+    **options,
 ) -> list[dict]:
     """Train on these groups of version 0, one item per step, and return what was logged."""
+    config = {
+        key: options.pop(key) for key in ("max_empty_steps", "max_replacements", "max_staleness") if key in options
+    }
     remaining = iter(steps)
 
     async def collect():
@@ -119,16 +124,19 @@ async def run(
 
     with MetricsWriter(directory) as metrics:
         await train(
-            collect,
+            options.pop("source", collect),
             trainer=trainer or make_trainer(),
             publisher=publisher or Nothing(),
             metrics=metrics,
-            config=LoopConfig(num_steps=len(steps), max_lag=len(steps)),
+            config=LoopConfig(num_steps=len(steps), max_lag=0 if config.get("max_staleness") else len(steps), **config),
             on_step=on_step,
+            **options,
         )
     return lines(directory)
 
 
+TIMED_OUT = Counters()
+TIMED_OUT.count(Event.STATUS, TrajectoryStatus.TIMEOUT)
 GOOD = [group(trajectory(1.0), trajectory(0.0))]
 EQUAL = [group(trajectory(1.0), trajectory(1.0))]
 
@@ -136,7 +144,8 @@ EQUAL = [group(trajectory(1.0), trajectory(1.0))]
 async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
     trainer, publisher = make_trainer(), Nothing()
     aborted = [group(*[trajectory(None, status=TrajectoryStatus.ABORTED)] * 2)]
-    logged = await run([EQUAL, aborted, [], GOOD], tmp_path, trainer=trainer, publisher=publisher)
+    steps = [EQUAL, aborted, [], GOOD]
+    logged = await run(steps, tmp_path, trainer=trainer, publisher=publisher, max_empty_steps=None)
     assert [line["train/num_rows"] for line in logged] == [0, 0, 0, 2]
     assert [line["train/policy_version"] for line in logged] == [0, 0, 0, 1]
     assert [line["counters/dropped_rows"] for line in logged] == [2, 2, 0, 0]
@@ -197,6 +206,63 @@ async def test_a_process_whose_rollouts_all_failed_goes_on_while_another_has_goo
         await run([failed], tmp_path / "all", trainer=trainer)
     with pytest.raises(RolloutError, match="all 2 rollouts of step 0 failed, the first with ValueError: bang"):
         await run([[]], tmp_path / "theirs", trainer=trainer)
+
+
+LATE = [group(*[trajectory(0.0, status=TrajectoryStatus.TIMEOUT, counters=TIMED_OUT)] * 2)]
+STOPS = "3 steps in a row trained nothing; of the last one, "
+
+
+class Equal:
+    """Groups of equal rewards, one by one."""
+
+    groups_per_step = 2
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        return EQUAL[0]
+
+    async def __call__(self) -> list[TrajectoryGroup]:
+        return EQUAL * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_replacements": 2.0},
+        {"max_staleness": 2},
+        {"make": make_dpo_trainer},
+    ],
+    ids=["grpo", "dynamic sampling", "staleness", "online dpo"],
+)
+async def test_a_run_whose_rewards_are_all_equal_stops_after_three_steps_with_a_sentence(tmp_path, caplog, options):
+    trainer = options.pop("make", make_trainer)()
+    num_groups = 6 if "max_replacements" in options else 2
+    reasons = rf"{num_groups} of {num_groups} groups have equal rewards \(the mean is 1\)"
+    checkpoints = Checkpoints(tmp_path / "checkpoints", every=1000)
+    with pytest.raises(RolloutError, match=STOPS + reasons) as stopped:
+        await run([[]] * 9, tmp_path, trainer=trainer, source=Equal(), checkpoints=checkpoints, **options)
+    assert f"`unbroken export {tmp_path / 'checkpoints' / 'step-00000003'} MODEL`" in str(stopped.value)
+    assert "--loop.max-empty-steps none" in str(stopped.value)
+    assert caplog.text.count("trained nothing") == 3
+    assert [line["train/num_rows"] for line in lines(tmp_path)] == [0, 0, 0]
+    assert checkpoints.holds(3)
+
+
+async def test_time_outs_and_failures_are_among_the_reasons(tmp_path):
+    failed = trajectory(None, status=TrajectoryStatus.FAILED)
+    late = [group(*LATE[0].trajectories, failed)]
+    reasons = r"1 of 1 groups have equal rewards \(the mean is 0\); 2 of 3 rollouts timed out; 1 of 3 rollouts failed\."
+    with pytest.raises(RolloutError, match=STOPS + reasons):
+        await run([late] * 3, tmp_path)
+
+
+async def test_steps_that_teach_nothing_are_counted_in_a_row_and_stop_no_run_that_allows_them(tmp_path):
+    await run([EQUAL, EQUAL, GOOD, EQUAL, EQUAL], tmp_path / "in between")
+    await run([EQUAL] * 5, tmp_path / "none", max_empty_steps=None)
+    with pytest.raises(RolloutError, match="1 steps in a row trained nothing"):
+        await run([EQUAL] * 5, tmp_path / "one", max_empty_steps=1)
+    with pytest.raises(InvalidInputError, match=r"LoopConfig.max_empty_steps must be >= 1, or None, got 0"):
+        LoopConfig(num_steps=1, max_empty_steps=0)
 
 
 async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):

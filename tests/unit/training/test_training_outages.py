@@ -172,11 +172,11 @@ async def test_what_a_healthy_engine_refuses_twice_is_no_outage(tmp_path):
     assert publisher.num_calls == 2
 
 
-async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_healthy_one_are_dropped(tmp_path):
+async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_healthy_one_are_trained(tmp_path):
     class Slow(Data):
         async def collect(self):
             (of_row,) = await super().collect()
-            late = trajectory(None, status=TrajectoryStatus.TIMEOUT, completion=None)
+            late = trajectory(0.0, status=TrajectoryStatus.TIMEOUT, completion=None)
             if self.next_row == 2 and self.server.required == [1] and not hung:
                 hung.append(True)
                 self.server.num_refusals = 2
@@ -186,7 +186,7 @@ async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_hea
     data = Slow(Server())
     await run(data, tmp_path)
     assert [line["outages/num_losses"] for line in lines(tmp_path)] == [0, 1, 0, 0]
-    assert [line["counters/dropped_rows/timeout"] for line in lines(tmp_path)] == [1] * NUM_STEPS
+    assert [line["counters/dropped_rows/nothing_sampled"] for line in lines(tmp_path)] == [1] * NUM_STEPS
 
 
 async def test_a_run_does_not_go_on_to_fewer_steps_than_it_has_made(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import InvalidInputError
 from unbroken.server.weights import WeightLoader
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
@@ -49,9 +52,9 @@ class ToServer:
 class Run:
     """One engine, and as many trainers as it takes."""
 
-    def __init__(self, directory) -> None:
+    def __init__(self, directory, engine: TransformersEngine | None = None) -> None:
         self.directory = directory
-        self.engine = TransformersEngine(tiny_qwen3())
+        self.engine = engine or TransformersEngine(tiny_qwen3())
         self.loader = WeightLoader(self.engine, directory / "weights")
 
     async def collect(self):
@@ -61,7 +64,7 @@ class Run:
         sequences = (await self.engine.sample(request)).sequences
         return [group(*[trajectory(float(k), prompt=(1, 2), completion=s) for k, s in enumerate(sequences)])]
 
-    async def train(self, *, dies: str | None = None) -> tuple[Trainer, ToServer]:
+    async def train(self, *, dies: str | None = None, every: int = 1) -> tuple[Trainer, ToServer]:
         config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
         trainer, publisher = Trainer(tiny_qwen3(), config), ToServer(self.loader, self.directory / "weights", dies=dies)
         with MetricsWriter(self.directory) as metrics:
@@ -71,7 +74,8 @@ class Run:
                 publisher=publisher,
                 metrics=metrics,
                 config=LoopConfig(num_steps=NUM_STEPS),
-                checkpoints=Checkpoints(self.directory / "checkpoints"),
+                checkpoints=Checkpoints(self.directory / "checkpoints", every=every),
+                engine=self.engine,
             )
         return trainer, publisher
 
@@ -89,3 +93,26 @@ async def test_i6_a_new_trainer_goes_on_with_the_engine_of_the_one_that_died(tmp
         assert torch.equal(weight, other), name
     for run in (whole, broken):
         await run.engine.close()
+
+
+async def test_i6_a_new_trainer_with_an_older_checkpoint_goes_on_above_the_engines_version(tmp_path):
+    """The second step is lost with the trainer, and its weights, version 2, must never be taken for others."""
+    run = Run(tmp_path)
+    with pytest.raises(TrainerDiedError):
+        await run.train(dies="after", every=3)
+    assert run.engine.policy_version == 2
+    trainer, publisher = await run.train(every=3)
+    assert all(publisher.was_new)
+    logged = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    versions = [json.loads(line)["train/policy_version"] for line in logged]
+    assert versions == [1, 4, 5, 6]
+    assert run.engine.policy_version == trainer.policy_version == 6
+    await run.engine.close()
+
+
+async def test_a_run_without_a_checkpoint_refuses_an_engine_with_weights_of_another_run(tmp_path):
+    run = Run(tmp_path)
+    await run.train()
+    with pytest.raises(InvalidInputError, match="the engine has policy version 4 and the trainer 0"):
+        await Run(tmp_path / "other", run.engine).train()
+    await run.engine.close()

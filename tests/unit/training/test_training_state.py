@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 from support.models import tiny_qwen3
-from support.rows import random_rows
+from support.rows import group, random_rows, trajectory
+from support.sequences import sampled
 from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.runs.config import CheckpointConfig
 from unbroken.training.checkpoints import Checkpoints, LastStep
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.loop import train
+from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 
 
@@ -151,6 +157,7 @@ def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_pa
         trainer.step(rows(step))
         caller.count += 10
         checkpoints.save(trainer, LastStep(num_steps=step + 1, metrics={"a": step / 3}))
+    checkpoints.finish(trainer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     loaded, restored = make_trainer(), Counter()
     resumed = Checkpoints(tmp_path, caller=restored).resume(loaded)
@@ -161,14 +168,108 @@ def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_pa
 
 @pytest.mark.parametrize(("saver", "loader", "word"), [(None, Counter(), "without"), (Counter(), None, "with")])
 def test_a_caller_that_came_or_went_is_refused(tmp_path, saver, loader, word):
-    Checkpoints(tmp_path, caller=saver).save(make_trainer(), LastStep(num_steps=1, metrics={}))
+    checkpoints, trainer = Checkpoints(tmp_path, caller=saver), make_trainer()
+    checkpoints.save(trainer, LastStep(num_steps=1, metrics={}))
+    checkpoints.finish(trainer)
     with pytest.raises(CheckpointError, match=f"was written {word} a caller's state"):
         Checkpoints(tmp_path, caller=loader).resume(make_trainer())
 
 
-def test_checkpoints_are_due_every_so_often_and_at_the_end(tmp_path):
+def test_checkpoints_are_due_first_every_so_often_and_at_the_end(tmp_path):
     checkpoints = Checkpoints(tmp_path, every=3)
-    assert [k for k in range(1, 9) if checkpoints.is_due(k, last=8)] == [3, 6, 8]
+    assert [k for k in range(1, 9) if checkpoints.is_due(k, last=8)] == [1, 3, 6, 8]
+
+
+def test_by_default_a_checkpoint_is_due_every_20_steps_or_10_minutes_whichever_comes_first(tmp_path):
+    assert (CheckpointConfig().every, CheckpointConfig().every_s) == (20, 600.0)
+    assert [k for k in range(1, 61) if Checkpoints(tmp_path).is_due(k, last=60)] == [1, 20, 40, 60]
+    late = Checkpoints(tmp_path, every=1000, every_s=1e-9)
+    assert [k for k in range(1, 5) if late.is_due(k, last=60)] == [1, 2, 3, 4]
+
+
+def test_a_copy_is_written_as_it_was_taken_whatever_the_trainer_and_the_caller_do_meanwhile(tmp_path):
+    trainer, extra = make_trainer(), {"numbers": [1]}
+    trainer.step(rows(0))
+    trainer.save(tmp_path / "at-once", extra=extra)
+    write = trainer.copy_state(extra=extra)
+    trainer.step(rows(1))
+    extra["numbers"].append(2)
+    assert write is not None
+    write(tmp_path / "later")
+    found, expected = make_trainer(), make_trainer()
+    assert found.load(tmp_path / "later") == expected.load(tmp_path / "at-once") == {"numbers": [1]}
+    assert equal_weights(found, expected)
+    assert found.policy_version == 1
+    found.step(rows(1))
+    assert equal_weights(found, trainer)
+
+
+class SlowCheckpoints(Checkpoints):
+    """Writes only once it may."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.may_write = threading.Event()
+
+    def _write(self, write, folder) -> None:
+        assert folder.name == "step-00000001" or self.may_write.wait(60)
+        super()._write(write, folder)
+
+
+async def run_slowly(tmp_path, checkpoints, on_step, *, num_steps: int = 4) -> Trainer:
+    trainer = make_trainer()
+
+    async def collect():
+        versions = [trainer.policy_version] * 2
+        return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
+
+    with MetricsWriter(tmp_path) as metrics:
+        await train(
+            collect,
+            trainer=trainer,
+            publisher=None,
+            metrics=metrics,
+            config=LoopConfig(num_steps=num_steps),
+            checkpoints=checkpoints,
+            on_step=on_step,
+        )
+    return trainer
+
+
+async def test_steps_are_made_while_a_checkpoint_is_written_and_what_blocks_is_part_of_them(tmp_path):
+    checkpoints = SlowCheckpoints(tmp_path / "checkpoints", every=2)
+    seen = []
+
+    def on_step(step, metrics) -> None:
+        seen.append((step, checkpoints.holds(2)))
+        assert 0 < metrics["seconds/checkpoint"] < metrics["seconds/step"]
+        if step == 2:
+            checkpoints.may_write.set()
+
+    await run_slowly(tmp_path, checkpoints, on_step)
+    assert seen[:3] == [(0, False), (1, False), (2, False)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    two, whole = make_trainer(), make_trainer()
+    two.load(tmp_path / "checkpoints" / "step-00000002")
+    assert two.policy_version == 2
+    assert not equal_weights(two, whole)
+
+
+async def test_a_run_that_is_cancelled_completes_the_checkpoint_that_is_being_written(tmp_path):
+    checkpoints = SlowCheckpoints(tmp_path / "checkpoints", every=2)
+    reached = asyncio.Event()
+    run = asyncio.create_task(
+        run_slowly(tmp_path, checkpoints, lambda step, _: reached.set() if step == 2 else None, num_steps=10_000)
+    )
+    await reached.wait()
+    run.cancel()
+    await asyncio.sleep(0.1)
+    assert not checkpoints.holds(2)
+    checkpoints.may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert checkpoints.holds(2)
+    make_trainer().load(tmp_path / "checkpoints" / "step-00000002")
 
 
 @pytest.mark.parametrize("name", ["every", "num_kept"])

@@ -68,9 +68,10 @@ async def run_agent_group(
     """Let an agent attempt one task n times concurrently, each in a session of its own.
 
     The sampling parameters are forced on every request of the sessions, but an agent may ask for fewer tokens; with
-    `sampling.seed` each session has a seed derived from it. After `limits.timeout_s` an attempt is cancelled, as
-    TIMEOUT. An exception ends only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every
-    case. If the call is cancelled, the sessions are deleted, and their requests aborted.
+    `sampling.seed` each session has a seed derived from it. An attempt that takes longer than `limits.timeout_s`, not
+    counting the time in which a request of it is queued or sampled, is cancelled, as TIMEOUT with the reward 0. An
+    exception ends only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every case. If the
+    call is cancelled, the sessions are deleted, and their requests aborted.
 
     Raises:
         ServerError: the gateway cannot be reached, or refuses.
@@ -174,7 +175,8 @@ async def _record_attempt(
     agent: Agent, gateway: SessionGateway, session: AgentSession, limits: Limits, *, is_scored_later: bool
 ) -> Trajectory:
     started = time.perf_counter()
-    ending = await _attempt(agent, session, limits)
+    ending = await _attempt(agent, gateway, session, limits)
+    engine_s = (await gateway.get(session.session_id)).get("engine_s", 0.0)
     outcome = {"status": ending.status.value, "reward": ending.reward, "metrics": dict(ending.metrics)}
     finished = await _finish(gateway, session.session_id, outcome)
     ending = _complete(ending, finished.get("outcome") or {}, is_scored_later=is_scored_later)
@@ -197,6 +199,7 @@ async def _record_attempt(
         counters=recorded.counters,
         error=ending.error,
         wall_time_s=time.perf_counter() - started,
+        engine_s=engine_s,
     )
 
 
@@ -214,11 +217,13 @@ async def _finish(gateway: SessionGateway, session_id: str, outcome: Mapping[str
         return await gateway.get(session_id)
 
 
-async def _attempt(agent: Agent, session: AgentSession, limits: Limits) -> _Ending:
-    clock = asyncio.timeout(limits.timeout_s)
+async def _attempt(agent: Agent, gateway: SessionGateway, session: AgentSession, limits: Limits) -> _Ending:
+    clock = asyncio.timeout(None)
     try:
-        async with clock:
+        async with clock, asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(_limit_time(clock, gateway, session, limits.timeout_s))
             returned = await agent(session)
+            watch.cancel()
         outcome = returned if isinstance(returned, AgentOutcome) else AgentOutcome(reward=returned)
         reward = outcome.reward
         if reward is not None:
@@ -230,14 +235,26 @@ async def _attempt(agent: Agent, session: AgentSession, limits: Limits) -> _Endi
         return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward, metrics=metrics)
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
-            return _Ending(status=TrajectoryStatus.TIMEOUT)
+            return _Ending(status=TrajectoryStatus.TIMEOUT, reward=0.0)
         if must_propagate(raised):
             raise
         return _Ending(status=TrajectoryStatus.FAILED, error=unwrap_group(raised))
 
 
+async def _limit_time(clock: asyncio.Timeout, gateway: SessionGateway, session: AgentSession, limit_s: float) -> None:
+    """Let the clock expire once the attempt has taken so long without the time in which the engine had a request."""
+    started, engine_s = time.perf_counter(), 0.0
+    while (left_s := limit_s + engine_s - (time.perf_counter() - started)) > 0:
+        await asyncio.sleep(left_s)
+        with suppress(EngineError, StoreError):
+            engine_s = (await gateway.get(session.session_id)).get("engine_s", 0.0)
+    clock.reschedule(asyncio.get_running_loop().time())
+
+
 def _complete(ending: _Ending, outcome: Mapping[str, Any], *, is_scored_later: bool) -> _Ending:
     """The ending with the session's reward, if the agent did not return one."""
+    if ending.status is TrajectoryStatus.TIMEOUT and (given := outcome.get("reward")) is not None:
+        return replace(ending, reward=to_finite_float32(given, name="the session's reward", error=RewardError))
     if ending.status is not TrajectoryStatus.COMPLETED or ending.reward is not None:
         return ending
     given = outcome.get("reward")

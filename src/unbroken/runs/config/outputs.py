@@ -12,10 +12,19 @@ from unbroken.runs.config.model import Precision
 class CheckpointConfig:
     """Checkpoints, from which the same command continues the run."""
 
-    every: int = 1
-    """Steps between two checkpoints. With servers it must be 1: they refuse weights older than theirs."""
+    every: int = 20
+    """Steps between two checkpoints. The first step and the last have one too."""
+    every_s: float | None = 600.0
+    """Seconds after which there is one all the same, if a step ends then; none: never."""
     num_kept: int = 2
     """How many of the newest checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "num_kept"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
+        if self.every_s is not None and not self.every_s > 0:
+            raise InvalidInputError(f"every_s must be > 0 or none, got {self.every_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

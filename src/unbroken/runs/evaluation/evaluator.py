@@ -143,6 +143,13 @@ def read_evaluations(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
+def cut_evaluations(output: Path, last_step: int) -> None:
+    """Remove the evaluations after more steps than this."""
+    lines = read_evaluations(output)
+    if any(line["step"] > last_step for line in lines):
+        _write(output / _FILE, [line for line in lines if line["step"] <= last_step])
+
+
 def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     """The samples of the problems of all processes, by number; an error in one process is raised in all."""
     mine = {number: [Sample.of(each) for each in group.trajectories] for number, group in groups.items()}

@@ -35,7 +35,7 @@ from unbroken.runs.python_files import load_object
 from unbroken.training.objective.samples import keep_trainable
 
 _logger = logging.getLogger(__name__)
-OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids")
+OWN_ARGUMENTS = ("prompts", "completions", "messages", "completion_ids", "statuses")
 """Arguments that a reward function may name besides the columns of the data set."""
 OWN_REWARD = "environment"
 """The name of an environment's own reward, among those of functions."""
@@ -102,14 +102,22 @@ class RewardFunction:
         if not callable(self._function):
             raise InvalidInputError(f"{field}.function must name a function, got {self._function!r}")
         self._accepts = _accepted_arguments(self._function, {*OWN_ARGUMENTS, *columns}, self._file)
+        self._sees_status = "statuses" in inspect.signature(self._function).parameters
 
     async def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
         """Score each trajectory, or None without an opinion; a `RewardError` names the function and the row.
+
+        A function that does not name `statuses` is not asked about time-outs, which have 0.
 
         Raises:
             RewardError: the function failed (for a failed connection: each time), took too long, or did not return one
                 finite number or None for each.
         """
+        asked = [each for each in trajectories if self._sees_status or each.status is not TrajectoryStatus.TIMEOUT]
+        scores = iter(await self._score(problem, asked) if asked else [])
+        return [next(scores) if each in asked else 0.0 for each in trajectories]
+
+    async def _score(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
         place = f"reward function {self._file}, {problem.place}"
         for retry in range(self._config.max_retries + 1):
             try:
@@ -218,6 +226,7 @@ def _arguments(problem: Problem, trajectories: Sequence[Trajectory]) -> dict[str
         "completion_ids": [
             [int(i) for turn in trajectory.turns for i in turn.sequence.completion_ids] for trajectory in trajectories
         ],
+        "statuses": [trajectory.status.value for trajectory in trajectories],
     }
 
 

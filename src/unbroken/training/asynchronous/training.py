@@ -100,9 +100,9 @@ class TrainerSteps:
         """See `StepMaker`."""
         await check_some_succeeded([*taken.groups, *taken.replaced], taken.step, self._trainer)
         with self._around(taken.step):
-            self._trained = await self._steps.train(await self._collect(taken))
+            trained = await self._steps.train(await self._collect(taken))
+        self._trained = await self._steps.save(taken.step, trained, groups=taken.numbers)
         self._last_made_s = time.perf_counter()
-        await self._steps.save(taken.step, self._trained, groups=taken.numbers)
 
     async def snapshot(self) -> Snapshot | None:
         """See `StepMaker`."""

@@ -73,7 +73,7 @@ async def build_pairs(
 ) -> list[PreferencePair]:
     """The pairs of all groups, in order; counts each trajectory that is in no pair under `dropped_rows`, by reason.
 
-    Members that failed, were aborted, timed out or sampled nothing are neither scored nor paired. Without a `judge` the
+    Members that failed, were aborted or sampled nothing are neither scored nor paired. Without a `judge` the
     rewards are the scores.
 
     Raises:

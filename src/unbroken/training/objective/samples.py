@@ -5,7 +5,7 @@ Worked example: five siblings of one problem, GRPO without normalisation.
     trajectory   status      reward   advantage         rows, one per branch
     a            completed   1        1 - 1/2 =  1/2    token_ids 5 6 7 8    loss_mask 0 0 1 1    advantages 0 0 1/2 1/2
     b            completed   0        0 - 1/2 = -1/2    token_ids 5 6 9      loss_mask 0 0 1      advantages 0 0 -1/2
-    c            max_turns   0        0 - 1/2 = -1/2    ... (the policy itself ran out of turns)
+    c            max_turns   0        0 - 1/2 = -1/2    ... (the policy itself ran out of turns; or timeout)
     d            truncated   1        1 - 1/2 =  1/2    ... (the policy itself ran out of ids)
     e            failed      None     not compared      none, and `dropped_rows/failed` is 1
 
@@ -50,10 +50,11 @@ TRAINABLE = frozenset(
         TrajectoryStatus.TRUNCATED,
         TrajectoryStatus.MAX_TURNS,
         TrajectoryStatus.MAX_TOKENS,
+        TrajectoryStatus.TIMEOUT,
     }
 )
-"""Endings that the policy itself caused. Failures, aborts and wall-clock timeouts have other causes; what is unscored
-cannot be compared."""
+"""Endings that the policy itself can have caused. Failures and aborts have other causes; what is unscored cannot be
+compared."""
 
 
 class DropReason(StrEnum):
@@ -78,7 +79,7 @@ class PunishmentReason(StrEnum):
     """It is long (`OverlongConfig`)."""
 
 
-FAILED = frozenset({TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT})
+FAILED = frozenset({TrajectoryStatus.FAILED})
 """Endings that `FailedRows` is about."""
 CUT_BY_LENGTH = frozenset({TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TOKENS})
 """Endings that `TruncatedRows.MASK` leaves out."""

@@ -60,9 +60,9 @@ async def test_i8_equal_scores_teach_nothing_and_are_counted():
 
 async def test_i8_a_group_with_one_member_left_is_counted():
     counters = Counters()
-    lost = trajectory(None, status=TrajectoryStatus.TIMEOUT)
+    lost = trajectory(None, status=TrajectoryStatus.ABORTED)
     assert await pairs_of(trajectory(1.0), lost, counters=counters) == []
-    assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/timeout": 1}
+    assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/aborted": 1}
 
 
 async def test_a_missing_member_takes_its_score_with_it():

@@ -70,10 +70,18 @@ def test_what_the_policy_did_not_bring_about_is_not_trained_on():
     left_out = {
         TrajectoryStatus.FAILED,
         TrajectoryStatus.ABORTED,
-        TrajectoryStatus.TIMEOUT,
         TrajectoryStatus.UNSCORED,
     }
     assert set(TrajectoryStatus) - TRAINABLE == left_out
+
+
+def test_a_time_out_is_compared_with_its_siblings_and_a_failure_is_not():
+    late = trajectory(0.0, status=TrajectoryStatus.TIMEOUT)
+    failed = trajectory(None, status=TrajectoryStatus.FAILED)
+    counters = Counters()
+    rows = build_samples([group(trajectory(1.0), late, failed)], dr_grpo, counters)
+    assert [float(row.advantages.sum()) for row in rows] == [1.0, -1.0]
+    assert counters.as_dict() == {"dropped_rows/failed": 1}
 
 
 def test_a_failed_trajectorys_reward_is_no_part_of_the_baseline():
@@ -260,9 +268,9 @@ async def test_i8_an_unscored_trajectory_is_kept_for_its_distance_to_a_reference
 @pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
 def test_i8_a_group_with_one_usable_member_is_dropped_and_counted(advantages):
     counters = Counters()
-    siblings = group(trajectory(1.0), trajectory(None, status=TrajectoryStatus.TIMEOUT))
+    siblings = group(trajectory(1.0), trajectory(None, status=TrajectoryStatus.ABORTED))
     assert build_samples([siblings], advantages, counters) == []
-    assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/timeout": 1}
+    assert counters.as_dict() == {"dropped_rows/small_group": 1, "dropped_rows/aborted": 1}
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -62,7 +62,7 @@ def branching(rng: np.random.Generator, num_forks: int, num_conversations: int) 
 @pytest.fixture
 def groups() -> list[TrajectoryGroup]:
     rng = np.random.default_rng(3)
-    failed, late = TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT
+    failed = TrajectoryStatus.FAILED
     of_first = [
         trajectory(1.0, name="a", tree=branching(rng, 2, 2)),
         trajectory(0.0, name="b", tree=branching(rng, 0, 1)),
@@ -72,7 +72,7 @@ def groups() -> list[TrajectoryGroup]:
     of_second = [
         trajectory(1.0, name="e", tree=branching(rng, 0, 2)),
         trajectory(1.0, name="f", tree=branching(rng, 3, 1)),
-        trajectory(None, name="g", tree=branching(rng, 0, 1), status=late),
+        trajectory(None, name="g", tree=branching(rng, 0, 1), status=failed),
         trajectory(-0.25, name="h", tree=branching(rng, 0, 1)),
     ]
     return [
@@ -177,7 +177,7 @@ async def test_failed_attempts_are_dropped_counted_or_trained(
     config = TrainerConfig(failed=FailedRows(failed))
     units = await PolicyGradient(advantages=mean_baseline).make_units(groups, counters, config)
     assert len(units) == num_units
-    assert counters["dropped_rows/failed"] + counters["dropped_rows/timeout"] == dropped
+    assert counters["dropped_rows/failed"] == dropped
 
 
 async def test_each_sampled_id_is_trained_once(groups: list[TrajectoryGroup]) -> None:
