@@ -180,7 +180,7 @@ def test_what_is_chosen_is_evenly_spread():
 def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
     assert train(tmp_path, model, "--loop.num-steps=1", "--log-completions=2", "--rollout-log.groups=none") == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("step 1", "prompt", "completion", "advantage", "Write 0.", "Write 1."))
+    assert all(word in printed for word in ("step 0", "prompt", "completion", "advantage", "Write 0.", "Write 1."))
     events = EventAccumulator(str(tmp_path / "metrics"))
     events.Reload()
     (logged,) = events.Tensors("completions/text_summary")
