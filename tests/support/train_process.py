@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from support import failing, flaky_server, publishing
 from support.adapted import TARGETS, with_lora
+from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.prefixes import branching_rows
 from support.rows import random_pairs, random_rows, random_trajectories
@@ -166,6 +167,16 @@ def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Pa
     torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-compiled-{rank}.pt")
 
 
+def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, directory: Path) -> Trainer:
+    """Train a mixture of experts with its load-balancing loss, and save the weights; `rank` -1 has all rows."""
+    trainer = Trainer(tiny_model("qwen3_moe"), config(router_loss_weight=3.0), accelerator=accelerator)
+    for step in range(len(NUM_ROWS)):
+        ranks = (0, 1) if rank < 0 else (rank,)
+        trainer.step([row for each in ranks for row in samples_of("plain", each, step)])
+    torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-balanced-{rank}.pt")
+    return trainer
+
+
 def main() -> None:
     """Train, and save the results of this process."""
     faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the other one forever says where
@@ -175,6 +186,8 @@ def main() -> None:
         accelerator = make_accelerator()
         for config_name in CONFIGS:
             train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
+        train_balanced(kind, make_accelerator(), rank, directory)
+        accelerator = make_accelerator()  # FSDP2 remembers the blocks of one model
         publishing.run(kind, accelerator, rank, directory)
         flaky_server.run(kind, accelerator, rank, directory)
         if kind == "fsdp2":

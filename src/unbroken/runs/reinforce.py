@@ -257,12 +257,8 @@ class _Hooks:
         """Record the step's rollouts, and show and log a table of some."""
         await self.recorder.record(rollouts)
         with self.trainer.fail_together():
-            if self.config.log_completions > 0 and self.metrics is not None:
-                columns, rows = make_table(
-                    rollouts,
-                    self.trainer,
-                    self.config.log_completions,
-                    unique_prompts=self.config.log_unique_prompts,
-                )
+            if (number := self.config.log_completions) > 0 and self.metrics is not None:
+                unique = self.config.log_unique_prompts
+                columns, rows = make_table(rollouts, self.trainer, number, unique_prompts=unique)
                 self.progress.show_completions(rollouts.step, columns, rows)
                 self.metrics.log_table(rollouts.step, "completions", columns, rows)

@@ -111,9 +111,10 @@ def check_units(units: Sequence[Any], objective: Objective[Any]) -> None:
             )
 
 
-def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> None:
+def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follows: bool = False) -> None:
     """Raise `InvalidInputError` if a reference is missing or not used, shares a parameter with `model`, has another
-    vocabulary, or is `Reference.BASE` for a model without adapters.
+    vocabulary, or is `Reference.BASE` for a model without adapters; or if it `follows` (`ReferenceSync`) and has not
+    the weights of `model`.
     """
     if (reference is not None) != is_needed:
         raise InvalidInputError(
@@ -123,7 +124,14 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> No
         )
     if reference is None:
         return
-    if reference is Reference.BASE:
+    is_base = reference is Reference.BASE
+    ours = {name: tensor.shape for name, tensor in gather_weights(model)} if follows else {}
+    if follows and (is_base or ours != {name: weight.shape for name, weight in reference.named_parameters()}):
+        raise InvalidInputError(
+            "reference must be a copy of the model (with adapters, of its base) for TrainerConfig.reference_sync, got "
+            f"{reference if is_base else type(reference).__name__}"
+        )
+    if is_base:
         check_base(model)
         return
     trained = {parameter.data_ptr() for parameter in model.parameters()}
@@ -136,22 +144,6 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool) -> No
     sizes = [len(each.get_input_embeddings().weight) for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise InvalidInputError(f"reference must have the model's vocabulary of {sizes[0]} ids, got {sizes[1]}")
-
-
-def check_follows(reference: Any, model: Any) -> None:
-    """Raise `InvalidInputError` unless a reference's weights can be mixed with those of `model`."""
-    if reference is Reference.BASE:
-        raise InvalidInputError(
-            "reference must be a copy of the base with TrainerConfig.reference_sync, which changes its weights, got "
-            "Reference.BASE"
-        )
-    theirs = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
-    for name, tensor in gather_weights(model):
-        if theirs.get(name) != tuple(tensor.shape):
-            raise InvalidInputError(
-                f"reference must have the weights of the model with TrainerConfig.reference_sync: {name} is "
-                f"{tuple(tensor.shape)} in the model and {theirs.get(name)} in the reference"
-            )
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

@@ -185,6 +185,9 @@ class TrainerConfig:
     `train/entropy` is always measured."""
     dpo: DpoConfig | None = None
     """For `OnlineDpo`; None: the defaults of `DpoConfig`."""
+    router_loss_weight: float = 0.0
+    """For a mixture of experts: weight of its load-balancing loss (transformers' router_aux_loss_coef) over all ids of
+    an update. It takes one more forward pass, and rows share no prefixes."""
     entropy_control: EntropyControl | None = None
     """Adapt `entropy_weight`, which is then the first one, to hold the entropy at a target; None: it stays."""
     reference_sync: ReferenceSync | None = None
@@ -259,8 +262,18 @@ class TrainerConfig:
                 ">= 1, or None",
             ),
             packing=(isinstance(self.packing, Packing), "a Packing"),
-            shared_prefixes=(isinstance(self.shared_prefixes, SharedPrefixes), "a SharedPrefixes"),
-            compile=(not (self.compile and self.routing_replay), "False with routing_replay"),
+            router_loss_weight=(
+                math.isfinite(self.router_loss_weight) and self.router_loss_weight >= 0,
+                "finite and >= 0",
+            ),
+            shared_prefixes=(
+                self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
+                "auto or never with router_loss_weight above 0, which counts the ids of each row",
+            ),
+            compile=(
+                not (self.compile and (self.routing_replay or self.router_loss_weight > 0)),
+                "False with routing_replay or router_loss_weight",
+            ),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             lora_updates=(isinstance(self.lora_updates, LoraUpdates), "a LoraUpdates"),
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),

@@ -24,7 +24,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.routing import Routers
 from unbroken.training.checks import (
     check_accelerator,
-    check_follows,
     check_lengths,
     check_parameters,
     check_reference,
@@ -32,7 +31,14 @@ from unbroken.training.checks import (
     check_trainable,
     check_units,
 )
-from unbroken.training.config import LoraUpdates, OldLogprobs, OptimizerConfig, Reference, TrainerConfig
+from unbroken.training.config import (
+    LoraUpdates,
+    OldLogprobs,
+    OptimizerConfig,
+    Reference,
+    SharedPrefixes,
+    TrainerConfig,
+)
 from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.model.adapters import (
     BasePolicy,
@@ -141,9 +147,8 @@ class Trainer:
         policy = self._logprobs_of(model, self._routers)
         check_parameters(model)
         check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
-        check_reference(reference, model, is_needed=self.objective.needs_reference(config))
-        if config.reference_sync is not None:
-            check_follows(reference, model)
+        is_needed = self.objective.needs_reference(config)
+        check_reference(reference, model, is_needed=is_needed, follows=config.reference_sync is not None)
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._origin = ModelOrigin.of(model)
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
@@ -445,13 +450,15 @@ class Trainer:
         return logprobs
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
+        counts = self._config.router_loss_weight > 0
         policy = PolicyLogprobs(
             model,
             chunk_size=self._config.logprob_chunk_size,
             images=self._images,
             packing=self._config.packing,
             routers=routers,
-            shared_prefixes=self._config.shared_prefixes,
+            shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
+            counts_choices=counts,
         )
         if self._images is not None and is_sharded(self._accelerator):
             policy.show_always(self._images)

@@ -31,7 +31,7 @@ from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pass_size import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
-from unbroken.training.model.routing import RoutingStats, count_ids
+from unbroken.training.model.routing import RoutingStats, balance_loss, count_ids
 from unbroken.training.model.scores import Entropy
 from unbroken.training.model.scoring import RowScores, score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
@@ -208,14 +208,17 @@ class Updater:
                 trajectories=[weighed.trajectories[i] for i in planned.rows] if weighed.trajectories else (),
                 routers=self._unwrapped.routers,
                 as_tree=planned.is_tree,
+                counts_choices=config.router_loss_weight > 0,
             )
             for planned in passes
         ]
         num_padding = sum(batch.num_padding for batch in batches)
         num_shared = sum(batch.num_shared for batch in batches)
-        self._take_routing_counts()  # of what was scored before
         batches += [idle_batch(device)] * (num_passes - len(batches))
-        loss, logprobs = self._accumulate(weighed.loss, batches, rows[0].sample.temperature if rows else 1.0, config)
+        choices_2E = self._count_choices(batches) if config.router_loss_weight > 0 else None
+        self._take_routing_counts()  # of what was scored before
+        temperature = rows[0].sample.temperature if rows else 1.0
+        loss, logprobs = self._accumulate(weighed.loss, batches, temperature, config, choices_2E)
         self._adapt_entropy_weight(loss)
         learning_rate = self._config.optimizer.learning_rate_at(self.num_updates)
         return UpdateStats(
@@ -229,6 +232,7 @@ class Updater:
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
+            router_loss=None if choices_2E is None else float(balance_loss(choices_2E)),
             entropy_weight=None if config.entropy_control is None else self.entropy_weight,
             routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
         )
@@ -247,8 +251,29 @@ class Updater:
             self.last_entropy = sum(sums) / sum(counts)
             self.entropy_weight = control.adapt(self.entropy_weight, self.last_entropy)
 
+    @torch.no_grad()
+    def _count_choices(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """[2, E] the choices of experts in all passes of an update and all processes (`count_choices`).
+
+        A layer's balance is that of all ids of the update, so its gradient needs them before the first pass.
+        """
+        found = []
+        for batch in batches:
+            pixels = self._pixels(batch.images, batch.token_ids_BT)
+            none_BT = torch.zeros_like(batch.loss_mask_BT)  # no logprobs
+            given = (batch.position_ids_BT, Entropy.NONE, batch.experts_BTLK, None, batch.counted_BT)
+            with self._accelerator.autocast():
+                found.append(self._unwrapped(batch.token_ids_BT, none_BT, 1.0, pixels, *given).choices_2E)
+        mine = [choices_2E.cpu() for choices_2E in found if choices_2E is not None]
+        return torch.stack(gather_object(mine)).sum(0).to(self._accelerator.device)
+
     def _accumulate(
-        self, stats: LossStats, batches: Sequence[Batch], temperature: float, config: TrainerConfig
+        self,
+        stats: LossStats,
+        batches: Sequence[Batch],
+        temperature: float,
+        config: TrainerConfig,
+        choices_2E: torch.Tensor | None,
     ) -> tuple[LossStats, Logprobs]:
         """Backward through all passes of one update; the last one exchanges gradients.
 
@@ -269,10 +294,16 @@ class Updater:
                     entropy,
                     batch.experts_BTLK,
                     batch.tree,
+                    batch.counted_BT,
                 )
                 if self._has_own_old_logprobs:
                     batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())
                 loss, of_batch = self._objective.batch_loss(scores, batch, config)
+                if choices_2E is not None and scores.choices_2E is not None:
+                    # The pass's own probabilities, with gradient, in place of their values among those of all passes.
+                    own = scores.choices_2E[1] - scores.choices_2E[1].detach()
+                    balance = balance_loss(torch.stack([choices_2E[0], choices_2E[1] + own]))
+                    loss = loss + config.router_loss_weight * (balance - balance.detach())
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(scores.logprobs_N.detach())

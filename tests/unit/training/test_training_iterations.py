@@ -210,9 +210,7 @@ def test_references_that_cannot_follow_are_refused_by_name():
     sync = TrainerConfig(kl_weight=0.1, reference_sync=SYNC)
     with pytest.raises(InvalidInputError, match=r"TrainerConfig\.reference_sync must be None with kl_weight 0"):
         Trainer(tiny_qwen3(), TrainerConfig(reference_sync=SYNC))
-    with pytest.raises(InvalidInputError, match=r"reference must be a copy of the base .* got Reference\.BASE"):
+    with pytest.raises(InvalidInputError, match=r"reference must be a copy of the model \(with .* got base"):
         Trainer(with_lora(tiny_qwen3()), sync, reference=Reference.BASE)
-    with pytest.raises(
-        InvalidInputError, match=r"must have the weights of the model .* is \(64, 32\) .* \(64, 256\) in"
-    ):
+    with pytest.raises(InvalidInputError, match=r"reference must be a copy of the model .* got Qwen3ForCausalLM"):
         Trainer(tiny_qwen3(), sync, reference=wide_qwen3(1))

@@ -75,6 +75,14 @@ def test_two_processes_train_as_one_with_all_rows(results, kind, config):
         assert theirs["mismatch"]["max_abs"] == pytest.approx(ours.mismatch.max_abs, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_the_balance_of_experts_is_that_of_all_processes(results, kind, tmp_path):
+    train_process.train_balanced("one", None, -1, tmp_path)
+    alone, together = weights(tmp_path, "one-balanced--1"), weights(results, f"{kind}-balanced-0")
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
 def test_sharded_layers_that_are_compiled_train_as_they_are(results):
     plain, compiled = (weights(results, f"fsdp2-{config}-0") for config in ("plain", "compiled"))
     for name, weight in plain.items():

@@ -53,6 +53,8 @@ class StepStats:
     """That of the last update."""
     entropy_weight: float | None
     """After the last update; None without `TrainerConfig.entropy_control`."""
+    router_loss: float | None
+    """Of the last update, before it and without its weight; None without `TrainerConfig.router_loss_weight`."""
     mismatch: Mismatch
     """Trainer against sampler on the first minibatch, before its update; the others see weights that have changed."""
     k3_by_lag: dict[str, float | None]
@@ -89,6 +91,8 @@ class UpdateStats:
     learning_rate: float
     entropy_weight: float | None = None
     """After it, with `TrainerConfig.entropy_control`."""
+    router_loss: float | None = None
+    """Before it, with `TrainerConfig.router_loss_weight`."""
     routing: RoutingStats = field(default_factory=RoutingStats)
 
 
@@ -145,6 +149,7 @@ def merge_stats(
         grad_norm=float(np.mean([update.grad_norm for update in updates])),
         learning_rate=updates[-1].learning_rate,
         entropy_weight=updates[-1].entropy_weight,
+        router_loss=updates[-1].router_loss,
         mismatch=mismatch(logprobs, rollout_logprobs),
         k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
         routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
@@ -181,6 +186,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/grad_norm": stats.grad_norm,
         "train/learning_rate": stats.learning_rate,
         "train/entropy_weight": stats.entropy_weight,
+        "train/router_loss": stats.router_loss,
         "mismatch/num_tokens": stats.mismatch.num_tokens,
         "mismatch/k3": stats.mismatch.k3,
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def hidden_states(
     *,
     by_rows: bool = False,
     mask: Any | None = None,
+    router_logits: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
@@ -36,23 +38,24 @@ def hidden_states(
     ahead. Positions keep rows that share a lane apart; with `by_rows`, which is for one lane, their borders do
     (`varlen`). Without positions, a model
     with special ones for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
+    `router_logits` gets those of each layer with experts.
     """
+    last_hidden = partial(_last_hidden, model, router_logits)
     if mask is not None:
-        return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT, attention_mask=mask)
+        return last_hidden(input_ids=token_ids_BT, position_ids=position_ids_BT, attention_mask=mask)
     if position_ids_BT is not None and by_rows:
         with no_masks():
-            return _last_hidden(
-                model,
+            return last_hidden(
                 input_ids=token_ids_BT,
                 position_ids=position_ids_BT,
                 **RowBorders.of(position_ids_BT).as_inputs(),
             )
     if position_ids_BT is not None:
-        return _last_hidden(model, input_ids=token_ids_BT, position_ids=position_ids_BT)
+        return last_hidden(input_ids=token_ids_BT, position_ids=position_ids_BT)
     if pixels is None:
-        return _last_hidden(model, input_ids=token_ids_BT)
+        return last_hidden(input_ids=token_ids_BT)
     with replace_sampled_placeholders(model, token_ids_BT, pixels.token_types_BT) as input_ids_BT:
-        return _last_hidden(model, input_ids=input_ids_BT, **accepted_inputs(model, pixels))
+        return last_hidden(input_ids=input_ids_BT, **accepted_inputs(model, pixels))
 
 
 def enable_checkpointing(model: Any, *, routers: Routers | None = None) -> None:
@@ -161,6 +164,11 @@ def _count_calls(model: Any, token_ids_BT: torch.Tensor, pixels: PixelInputs) ->
     return found
 
 
-def _last_hidden(model: Any, **inputs: Any) -> torch.Tensor:
-    hidden_BTD: torch.Tensor = get_backbone(model)(**inputs, use_cache=False).last_hidden_state
+def _last_hidden(model: Any, router_logits: list[torch.Tensor] | None, **inputs: Any) -> torch.Tensor:
+    if router_logits is not None:
+        inputs["output_router_logits"] = True
+    outputs = get_backbone(model)(**inputs, use_cache=False)
+    if router_logits is not None:
+        router_logits.extend(outputs.router_logits)
+    hidden_BTD: torch.Tensor = outputs.last_hidden_state
     return hidden_BTD

@@ -89,6 +89,8 @@ class Batch:
     """Those of each row, which then has its own lane. Pixels are loaded per pass: those of a step may not fit."""
     experts_BTLK: torch.Tensor | None = None
     """int16, on the CPU: recorded experts to replay (`lay_out_experts`)."""
+    counted_BT: torch.Tensor | None = None
+    """bool: ids whose experts are counted (`count_choices`): all but the last of each row, which decides nothing."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -109,16 +111,21 @@ def collate(
     trajectories: Sequence[TrajectorySums | None] = (),
     routers: Routers | None = None,
     as_tree: bool = False,
+    counts_choices: bool = False,
 ) -> Batch:
     """Put the rows of all lanes into one batch on `device`; `token_weights` has one number per row, and so has
     `trajectories`, unless it is empty. With `routers`, the experts that rows have are replayed. The rows of one lane
-    can be merged `as_tree`.
+    can be merged `as_tree`. `counts_choices` says whether the choices of experts are counted.
     """
     rows = [row for lane in lanes for row in lane]
     samples = [row.sample for row in rows]
     masks = [sample.loss_mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
     fed = lay_out([[(row.sample, row.sample.loss_mask) for row in lane] for lane in lanes], device, as_tree=as_tree)
+    counted = [
+        [(row.sample, np.arange(len(row.sample.token_ids)) < len(row.sample.token_ids) - 1) for row in lane]
+        for lane in lanes
+    ]
     references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
         token_ids_BT=fed.token_ids_BT,
@@ -137,6 +144,7 @@ def collate(
         reference_logprobs_N=_concatenate(references, device) if references else None,
         images=tuple(sample.images for sample in samples),
         experts_BTLK=lay_out_experts([[row.sample for row in lane] for lane in lanes], fed.token_ids_BT.shape, routers),
+        counted_BT=lay_out(counted, device).mask_BT if counts_choices else None,
     )
 
 

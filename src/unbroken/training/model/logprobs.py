@@ -48,7 +48,7 @@ from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_r
 from unbroken.training.model.prefixes.attention import MaskKind, count_filling, make_mask
 from unbroken.training.model.prefixes.probe import choose_mask, find_difference, find_tree_obstacle
 from unbroken.training.model.prefixes.tree import Ids, TreeInputs
-from unbroken.training.model.routing import flatten_experts
+from unbroken.training.model.routing import balance_loss, count_choices, flatten_experts
 from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores, to_float32
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
@@ -71,15 +71,16 @@ class PolicyLogprobs(nn.Module):
         packing: Packing = Packing.AUTO,
         routers: Routers | None = None,
         shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
+        counts_choices: bool = False,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
         model is left in training mode, which gradient checkpointing requires, without dropout. `routers` are the
-        model's, to replay recorded experts.
+        model's, to replay recorded experts. `counts_choices` says whether passes count how often experts are chosen.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
                 logits in training mode, does not take the inputs of `images`, or must be packed
-                (`Packing.ONE_LANE`) and does not keep rows apart.
+                (`Packing.ONE_LANE`) and does not keep rows apart; or its experts cannot be counted.
         """
         super().__init__()
         causal = causal_lm(model)
@@ -98,6 +99,8 @@ class PolicyLogprobs(nn.Module):
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
+        if counts_choices:
+            self._check_choices(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None])
         fuse_norms(causal)
         self._packing = packing
         self.routers = routers
@@ -125,13 +128,15 @@ class PolicyLogprobs(nn.Module):
         entropy: Entropy = Entropy.NONE,
         experts_BTLK: torch.Tensor | None = None,
         tree: TreeInputs | None = None,
+        counted_BT: torch.Tensor | None = None,
     ) -> TokenScores:
         """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row; or of
         those that `tree` names, if the one lane has the nodes of a tree.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
-        though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`).
+        though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`). The choices of
+        experts are counted for the ids of `counted_BT`, unless it is None.
 
         Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
         whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
@@ -147,8 +152,14 @@ class PolicyLogprobs(nn.Module):
                 token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
             picked_BT = mask_BT[:, 1:]
             with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
-                hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT)
+                router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
+                hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
+            if counted_BT is not None and router_logits is not None:
+                counted_N = counted_BT[:, : len(router_logits[0]) // len(counted_BT)].flatten()
+                scores = scores._replace(
+                    choices_2E=count_choices(router_logits, counted_N, self.causal.num_experts_per_tok)
+                )
         if self._stand_in is not None:
             return scores
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
@@ -291,16 +302,21 @@ class PolicyLogprobs(nn.Module):
             return rounded_scores(hidden_ND, head.weight, targets_N, how)
 
     def _hidden_of_rows(
-        self, token_ids_BT: torch.Tensor, pixels: PixelInputs | None, position_ids_BT: torch.Tensor | None
+        self,
+        token_ids_BT: torch.Tensor,
+        pixels: PixelInputs | None,
+        position_ids_BT: torch.Tensor | None,
+        router_logits: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         """[B, T - 1, D] those of all ids of a lane but the last."""
         if pixels is not None:
-            return hidden_states(self.causal, token_ids_BT, pixels)[:, :-1]
+            return hidden_states(self.causal, token_ids_BT, pixels, router_logits=router_logits)[:, :-1]
         return hidden_states(
             self.causal,
             token_ids_BT[:, :-1],
             position_ids_BT=None if position_ids_BT is None else position_ids_BT[:, :-1],
             by_rows=self._attends_by_rows(token_ids_BT),
+            router_logits=router_logits,
         )
 
     def _hidden_of_tree(
@@ -360,6 +376,22 @@ class PolicyLogprobs(nn.Module):
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
                 "those of the policy that sampled. Set every jitter in its config to 0"
+            )
+
+    @torch.no_grad()
+    def _check_choices(self, probe_BT: torch.Tensor) -> None:
+        """Check that the balance of experts is the model's own."""
+        router_logits: list[torch.Tensor] = []
+        is_same = False
+        expected = getattr(self.causal(input_ids=probe_BT, output_router_logits=True), "aux_loss", None)
+        if expected is not None:
+            hidden_states(self.causal, probe_BT, router_logits=router_logits)
+            choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self.causal.num_experts_per_tok)
+            is_same = bool(torch.isclose(balance_loss(choices_2E), expected.float(), rtol=PROBE_TOLERANCE))
+        if not is_same:
+            raise InvalidInputError(
+                f"{type(self.causal).__name__} must be a mixture of experts with the aux_loss of Mixtral, with "
+                "TrainerConfig.router_loss_weight above 0"
             )
 
     def _distance_from(self, expected: torch.Tensor, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> float:

@@ -48,6 +48,31 @@ class RoutingStats(Sums):
         return self.num_live_ids / self.num_ids if self.num_ids else None
 
 
+def count_choices(router_logits: Sequence[torch.Tensor], counted_N: torch.Tensor, top_k: int) -> torch.Tensor:
+    """[2, E] how often each of E experts is among the best `top_k` of a counted id in a layer, and the sum of its
+    probabilities there, with their gradient. `router_logits` are [N, E], one for each layer.
+    """
+    layers = []
+    for logits_NE in router_logits:
+        probabilities_NE = logits_NE[counted_N].float().softmax(-1)
+        chosen_NK = probabilities_NE.topk(top_k).indices
+        times_E = torch.bincount(chosen_NK.flatten(), minlength=logits_NE.shape[1])
+        layers.append(torch.stack([times_E.float(), probabilities_NE.sum(0)]))
+    return torch.stack(layers).sum(0)
+
+
+def balance_loss(choices_2E: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss of the Switch Transformer (arXiv:2101.03961) as transformers computes it for K experts an
+    id: E times the sum over experts of the mean number of choices and the mean probability. It is K if all are equal.
+
+    Worked example, two layers of one id, K 1 and E 2, choices 2 0 and probabilities 0.7 + 0.6 and 0.3 + 0.4: the means
+    are 1 0 and 0.65 0.35, and the loss is 2 * 0.65 = 1.3.
+    """
+    times_E, probabilities_E = choices_2E
+    loss: torch.Tensor = len(times_E) * (times_E * probabilities_E).sum() / probabilities_E.detach().sum() ** 2
+    return loss
+
+
 def lay_out_experts(
     lanes: Sequence[Sequence[TrainingSample]], shape: Sequence[int], routers: Routers | None
 ) -> torch.Tensor | None:

@@ -35,6 +35,10 @@ class TokenScores(NamedTuple):
     """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
     ranks_N: torch.Tensor | None = None
     """int64, 1 + the number of ids that are more likely; None unless asked for."""
+    choices_2E: torch.Tensor | None = None
+    """float32, of a mixture of experts: how often its layers chose each expert, and the sum of the probabilities that
+    they gave it (`routing.count_choices`); None unless asked for.
+    """
 
     def pick(self, places_N: torch.Tensor) -> TokenScores:
         """Those at these places, which may be there several times."""

@@ -70,7 +70,7 @@ def score_rows(
         given = (fed.position_ids_BT, entropy, experts, fed.tree)
         scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, *given)
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
-        of_rows = [_split(values_N, ends) for values_N in scores]
+        of_rows = [_split(values_N, ends) for values_N in scores[:3]]
         for k, i in enumerate(planned.rows):
             for array, of_row in zip((out[i].logprobs, out[i].entropies, out[i].ranks), of_rows, strict=True):
                 if of_row is not None:

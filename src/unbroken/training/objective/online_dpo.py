@@ -104,7 +104,7 @@ class OnlineDpo(Objective[PreferencePair]):
 
     def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The sum of -weight * advantage * logprob; only its gradient has a meaning, so the statistics omit it."""
-        logprobs_N, entropies_N, _ = scores
+        logprobs_N, entropies_N = scores[:2]
         loss = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
         penalty_N = None
         if batch.reference_logprobs_N is not None:

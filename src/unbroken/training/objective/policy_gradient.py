@@ -235,7 +235,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         If weights add up to 1 over all micro batches and processes of the update, the sum is a mean, however the rows
         were split. Raises `InvalidInputError` if shapes differ.
         """
-        logprobs_N, entropies_N, _ = scores
+        logprobs_N, entropies_N = scores[:2]
         tensors = (logprobs_N, batch.old_logprobs_N, batch.advantages_N, batch.weights_N)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if len(set(shapes)) != 1 or len(shapes[0]) != 1:
