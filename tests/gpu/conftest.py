@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 
-_TORCHS_OWN = (
-    # Inductor imports torch.utils.mkldnn, which uses it (torch 2.13).
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
-    # Float32 is compared exactly here.
-    "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",
-)
+_TORCHS_OWN = "ignore:::torch[.]"
+"""What torch's own modules warn of: Inductor of `torch.jit.script_method` and TF32, Dynamo of gradients."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here):
-            for warning in _TORCHS_OWN:
-                item.add_marker(pytest.mark.filterwarnings(warning))
+            item.add_marker(pytest.mark.filterwarnings(_TORCHS_OWN))
 
 
 @pytest.fixture(autouse=True)
