@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import secrets
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ from unbroken.ledger.store.opening import open_store
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "lookup_agent.py"
 EXACT_K3 = 1e-10
+KEY_FILE = "control.key"
 
 
 def main() -> None:
@@ -42,6 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server_url, gateway_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        (folder / KEY_FILE).write_text(secrets.token_urlsafe(24))
         server = Process(serve_command(args.model, folder, server_url), folder / "server.log")
         command = gateway_command(args.model, folder, server_url, gateway_url)
         gateway = Process(command, folder / "gateway.log")
@@ -81,6 +84,7 @@ def gateway_command(model: Path, folder: Path, upstream: str, url: str) -> list[
     return [
         sys.executable, "-m", "unbroken", "gateway", "--upstream", upstream, "--tokenizer", str(model),
         "--store", str(folder / "sessions"), "--port", port, "--exit-with-parent",
+        "--api-key-file", str(folder / KEY_FILE),
     ]  # fmt: skip
 
 
@@ -88,7 +92,8 @@ def train_command(args: argparse.Namespace, folder: Path, server: str, gateway: 
     return [
         sys.executable, "-m", "unbroken", "train", str(RECIPE), f"--model={args.model}", f"--output={folder / 'run'}",
         "--engine.kind=server", f"--engine.urls={server}", f"--engine.weights-dir={folder / 'weights'}",
-        f"--sessions.url={gateway}", f"--loop.num-steps={args.num_steps}", "--evaluation.num-problems=0",
+        f"--sessions.url={gateway}", f"--sessions.api-key-file={folder / KEY_FILE}",
+        f"--loop.num-steps={args.num_steps}", "--evaluation.num-problems=0",
     ]  # fmt: skip
 
 

@@ -80,7 +80,7 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 """
 
 GATEWAY = f"""
-import importlib.util, json, signal, socket, subprocess, sys, urllib.request
+import importlib.util, json, pathlib, signal, socket, subprocess, sys, urllib.request
 assert importlib.util.find_spec("torch") is None
 def post(url, body, **headers):
     request = urllib.request.Request(url, json.dumps(body).encode(), {{"Content-Type": "application/json", **headers}})
@@ -89,10 +89,12 @@ with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
 upstream = subprocess.Popen([sys.executable, "-c", {UPSTREAM!r}, str(port)])
 words = ["--upstream", f"http://127.0.0.1:{{port}}", "--tokenizer", "tiny", "--store", "sessions", "--port", "0"]
+pathlib.Path("control.key").write_text("control")
+words += ["--api-key-file", "control.key"]
 gateway = subprocess.Popen([sys.executable, "-m", "unbroken", "gateway", *words], stdout=subprocess.PIPE, text=True)
 line = gateway.stdout.readline()
 url = line.split(" at ")[1].split()[0]
-created = post(f"{{url}}/v1/sessions", {{}})
+created = post(f"{{url}}/v1/sessions", {{}}, Authorization="Bearer control")
 body = {{"model": "gpt-5", "messages": [{{"role": "user", "content": "hi"}}]}}
 key = "Bearer " + created["api_key"]
 answer = post(created["openai_base_url"] + "/chat/completions", body, Authorization=key)

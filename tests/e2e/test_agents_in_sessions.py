@@ -118,8 +118,9 @@ def run_in_session(program: Program, step: Step, folder: Path) -> Attempt:
 
     async def run() -> Attempt:
         async with listening(app) as url, AsyncClient(url) as client:
-            session_id = (await client.sessions.create())["session_id"]
-            done = await asyncio.to_thread(_run, program, f"{url}/s/{session_id}", work, home)
+            created = await client.sessions.create()
+            session_id = created["session_id"]
+            done = await asyncio.to_thread(_run, program, created["anthropic_base_url"], work, home)
             session: Any = await client.sessions.get(session_id)
             rows = await client.sessions.samples(session_id, advantage=1.0)
         num_exact, num_left = count_trained(rows, player.turns)

@@ -21,11 +21,12 @@ _PAGE = 1000
 
 
 class CreatedSession(TypedDict):
-    """What an agent needs; its key opens this session only."""
+    """What an agent needs. Its key, which the URLs contain, opens turns in this session and nothing else."""
 
     session_id: str
+    """A name, which opens nothing."""
     api_key: str
-    """Returned only here."""
+    """Returned only here, and in the URLs."""
     openai_base_url: str
     """It ends with `/v1`."""
     anthropic_base_url: str

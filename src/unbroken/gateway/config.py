@@ -19,7 +19,7 @@ class OnDisconnect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Limits and defaults of all sessions."""
+    """Limits and defaults of all sessions, and whether their control API is open."""
 
     ttl_s: float = 24 * 3600.0
     """Seconds that a session lives, unless it is created with its own `ttl_s`."""
@@ -30,6 +30,9 @@ class GatewayConfig:
     on_disconnect: OnDisconnect = OnDisconnect.FINISH
     """What happens to a turn whose reader leaves before its end, unless its session says otherwise: finish it and keep
     it for the agent's retry, or abort it."""
+    no_control_key: bool = False
+    """Take all calls, such as listing and deleting sessions, without a key. Otherwise a random one is made and shown at
+    the start if --api-key is not given."""
     sweep_s: float = 30.0
     """Seconds between two searches for sessions whose time is over."""
     drain_s: float = 30.0

@@ -2,8 +2,10 @@
 
 Authorization: Bearer ub-session-...      the session's key opens what an agent needs in this session, nothing else;
 x-api-key: ub-session-...                 Anthropic's SDKs send it so
-/s/<session id>/v1/messages               the session in the path, for an agent that sends another key
-HEAD /s/<session id>                      is answered: some agents look first whether their base URL does
+/s/ub-session-.../v1/messages             the key in the path, for an agent that sends another key, or none
+HEAD /s/ub-session-...                    is answered: some agents look first whether their base URL does
+
+The path loses the key here: no metric, log or answer has it. A session's id is a name, and opens nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unbroken.errors import StoreError
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES
 
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
 _ENDS = "unbroken.ends"
-_PREFIX = re.compile(r"/s/([0-9a-f]{32})(/.*)?")
+_PREFIX = re.compile(r"/s/([^/]*)(/.*)?")
 _AGENT_PATHS = frozenset(
     {
         ("POST", "/v1/chat/completions"),
@@ -50,7 +53,7 @@ class SessionGate:
             return
         try:
             await self._find_session(scope)
-        except HttpError as error:
+        except (HttpError, StoreError) as error:
             await error_response(error, path=scope["path"])(scope, receive, send)
             return
         if scope.get(SESSION) is not None and scope["method"] == "HEAD" and scope["path"] == "/":
@@ -75,8 +78,15 @@ class SessionGate:
     async def _find_session(self, scope: Scope) -> None:
         in_path = None
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
-            in_path, scope["path"] = found[1], found[2] or "/"
+            scope["path"] = found[2] or "/"
             scope["raw_path"] = scope["path"].encode()
+            if (in_path := await self._find_by_key(found[1])) is None:
+                raise HttpError(
+                    404,
+                    "no session has this URL: its session was deleted, or the part after /s/ is not the secret that it "
+                    "was created with",
+                    code="session_not_found",
+                )
         key = _read_key(scope)
         by_key = await self._find_by_key(key) if key is not None and key.startswith(KEY_PREFIX) else None
         if in_path is not None and by_key is not None and in_path != by_key:

@@ -52,11 +52,11 @@ class FinishBody(StrictBody):
     response_description="`session_id`, `api_key`, `openai_base_url`, `anthropic_base_url`, `model`, `expires_at`",
 )
 async def create_session(body: CreateBody, request: Request) -> Response:
-    """Create a session. Give its key and one of its URLs to an agent."""
+    """Create a session. Give its key and one of its URLs, which contains the key, to an agent."""
     settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
     await _check_settings(get_context(request), settings)
     created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
-    root = f"{str(request.base_url).rstrip('/')}/s/{created.record.session_id}"
+    root = f"{str(request.base_url).rstrip('/')}/s/{created.api_key}"
     return json_response(
         {
             "session_id": created.record.session_id,

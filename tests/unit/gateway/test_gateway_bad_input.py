@@ -15,9 +15,13 @@ import httpx
 import pytest
 
 from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
-from support.servers import encode, listening, scripted_engine
+from support.servers import asgi_client, encode, listening, scripted_engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
+from unbroken.gateway.gate import _AGENT_PATHS
+from unbroken.ledger.store.opening import open_store
+from unbroken.server.http.access import Access
+from unbroken.server.routes import list_access, load_routers
 from unbroken.types import SampleChunk, SampleRequest
 
 REPLY = "It is 17.<|im_end|>"
@@ -43,11 +47,11 @@ async def wait_until(condition: Any) -> None:
 async def test_an_agent_may_look_whether_its_base_url_answers(tmp_path: Path) -> None:
     async with running_gateway(scripted(REPLY), tmp_path, api_key="k") as gateway:
         created = await gateway.create()
-        for base in (f"/s/{created['session_id']}", f"/s/{created['session_id']}/"):
+        for base in (f"/s/{created['api_key']}", f"/s/{created['api_key']}/"):
             for key in ({}, {"Authorization": "Bearer their-own"}):
                 answer = await gateway.agent(created).head(base, headers=key)
                 assert (answer.status_code, answer.content) == (200, b"")
-        assert error(await gateway.agent(created).get(f"/s/{created['session_id']}")) == (403, "path_not_allowed")
+        assert error(await gateway.agent(created).get(f"/s/{created['api_key']}")) == (403, "path_not_allowed")
         await check_unharmed(gateway, created)
 
 
@@ -56,7 +60,7 @@ async def test_a_key_opens_no_other_session(tmp_path: Path) -> None:
         mine, other = await gateway.create(), await gateway.create()
         agent = gateway.agent(mine)
         body = {"messages": [USER]}
-        assert error(await agent.post(f"/s/{other['session_id']}{CHAT}", json=body)) == (403, "wrong_session")
+        assert error(await agent.post(f"/s/{other['api_key']}{CHAT}", json=body)) == (403, "wrong_session")
         for path in ("", "/tree", "/samples"):
             assert (await agent.get(f"/v1/sessions/{mine['session_id']}{path}")).status_code == 403
         assert error(await agent.post("/v1/sessions", json={})) == (403, "path_not_allowed")
@@ -66,6 +70,67 @@ async def test_a_key_opens_no_other_session(tmp_path: Path) -> None:
         assert error(await agent.post(f"/s/{'0' * 32}{CHAT}", json=body, headers=wrong))[0] in (401, 404)
         await check_unharmed(gateway, other)
         await check_unharmed(gateway, mine)
+
+
+async def test_with_the_url_of_a_session_an_agent_reaches_its_own_turns_and_no_other_route(tmp_path: Path) -> None:
+    """On a gateway with a control key, as `unbroken gateway` and `serve --sessions` have one unless told otherwise."""
+    store = open_store(str(tmp_path))
+    async with running_gateway(scripted(REPLY), store, api_key="control") as gateway:
+        mine, other = await gateway.create(), await gateway.create()
+        own = f"/s/{mine['api_key']}"
+        assert mine["anthropic_base_url"].endswith(own)
+        open_to_all = {path for path, access in list_access(load_routers()).items() if access is Access.OPEN}
+        tried = set()
+        for route in gateway.app.router.routes:
+            for method in route.methods - {"HEAD", "OPTIONS"}:
+                for session_id in (mine["session_id"], other["session_id"]):
+                    path = route.path.replace("{session_id}", session_id).replace("{sha256}", "0" * 64)
+                    in_session = (method, route.path.rstrip("/")) in _AGENT_PATHS or "/v1/models/" in route.path
+                    for base, key in ((own, None), (own, mine["api_key"]), ("", mine["api_key"]), ("", None)):
+                        if ((base or key) and in_session) or (not base and route.path.rstrip("/") in open_to_all):
+                            continue
+                        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                        async with asgi_client(gateway.app, **headers) as agent:
+                            answer = await agent.request(method, f"{base}{path}", json={"reward": 1e6})
+                        assert answer.status_code in (401, 403), (method, base, path, answer.text)
+                        tried.add((method, route.path))
+        assert {
+            ("POST", "/pause"),
+            ("POST", "/v1/sessions/{session_id}/finish"),
+            ("DELETE", "/v1/sessions/{session_id}"),
+        } < tried
+        async with asgi_client(gateway.app) as agent:
+            for session_id in (mine["session_id"], other["session_id"]):  # a name, which opens nothing
+                by_name = await agent.post(f"/s/{session_id}{CHAT}", json={"messages": [USER]})
+                assert error(by_name) == (404, "session_not_found")
+                named = await agent.post(CHAT, json={"messages": [USER]}, headers={"x-api-key": session_id})
+                assert error(named) == (401, "invalid_api_key")
+            answer = await agent.post(f"{own}{CHAT}", json={"messages": [USER]})
+            assert answer.status_code == 200
+        for created, number in ((mine, 1), (other, 0)):
+            session = await gateway.look(created)
+            assert (session["status"], session["num_turns"], session["outcome"]) == ("open", number, None)
+
+
+def read_files(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+async def test_the_secret_of_a_session_is_stored_and_shown_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(0)
+    async with running_gateway(scripted(REPLY), tmp_path) as gateway:
+        created = await gateway.create()
+        await gateway.client.post(f"/s/{created['api_key']}{CHAT}", json={"messages": [USER]})
+        await gateway.client.post(f"/s/{created['api_key']}{CHAT}", json={"messages": []})
+        shown = [(await gateway.client.get(path)).text for path in ("/metrics", "/v1/sessions")]
+        shown += [json.dumps(await gateway.look(created, path)) for path in ("", "/tree", "/samples")]
+        stored = read_files(tmp_path)
+    assert created["api_key"].encode() not in stored
+    assert created["api_key"] not in "".join(shown)
+    logged = [record for record in caplog.records if record.name.split(".")[0] != "httpx"]  # the agent's own log
+    assert not any(created["api_key"] in record.getMessage() for record in logged)
 
 
 async def test_a_session_that_has_ended_takes_no_request(tmp_path: Path) -> None:
@@ -80,7 +145,7 @@ async def test_a_session_that_has_ended_takes_no_request(tmp_path: Path) -> None
         assert error(await gateway.agent(finished).post(CHAT, json=body)) == (409, "session_finished")
         assert error(await gateway.agent(expired).post(CHAT, json=body)) == (409, "session_expired")
         assert error(await gateway.agent(deleted).post(CHAT, json=body)) == (401, "invalid_api_key")
-        in_path = f"/s/{deleted['session_id']}{CHAT}"
+        in_path = f"/s/{deleted['api_key']}{CHAT}"
         assert error(await gateway.client.post(in_path, json=body)) == (404, "session_not_found")
         assert (await gateway.look(finished))["outcome"]["reward"] == 1.0
         assert len((await gateway.look(finished, "/samples"))["samples"]) == 1

@@ -21,8 +21,12 @@ from support.gateways import CHAT, USER, scripted
 from support.served import save_tiny_model, served
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.gateway.config import GatewayConfig
+from unbroken.gateway.serving import with_control_key
 from unbroken.ledger.records import SessionStatus
 from unbroken.ledger.store.opening import open_store
+from unbroken.server.options import AppOptions
 
 STARTED = re.compile(r"unbroken serves (\S+) at (http://\S+) \(.*; sessions in (.*)\)")
 
@@ -46,6 +50,12 @@ class Started:
         return created
 
 
+def read_control_key(store: Path) -> str:
+    """The key of a server whose output goes to files, which must not keep it."""
+    assert (store / "control-key").stat().st_mode & 0o777 == 0o600
+    return (store / "control-key").read_text().strip()
+
+
 @asynccontextmanager
 async def gateway_process(folder: Path, *words: str) -> AsyncIterator[Started]:
     """`unbroken gateway` in a process, which is stopped by SIGTERM at the end."""
@@ -56,7 +66,10 @@ async def gateway_process(folder: Path, *words: str) -> AsyncIterator[Started]:
             while not (output.exists() and (match := STARTED.search(output.read_text()))):
                 assert process.poll() is None, errors.read_text()
                 await asyncio.sleep(0.05)
-        async with httpx.AsyncClient(base_url=match.group(2), timeout=30) as client:
+        key = read_control_key(folder / "sessions")
+        assert key not in output.read_text() + errors.read_text()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=match.group(2), timeout=30, headers=headers) as client:
             yield Started(process, client)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -107,19 +120,54 @@ async def test_an_upstream_of_no_known_kind_is_an_error_with_its_url(tmp_path: P
     assert "nowhere" in output.read_text() or "Not Found" in output.read_text()
 
 
+def check_agent_is_confined(url: str, created: dict[str, Any]) -> None:
+    """With only the URL of its session an agent can do its own turns and nothing else."""
+    own = f"/v1/sessions/{created['session_id']}"
+    calls = [
+        *(("GET", path) for path in ("/v1/sessions", own, f"{own}/samples", f"{own}/tree", "/metrics")),
+        *(("POST", path) for path in ("/v1/sessions", f"{own}/finish", "/pause", "/resume", "/v1/weights")),
+        ("DELETE", own),
+    ]
+    for method, path in calls:
+        for base in (url, created["anthropic_base_url"]):
+            answer = httpx.request(method, f"{base}{path}", json={"reward": 1e6})
+            assert answer.status_code in (401, 403), (method, path, answer.text)
+    body = {"messages": [USER], "max_tokens": 4}
+    assert httpx.post(f"{url}/s/{created['session_id']}{CHAT}", json=body).status_code == 404
+    answer = httpx.post(f"{created['openai_base_url']}/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.slow
 def test_serve_keeps_sessions_too(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     folder = tmp_path / "sessions"
     with served(model, "--sessions", str(folder), "--ttl-s", "60", engine="transformers") as server:
-        created = httpx.post(f"{server.url}/v1/sessions", json={}).json()
+        control = {"Authorization": f"Bearer {read_control_key(folder)}"}
+        created = httpx.post(f"{server.url}/v1/sessions", json={}, headers=control).json()
+        check_agent_is_confined(server.url, created)
         headers = {"x-api-key": created["api_key"]}
         body = {"messages": [USER], "max_tokens": 4}
         answer = httpx.post(f"{server.url}{CHAT}", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
-        session = httpx.get(f"{server.url}/v1/sessions/{created['session_id']}").json()
-    assert session["num_turns"] == 1
+        session = httpx.get(f"{server.url}/v1/sessions/{created['session_id']}", headers=control).json()
+    assert (session["num_turns"], session["status"]) == (2, "open")
     assert session["expires_at"] - session["created_at"] == pytest.approx(60)
+
+
+def test_a_control_key_is_made_and_shown_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = AppOptions()
+    options = with_control_key(plain, GatewayConfig(), str(tmp_path))
+    assert options.config.api_key
+    shown = capsys.readouterr()
+    assert shown.err.count(options.config.api_key) == 1
+    assert options.config.api_key not in shown.out
+    assert with_control_key(plain, GatewayConfig(), str(tmp_path)).config.api_key != options.config.api_key
+    assert with_control_key(options, GatewayConfig(), str(tmp_path)) is options
+    assert with_control_key(plain, GatewayConfig(no_control_key=True), str(tmp_path)) is plain
+    with pytest.raises(InvalidInputError, match="--no-control-key must not be given together with --api-key"):
+        with_control_key(options, GatewayConfig(no_control_key=True), str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 GATEWAY = ("gateway", "--upstream", "http://127.0.0.1:9", "--tokenizer", "none", "--store", "none")
@@ -138,6 +186,7 @@ GATEWAY = ("gateway", "--upstream", "http://127.0.0.1:9", "--tokenizer", "none",
         ((*GATEWAY, "--max-body-bytes", "0"), "--max-body-bytes must be > 0, got 0"),
         ((*GATEWAY, "--upstream-wait-s", "-1"), "--upstream-wait-s must be >= 0, got -1.0"),
         ((*GATEWAY[:-1], "redis://x"), "--store must be a folder or a postgresql:// URL"),
+        (("serve", "none", "--no-control-key"), "--no-control-key needs --sessions LOCATION"),
         (("serve", "none", "--ttl-s", "5"), "--ttl-s needs --sessions LOCATION"),
         (("serve", "none", "--sessions", "redis://x"), "--sessions must be a folder or a postgresql:// URL"),
     ],

@@ -137,7 +137,7 @@ async def test_a_session_in_the_path_refuses_in_the_dialects_form(tmp_path: Path
         body = (
             {"input": "x"} if path == RESPONSES else {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
         )
-        refused = await gateway.client.post(f"/s/{created['session_id']}{path}", json=body)
+        refused = await gateway.client.post(f"/s/{created['api_key']}{path}", json=body)
     assert refused.status_code == 409
     assert ("type" in refused.json()) == (path == MESSAGES)
 

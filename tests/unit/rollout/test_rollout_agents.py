@@ -327,6 +327,16 @@ async def test_a_command_that_gives_no_reward_fails_with_its_words(tmp_path: Pat
     assert words in str(trajectory.error)
 
 
+def test_the_key_of_a_session_is_in_the_environment_of_a_command_and_not_in_what_is_printed_of_it() -> None:
+    session = AgentSession(
+        session_id="s", api_key="secret", openai_base_url="http://h/s/secret/v1",
+        anthropic_base_url="http://h/s/secret", model="m", task={},
+    )  # fmt: skip
+    assert "secret" not in repr(session)
+    assert session.environment()["OPENAI_BASE_URL"] == "http://h/s/secret/v1"
+    assert session.environment()["UNBROKEN_SESSION_ID"] == "s"
+
+
 async def test_a_cancelled_command_takes_its_process_tree_with_it(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time, pathlib\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"

@@ -18,10 +18,10 @@ class AgentSession:
     session_id: str
     api_key: str = field(repr=False)
     """It opens this session only."""
-    openai_base_url: str
-    """For OpenAI's SDK and compatible ones; it ends with `/v1`."""
-    anthropic_base_url: str
-    """For Anthropic's SDK and compatible ones, which add `/v1/messages`."""
+    openai_base_url: str = field(repr=False)
+    """For OpenAI's SDK and compatible ones; it ends with `/v1`. It contains the key."""
+    anthropic_base_url: str = field(repr=False)
+    """For Anthropic's SDK and compatible ones, which add `/v1/messages`. It contains the key."""
     model: str
     """The name to ask for; any other name gets the same model."""
     task: Mapping[str, Any]
@@ -42,12 +42,12 @@ class AgentSession:
             "UNBROKEN_TASK": json.dumps(self.task, default=str),
         }
 
-    def fill(self, word: str) -> str:
-        """A word of a command with its placeholders filled in.
+    def fill(self, text: str) -> str:
+        """A text with its placeholders filled in, such as the value of an environment variable.
 
         They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, and `{NAME}` for each text of the task, such as
-        `{instruction}`. All other braces stay as they are. The key has no placeholder, as other users of the
-        machine could see it: programs find it in their environment.
+        `{instruction}`. All other braces stay as they are. Not for the words of a command: other users of the machine
+        can see these, and the URLs contain the key.
         """
         values = {name: value for name, value in self.task.items() if isinstance(value, str)}
         values |= {
@@ -55,7 +55,7 @@ class AgentSession:
             "openai_base_url": self.openai_base_url,
             "anthropic_base_url": self.anthropic_base_url,
         }
-        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), word)
+        return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
