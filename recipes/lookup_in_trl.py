@@ -1,6 +1,6 @@
 """The demo's task with TRL's GRPOTrainer: TRL trains, unbroken samples the rollouts.
 
-    pip install 'unbroken[trl]'
+    pip install '.[trl]'
     python recipes/lookup_in_trl.py
 
 Read it from the bottom: a warmed-up model, an engine with a copy of it, and TRL's trainer, which trains on exactly the

@@ -114,10 +114,10 @@ if not TYPE_CHECKING:
             missing = error.name or ""
             if missing.startswith("unbroken") or module not in _EXTRAS:
                 raise
-            raise ModuleNotFoundError(
-                f"unbroken.{name} needs {missing}, which is not installed: pip install 'unbroken[{_EXTRAS[module]}]'",
-                name=missing,
-            ) from error
+            from unbroken.errors import install_command
+
+            message = f"unbroken.{name} needs {missing}, which is not installed: {install_command(_EXTRAS[module])}"
+            raise ModuleNotFoundError(message, name=missing) from error
         globals()[name] = value
         return value
 

@@ -10,7 +10,7 @@ from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
 from unbroken.demo.command import add_demo_parser
 from unbroken.drift.command import add_drift_parser
-from unbroken.errors import UnbrokenError
+from unbroken.errors import UnbrokenError, missing_extra
 from unbroken.gateway.options import (
     add_gateway_arguments,
     add_session_arguments,
@@ -79,7 +79,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from unbroken.gateway.serving import serve_with_sessions
         from unbroken.server.serve import serve
     except ModuleNotFoundError as error:
-        return _explain_missing(error, "serving needs the serve extra", "serve")
+        raise missing_extra(error, "serving needs the serve extra", "serve") from error
     return serve(options) if sessions is None else serve_with_sessions(options, sessions)
 
 
@@ -88,12 +88,5 @@ def _gateway(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.gateway.serving import serve_gateway
     except ModuleNotFoundError as error:
-        return _explain_missing(error, "a gateway needs the gateway extra", "gateway")
+        raise missing_extra(error, "a gateway needs the gateway extra", "gateway") from error
     return serve_gateway(options)
-
-
-def _explain_missing(error: ModuleNotFoundError, need: str, extra: str) -> int:
-    if (error.name or "").startswith("unbroken"):
-        raise error
-    print(f"unbroken: {need}: pip install 'unbroken[{extra}]' ({error})", file=sys.stderr)
-    return 1

@@ -48,6 +48,18 @@ class InvalidInputError(UnbrokenError, ValueError):
     """A value from outside breaks a rule."""
 
 
+def install_command(extra: str) -> str:
+    """How the packages of an extra are installed: as the README installs them, because no index has this package."""
+    return f"pip install '.[{extra}]' in a clone of unbroken"
+
+
+def missing_extra(error: ImportError, need: str, extra: str) -> InvalidInputError:
+    """Make the error of what needs an extra; an import error of our own modules is raised as it is."""
+    if (error.name or "").startswith("unbroken"):
+        raise error
+    return InvalidInputError(f"{need}: {install_command(extra)} ({error})")
+
+
 class MessagesError(InvalidInputError):
     """A message list that is empty, malformed, or in an order no template can render."""
 

@@ -138,7 +138,7 @@ class LosingProxy:
 @contextmanager
 def run_postgres() -> Iterator[PostgresServer]:
     """Skips the test if PostgreSQL or psycopg is not installed."""
-    pytest.importorskip("psycopg", reason="needs psycopg: pip install 'unbroken[postgres]'", exc_type=ImportError)
+    pytest.importorskip("psycopg", reason="needs psycopg: pip install '.[postgres]'", exc_type=ImportError)
     if _find_programs() is None:
         pytest.skip("needs a PostgreSQL server: apt-get install postgresql")
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))

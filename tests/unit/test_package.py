@@ -82,7 +82,9 @@ sys.meta_path.insert(0, Missing())
 from unbroken import {name}
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    expected = f"unbroken.{name} needs {package}, which is not installed: pip install 'unbroken[{extra}]'"
+    expected = (
+        f"unbroken.{name} needs {package}, which is not installed: pip install '.[{extra}]' in a clone of unbroken"
+    )
     assert f"ModuleNotFoundError: {expected}" in done.stderr
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unbroken.errors import missing_extra
 from unbroken.runs.signals import run_command, run_until_terminated
 
 
@@ -27,10 +27,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from unbroken.demo.run import run_demo
         from unbroken.training.config import LoopConfig
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("unbroken"):
-            raise
-        print(f"unbroken: the demo needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
-        return 1
+        raise missing_extra(error, "the demo needs the train extra", "train") from error
     config = LookupConfig(seed=arguments.seed, output=arguments.output)
     config = replace(config, trainer=replace(config.trainer, seed=arguments.seed))
     if arguments.steps is not None:

@@ -20,6 +20,7 @@ from unbroken.drift.config import (
     DriftConfig,
     EngineChoice,
 )
+from unbroken.errors import missing_extra
 from unbroken.runs.signals import run_command, run_until_terminated
 
 if TYPE_CHECKING:
@@ -89,10 +90,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         import unbroken.drift.opening
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("unbroken"):
-            raise
-        print(f"unbroken: drift needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
-        return 1
+        raise missing_extra(error, "drift needs the train extra", "train") from error
     config = DriftConfig(
         seed=arguments.seed,
         num_conversations=arguments.conversations,

@@ -13,7 +13,7 @@ from unbroken.demo.warm_up import WarmUpConfig, write_warm_model
 from unbroken.drift.config import EngineChoice
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.runs.keys import read_key
 from unbroken.runs.models import load_model
 
@@ -55,8 +55,6 @@ async def _connect(choice: EngineChoice, vocab_size: int) -> Engine:
     try:
         from unbroken.engines.http import HttpEngine
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"--engine URL needs the client extra: pip install 'unbroken[client]' ({error})"
-        ) from None
+        raise missing_extra(error, "--engine URL needs the client extra", "client") from error
     key = read_key(choice.api_key_file, field="--api-key-file")
     return await HttpEngine.connect(choice.urls, api_key=key, vocab_size=vocab_size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unbroken.errors import ImageError
+from unbroken.errors import ImageError, install_command
 from unbroken.images.jpeg import check_jpeg_data
 from unbroken.images.png import check_png_rows
 from unbroken.types import EncodedImage
@@ -98,7 +98,7 @@ def _open(image: EncodedImage, limits: ImageLimits, name: str) -> Image.Image:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ImageError(
-            f"images need Pillow, which cannot be imported ({error}): pip install 'unbroken[vision]'"
+            f"images need Pillow, which cannot be imported ({error}): {install_command('vision')}"
         ) from None
     if len(image.data) > limits.max_bytes:
         raise ImageError(f"{name} must have at most {limits.max_bytes} bytes, got {len(image.data)}")

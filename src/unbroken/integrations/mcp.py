@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import EnvServerError, InvalidInputError
+from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
 from unbroken.messages import ContentPart, Message, ToolSchema
 from unbroken.rollout.env import EnvStart
 from unbroken.rollout.failures import format_error, unwrap_group
@@ -222,7 +222,7 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Any:
         from mcp.client.stdio import StdioServerParameters
         from mcp.client.streamable_http import streamable_http_client
     except ImportError as error:
-        raise InvalidInputError(f"server needs the package mcp: pip install 'unbroken[mcp]' ({error})") from error
+        raise missing_extra(error, "server needs the package mcp", "mcp") from error
     if server.url:
         timeout = httpx2.Timeout(server.timeout_s, read=None)
         http_client = httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.messages import Message, get_text
 from unbroken.rollout.env import EnvStart
 from unbroken.rollout.seeds import derive_problem_seed
@@ -84,10 +84,7 @@ def _create_dataset(name: str, options: Mapping[str, Any], *, seed: int, number:
     try:
         package = importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise InvalidInputError(
-            f"dataset={name!r} needs the package reasoning-gym, which cannot be imported ({error}): "
-            "pip install 'unbroken[reasoning-gym]'"
-        ) from error
+        raise missing_extra(error, f"dataset={name!r} needs the package reasoning-gym", "reasoning-gym") from error
     for given in ("seed", "size"):
         if given in options:
             raise InvalidInputError(f"options.{given} must be left out: the run gives it, got {options[given]!r}")

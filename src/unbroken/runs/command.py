@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from unbroken.errors import missing_extra
 from unbroken.runs.signals import run_command
 
 
@@ -36,26 +37,24 @@ def add_train_parser(commands: Any) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Run the recipe, or print its help; returns the exit status."""
-    try:
-        from unbroken.runs.help import format_help
-        from unbroken.runs.recipe import run_recipe
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("unbroken"):
-            raise
-        print(f"unbroken: training needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
-        return 1
     if not (arguments.recipe or arguments.env):
         arguments.parser.error("a RECIPE or --env NAME must be given")
     options = arguments.options
     if arguments.env:
         options = ["--environment", *arguments.env]
-    if {"-h", "--help"} & set(options):
-        print_text(format_help(arguments.recipe))
-        return 0
-    return run_command(
-        lambda: run_recipe(arguments.recipe, options),
-        advice="the same command continues from the last checkpoint",
-    )
+    try:
+        from unbroken.runs.help import format_help
+        from unbroken.runs.recipe import run_recipe
+
+        if {"-h", "--help"} & set(options):
+            print_text(format_help(arguments.recipe))
+            return 0
+        return run_command(
+            lambda: run_recipe(arguments.recipe, options),
+            advice="the same command continues from the last checkpoint",
+        )
+    except ModuleNotFoundError as error:  # of the user's own modules it is another error
+        raise missing_extra(error, "training needs the train extra", "train") from error
 
 
 def print_text(text: str) -> None:

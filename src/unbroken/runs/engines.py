@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
-from unbroken.errors import EngineError, InvalidInputError
+from unbroken.errors import EngineError, InvalidInputError, missing_extra
 from unbroken.images.processing import ImageProcessor
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.keys import read_key
@@ -121,7 +121,7 @@ async def _start_colocated(
     try:
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ModuleNotFoundError as error:
-        raise InvalidInputError(f"engine.kind colocated needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
+        raise missing_extra(error, "engine.kind colocated needs vLLM", "vllm") from error
     # Nobody reads vLLM's statistics, which take time.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
     options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.vllm_options]
@@ -163,9 +163,7 @@ async def _connect(
         from unbroken.weights.collective import CollectivePublisher
         from unbroken.weights.disk import DiskPublisher
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"{name}.kind {config.kind} needs the client extra: pip install 'unbroken[client]' ({error})"
-        ) from None
+        raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
         engine = await connect_servers(stack, config, urls, name=name)
         publisher: WeightPublisher | None = None

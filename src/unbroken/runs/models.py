@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.processing import load_image_processor
 from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
@@ -129,7 +129,7 @@ def _add_adapters(model: Any, config: LoraConfig, seed: int) -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise InvalidInputError(f"lora needs the lora extra: pip install 'unbroken[lora]' ({error})") from None
+        raise missing_extra(error, "lora needs the lora extra", "lora") from error
     torch.manual_seed(seed)
     settings = peft.LoraConfig(
         r=config.rank,

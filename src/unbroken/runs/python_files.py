@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,20 @@ class FunctionName(str):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """For values of configs: any text."""
         return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+
+
+class CommandWord(FunctionName):
+    """A word of a command, which runs in a folder of its own: a word with a dot or a slash that names a file stands for
+    that file, by a path that is relative to the TOML file, or to the working directory on a command line.
+    """
+
+    __slots__ = ()
+
+    def relative_to(self, folder: Path) -> CommandWord:
+        """The path of the file, if there is one; otherwise the word as it is."""
+        path = str((folder / self).absolute())
+        is_file = ("." in self or "/" in self) and os.path.isfile(path)  # noqa: PTH113  Path.is_file may raise
+        return CommandWord(path) if is_file else self
 
 
 def load_function(reference: FunctionName, *, field: str, kinds: tuple[type[Any], ...] = ()) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.engines.base import Engine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import missing_extra
 from unbroken.images.inputs import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
@@ -47,7 +47,7 @@ async def open_sessions(
         from unbroken.rendering.loading import load_tokenizer
         from unbroken.server.config import ServerConfig
     except ModuleNotFoundError as error:
-        raise InvalidInputError(f"agents need the serve extra: pip install 'unbroken[serve]' ({error})") from None
+        raise missing_extra(error, "agents need the serve extra", "serve") from error
     sessions = config.sessions
     async with AsyncExitStack() as stack:
         if sessions.url is not None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine, SleepingEngine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import missing_extra
 from unbroken.images.processing import ImageProcessor
 from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.loading import load_tokenizer
@@ -129,9 +129,7 @@ async def share_engine(
         importlib.import_module("unbroken.gateway.hosting")
         from unbroken.engines.http import HttpEngine
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"engine.processes_per_engine above 1 needs the serve extra: pip install 'unbroken[serve]' ({error})"
-        ) from None
+        raise missing_extra(error, "engine.processes_per_engine above 1 needs the serve extra", "serve") from error
     first = rank.index // size * size
     async with AsyncExitStack() as stack:
         host: EngineHost | None = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unbroken.engines.base import Engine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.decoding import ImageLimits
 from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
@@ -65,7 +65,7 @@ async def _start_vllm(options: ServeOptions, image_limits: ImageLimits) -> Engin
     try:
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ImportError as error:
-        raise InvalidInputError(f"--engine vllm needs vLLM: pip install 'unbroken[vllm]' ({error})") from None
+        raise missing_extra(error, "--engine vllm needs vLLM", "vllm") from error
     words: Sequence[str] = options.engine_options
     if not any(word.startswith(("--max-logprobs", "--max_logprobs")) for word in words):
         # vLLM's default is 20; TRL's client asks for 100 when it scores.
@@ -87,7 +87,7 @@ def _load_transformers(options: ServeOptions, codec: TextCodec, processor: Image
 
         from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
     except ImportError as error:
-        raise InvalidInputError(f"--engine transformers needs torch: pip install 'unbroken[train]' ({error})") from None
+        raise missing_extra(error, "--engine transformers needs torch", "train") from error
     parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

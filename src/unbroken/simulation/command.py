@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.runs.command import print_text
 
 _EXAMPLE = """\
@@ -44,11 +43,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     try:
         import pydantic  # noqa: F401
     except ModuleNotFoundError as error:
-        print(
-            f"unbroken: simulating needs the train or serve extra: pip install 'unbroken[train]' ({error})",
-            file=sys.stderr,
-        )
-        return 1
+        raise missing_extra(error, "simulating needs the train or serve extra", "train") from error
     words = [word for word in arguments.options if word != "--"]
     if {"-h", "--help"} & set(words):
         print_text(_EXAMPLE + _format_fields())

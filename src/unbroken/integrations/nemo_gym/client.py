@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from unbroken.errors import EnvServerError, InvalidInputError
+from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
 from unbroken.rollout.failures import format_error
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -81,9 +81,7 @@ class ResourcesSession:
         try:
             import httpx
         except ImportError as error:
-            raise InvalidInputError(
-                f"url needs the package httpx: pip install 'unbroken[nemo-gym]' ({error})"
-            ) from error
+            raise missing_extra(error, "url needs the package httpx", "nemo-gym") from error
         # Without TLS no certificates are read, which takes longer than all requests of a short rollout.
         return httpx.AsyncClient(
             timeout=None, trust_env=not self._is_local, verify=urlsplit(self._url).scheme == "https"

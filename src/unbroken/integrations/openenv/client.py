@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from unbroken.errors import EnvServerError, InvalidInputError
+from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
 from unbroken.rollout.failures import format_error
 
 MAX_MESSAGE_BYTES = 100 * 2**20
@@ -145,6 +145,4 @@ def _import_websockets() -> Any:
     try:
         return importlib.import_module("websockets")
     except ImportError as error:
-        raise InvalidInputError(
-            f"url needs the package websockets: pip install 'unbroken[openenv]' ({error})"
-        ) from error
+        raise missing_extra(error, "url needs the package websockets", "openenv") from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.inputs import ImageInputs
 from unbroken.integrations.renderers.renderer import PackageRenderer
 from unbroken.rendering.base import HistoryPolicy, Renderer, parse_history_policy
@@ -101,10 +101,7 @@ def _import_package() -> Any:
     try:
         import renderers
     except ImportError as error:
-        raise InvalidInputError(
-            f"renderer 'pkg:...' needs the package `renderers`, which cannot be imported ({error}): "
-            "pip install 'unbroken[renderers]'"
-        ) from None
+        raise missing_extra(error, "renderer 'pkg:...' needs the package `renderers`", "renderers") from error
     return renderers
 
 

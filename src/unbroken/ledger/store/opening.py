@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.reading import StoreReader
 from unbroken.ledger.store.sqlite import open_sqlite_store
@@ -56,7 +56,5 @@ def _import_postgres() -> ModuleType:
     try:
         import unbroken.ledger.store.postgres as postgres
     except ImportError as error:
-        raise InvalidInputError(
-            f"store is a postgresql:// URL, which needs psycopg: pip install 'unbroken[postgres]' ({error})"
-        ) from None
+        raise missing_extra(error, "store is a postgresql:// URL, which needs psycopg", "postgres") from error
     return postgres

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.errors import CheckpointError, InvalidInputError, missing_extra
 from unbroken.runs.export.files import ModelInfo, add_files
 from unbroken.runs.models import locate
 from unbroken.training.checkpoints import find_checkpoints
@@ -103,9 +103,7 @@ def _add_adapter(model: Any, name: str, checkpoint: Path) -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"{checkpoint} has LoRA adapters, which need the lora extra: pip install 'unbroken[lora]' ({error})"
-        ) from None
+        raise missing_extra(error, f"{checkpoint} has LoRA adapters, which need the lora extra", "lora") from error
     config = peft.PeftConfig.from_pretrained(checkpoint)
     config.base_model_name_or_path = model.name_or_path
     return peft.get_peft_model(model, config, adapter_name=name)

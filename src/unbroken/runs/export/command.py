@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
+
+from unbroken.errors import missing_extra
 
 
 def add_export_parser(commands: Any) -> None:
@@ -41,10 +42,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         from unbroken.runs.export.hub import create_repository, upload
         from unbroken.runs.export.kept import make_form
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("unbroken"):
-            raise
-        print(f"unbroken: export needs the train extra: pip install 'unbroken[train]' ({error})", file=sys.stderr)
-        return 1
+        raise missing_extra(error, "export needs the train extra", "train") from error
     form = make_form(merged=arguments.merged, dtype=arguments.dtype, shard_gb=arguments.shard_gb)
     if arguments.push_to_hub is not None:
         create_repository(arguments.push_to_hub, private=arguments.private)

@@ -11,7 +11,7 @@ from typing import cast
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
 from unbroken.rollout.agents.session import Agent
-from unbroken.runs.python_files import FunctionName, load_function
+from unbroken.runs.python_files import CommandWord, FunctionName, load_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,10 @@ class AgentConfig:
     function: FunctionName | None = None
     """An async function that takes an `AgentSession`, whose `task` is the row, and returns a reward or None, written
     module:function or file.py:function."""
-    command: tuple[str, ...] = ()
+    command: tuple[CommandWord, ...] = ()
     """Instead of a function: words of a command, which is run for each attempt, with the session and the row in its
-    environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...)."""
+    environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...). It runs in a folder of its own; a word with a
+    dot or a slash that names a file beside the TOML file stands for that file."""
     reward: CommandReward = CommandReward.NONE
     """For a command. none: the reward comes from `rewards`, or from `finish` of the session; exit: 1 if it exits
     with 0; output: the last line that it prints."""

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.python_files import FunctionName
+from unbroken.runs.python_files import CommandWord, FunctionName
 
 
 def parse_word(hint: Any, text: str, *, name: str) -> Any:
@@ -28,11 +28,12 @@ def parse_word(hint: Any, text: str, *, name: str) -> Any:
         return None
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and members[1:] == (...,) and not text.lstrip().startswith("["):
-        return tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
+        words = tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
+        return _resolve_paths(words, Path())
     if origin is tuple and not text.lstrip().startswith("["):
         text = f"[{text}]"
     if origin in (tuple, dict, Mapping):
-        return check_toml(hint, parse_toml(text, name=name), name=name)
+        return check_toml(hint, parse_toml(text, name=name), name=name, folder=Path())
     return _validate(_adapter(hint, name).validate_strings, text, text, name)
 
 
@@ -86,7 +87,15 @@ def format_type(hint: Any) -> str:
         return f"{{{','.join(str(member.value) for member in hint)}}}"
     if dataclasses.is_dataclass(hint):
         return f"{{{','.join(field.name for field in dataclasses.fields(hint))}}}"
-    return {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT", Path: "PATH", FunctionName: "NAME"}.get(hint, "TOML")
+    return {
+        int: "INT",
+        float: "FLOAT",
+        bool: "BOOL",
+        str: "TEXT",
+        Path: "PATH",
+        FunctionName: "NAME",
+        CommandWord: "TEXT",
+    }.get(hint, "TOML")
 
 
 def _format_toml(value: Any) -> str:

@@ -76,6 +76,25 @@ async def test_a_command_attempts_the_rows_and_its_output_is_kept(folder: Path) 
     assert [log.read_text() for log in (folder / "out" / "agents").glob("*.log")] == ["True\n0.25\n"] * 2
 
 
+async def test_a_file_in_a_command_is_beside_the_toml_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word without a dot and a slash stays as it is, and so does one that names no file; a command runs elsewhere."""
+    (folder / "programs").mkdir()
+    for name in ("attempt.py", "programs/attempt", "python"):
+        (folder / name).write_text("print(0.75)")
+    words = ["python", "attempt.py", "programs/attempt", "./attempt.py", "missing.py", ".", "-c", "a.b/" + "c" * 5000]
+    config = load(folder, f"agent.command = {json.dumps(words)}", 'agent.reward = "output"')
+    assert config.agent is not None
+    files = [str(folder / name) for name in ("attempt.py", "programs/attempt", "attempt.py")]
+    assert list(config.agent.command) == ["python", *files, *words[4:]]
+    config = load(folder, f'agent.command = ["{sys.executable}", "attempt.py"]', 'agent.reward = "output"')
+    assert (await sample(folder, config)).rewards == (0.75, 0.75)
+    monkeypatch.chdir(folder)
+    for option in ("python,attempt.py", '["python", "attempt.py"]'):
+        recipe = load_recipe(folder / "recipe.toml")
+        found = recipe.configure(["--agent.command", option])
+        assert list(found.agent.command) == ["python", str(folder / "attempt.py")]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
