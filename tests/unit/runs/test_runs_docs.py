@@ -7,11 +7,12 @@ import dataclasses
 import importlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from unbroken.runs.config import RunConfig
 from unbroken.runs.prompts.recipe import Config
@@ -84,6 +85,39 @@ def test_the_table_of_a_page_names_our_settings(page):
     found = [name for row in rows(page) for name in names(row[1])]
     assert len(found) > 50
     assert [name for name in found if name not in known] == []
+
+
+def covered(name: str, named: Iterable[str]) -> bool:
+    """Whether a table names a setting, or a group that it is in."""
+    return any(name == each or name.startswith(each + ".") for each in named)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_row_has_a_counterpart_or_a_reason(page):
+    found = rows(page)
+    assert [row for row in found if len(row) != 3 or not row[0] or not (names(row[1]) or row[2])] == []
+    named = [name for row in found for name in names(row[0])]
+    assert len(named) == len(set(named))
+
+
+def test_every_field_of_trl_has_a_row():
+    """Its own and those of transformers' `TrainingArguments`."""
+    trl = pytest.importorskip("trl")
+    named = {name.partition("=")[0] for row in rows("from-trl.md") for name in names(row[0])}
+    fields = {each.name for each in dataclasses.fields(trl.GRPOConfig)}
+    own = fields - {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+    assert len(own) > 70
+    assert sorted(own - named) == []
+    assert sorted(fields - named) == []
+
+
+def test_every_field_of_verl_has_a_row():
+    """`verl_settings.txt` has the keys of its trainer's YAML of January 2026, without what is deep inside a group."""
+    keys = (Path(__file__).parent / "verl_settings.txt").read_text().split()
+    named = [name for row in rows("from-verl.md") for name in names(row[0])]
+    assert [key for key in keys if not covered(key, named)] == []
+    elsewhere = {"algorithm.filter_groups.enable", ".max_num_gen_batches"}  # of its recipe for DAPO
+    assert [name for name in named if not any(covered(key, [name]) for key in keys) and name not in elsewhere] == []
 
 
 def test_the_names_of_trl_are_those_of_the_installed_one():
