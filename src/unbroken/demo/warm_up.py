@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ import torch.nn.functional as F  # noqa: N812
 from unbroken.demo.lookup import SYLLABLES, LookupTask, answer_text, call_text, tool_schemas
 from unbroken.demo.tiny_model import END_OF_TURN, build_model, build_tokenizer
 from unbroken.errors import InvalidInputError
-from unbroken.runs.progress import StageProgress
 from unbroken.weights.folders import atomic_folder
 
 GUESS_PROBABILITY = 0.4
@@ -60,8 +60,7 @@ def write_warm_model(folder: Path, config: WarmUpConfig, *, seed: int, num_heads
     """Build the tiny model, warm it up, and write it with its tokenizer into `folder`."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed, num_heads=num_heads)
-    with StageProgress() as progress:
-        warm_up(model, tokenizer, config, seed=seed, on_step=progress.update)
+    warm_up(model, tokenizer, config, seed=seed, on_stage=partial(print, "warm-up:"))
     with atomic_folder(folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -73,23 +72,23 @@ def warm_up(
     config: WarmUpConfig,
     *,
     seed: int,
-    on_step: Callable[[str, float], None] = lambda _stage, _share_done: None,
+    on_stage: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Train `model` in place. `on_step` gets the stage's name and the share of it that is done."""
+    """Train `model` in place. `on_stage` gets the name of each stage as it begins."""
     rng = random.Random(seed)
     teacher = Teacher(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    on_stage("copy drill")
     for step in range(config.max_drill_steps):
         _set_learning_rate(optimizer, config.learning_rate * min(1.0, (step + 1) / 30))
         batch = [make_drill(rng) for _ in range(config.drill_batch_size)]
         if _imitate(model, optimizer, *_encode(tokenizer, batch)) < config.drill_loss:
             break
-        on_step("copy drill", (step + 1) / config.max_drill_steps)
-    for step, factor in enumerate(_learning_rate_factors(config.num_demo_steps, config.decay_share)):
+    on_stage("demonstrations")
+    for factor in _learning_rate_factors(config.num_demo_steps, config.decay_share):
         _set_learning_rate(optimizer, config.learning_rate * factor)
         batch = [teacher.demonstrate(LookupTask.draw(rng), rng) for _ in range(config.demo_batch_size)]
         _imitate(model, optimizer, *_encode(tokenizer, batch))
-        on_step("demonstrations", (step + 1) / config.num_demo_steps)
 
 
 class Piece(NamedTuple):

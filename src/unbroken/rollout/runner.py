@@ -123,7 +123,10 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
     else:
         try:
             async with policy.make_audits(counters, limits) as audits:
-                ending = await _play_to_end(env, conversation, policy, limits, audits, clock)
+                episode = _Episode(
+                    env=env, policy=policy, limits=limits, conversation=conversation, audits=audits, clock=clock
+                )
+                ending = await episode.play_to_end()
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -155,19 +158,103 @@ class _OutOfTimeError(Exception):
     """The environment has used up its time."""
 
 
-class _OwnTime:
-    """The time of the environment and its tools, which no engine uses up: `limits.timeout_s` in all."""
+@dataclass(slots=True, kw_only=True)
+class _Episode:
+    env: Env
+    policy: _Policy
+    limits: Limits
+    conversation: Conversation
+    audits: ShadowAudits
+    clock: Stopwatch
+    env_s: float = 0.0
+    """How long the environment, its tools and its reward have taken."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._left_s = limit_s
-
-    async def wait_for(self, work: Awaitable[_T]) -> _T:
-        """Return the result of the environment's work; `_OutOfTimeError` once no time is left."""
-        clock = Stopwatch()
+    async def play_to_end(self) -> _Ending:
+        """Play the episode and get its reward; an exception becomes a status."""
         try:
-            return await _wait_for(work, self._left_s, _OutOfTimeError())
+            try:
+                cause = await self._play()
+                await self._wait_for_turn(self.audits.finish())
+                if cause is TrajectoryStatus.ABORTED:
+                    return _Ending(cause=cause)
+                given = await self._wait_for_env(self._ask_reward(cause))
+            except _OutOfTimeError:
+                cause, limit_s = Limit.TIME, self.limits.close_timeout_s
+                late = TimeoutError(f"its reward after a time-out took longer than {limit_s:g} s")
+                given = await _wait_for(self._ask_reward(cause), limit_s, late)
+            reward = to_finite_float32(given, name="the reward", error=RewardError)
+            total = reward + sum(_fill_turn_rewards(self.conversation.turn_rewards))
+            return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
+        except BaseException as raised:
+            return _make_failed_ending(raised)
+
+    async def _play(self) -> Limit | TrajectoryStatus:
+        """Let environment and policy take turns, and return the limit or status that ended the episode."""
+        env, turns, name = self.env, self.conversation.turns, type(self.env).__name__
+        started = await self._wait_for_env(env.start())
+        outcome: EnvStart | Outcome = _check_type(started, EnvStart, f"{name}.start must return")
+        while not isinstance(outcome, Done):
+            reply = await self._wait_for_turn(self._take_turn(outcome))
+            if not isinstance(reply, Reply):
+                return reply
+            stepped = await self._wait_for_env(env.step(reply))
+            answer: Outcome = _check_type(stepped, Outcome, f"{name}.step must return")
+            self.clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
+            if answer.reward is not None:
+                earned = to_finite_float32(
+                    answer.reward, name=f"the reward of turn {len(turns) - 1}", error=RewardError
+                )
+                self.conversation.turn_rewards[-1] = earned
+            outcome = answer
+        cut_by = turns[-1].cut_by
+        return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
+
+    async def _take_turn(self, outcome: EnvStart | Continue | Rewrite) -> Reply | Limit | TrajectoryStatus:
+        """Let the policy reply to the environment, or return the limit or status that ended the episode."""
+        conversation, policy, audits, start_s = self.conversation, self.policy, self.audits, self.clock.read()
+        outcome = await _load_images(outcome, policy.renderer)
+        conversation.add_messages(outcome)
+        num_turns = len(conversation.turns)
+        limit = self.limits.find_reached(num_turns=num_turns, num_sampled=conversation.num_sampled)
+        if limit is not None:
+            return limit
+        prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
+        budget = policy.compute_budget(prompt, conversation, self.limits)
+        if budget.max_tokens < 1:
+            return budget.limit
+        if audits.is_due(policy.get_request_id(num_turns)):
+            audits.start(conversation.get_used_bridge(prompt, outcome))
+        sampling_s = self.clock.read()
+        sequence = await policy.sample(prompt, budget, num_turns)
+        sampled_s = self.clock.read()
+        if sequence.finish_reason is FinishReason.ABORT:
+            return TrajectoryStatus.ABORTED
+        reply = await conversation.record(prompt, sequence, budget)
+        self.clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
+        return reply
+
+    async def _ask_reward(self, cause: Limit | TrajectoryStatus) -> Any:
+        """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
+        ask: Callable[..., Awaitable[Any]] = self.env.reward
+        messages = tuple(copy_containers(self.conversation.messages))
+        if "status" in inspect.signature(ask).parameters:
+            return await ask(messages, status=_get_status(cause))
+        return 0.0 if cause is Limit.TIME else await ask(messages)
+
+    async def _wait_for_env(self, work: Awaitable[_T]) -> _T:
+        """The result of the environment's work; `_OutOfTimeError` once all of it took `limits.timeout_s`."""
+        started = self.clock.read()
+        try:
+            return await _wait_for(work, self.limits.timeout_s - self.env_s, _OutOfTimeError())
         finally:
-            self._left_s -= clock.read()
+            self.env_s += self.clock.read() - started
+
+    async def _wait_for_turn(self, work: Awaitable[_T]) -> _T:
+        limit_s = self.limits.turn_timeout_s
+        late = (
+            f"a turn (its prompt, the engine's queue, sampling) took longer than {limit_s:g} s (Limits.turn_timeout_s)"
+        )
+        return await _wait_for(work, limit_s, EngineError(late))
 
 
 async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
@@ -180,45 +267,6 @@ async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
         if clock.expired():
             raise late from error
         raise
-
-
-def _make_late_error(limits: Limits) -> EngineError:
-    return EngineError(
-        f"a turn took longer than {limits.turn_timeout_s:g} s (Limits.turn_timeout_s): its prompt, the engine's queue "
-        "and its sampling"
-    )
-
-
-async def _play_to_end(
-    env: Env, conversation: Conversation, policy: _Policy, limits: Limits, audits: ShadowAudits, clock: Stopwatch
-) -> _Ending:
-    """Play the episode and get its reward; an exception becomes a status."""
-    own = _OwnTime(limits.timeout_s)
-    try:
-        try:
-            cause = await _play(env, conversation, policy, limits, audits, clock, own)
-            await _wait_for(audits.finish(), limits.turn_timeout_s, _make_late_error(limits))
-            if cause is TrajectoryStatus.ABORTED:
-                return _Ending(cause=cause)
-            given = await own.wait_for(_ask_reward(env, conversation, cause))
-        except _OutOfTimeError:
-            cause = Limit.TIME
-            late = TimeoutError(f"its reward after a time-out took longer than {limits.close_timeout_s:g} s")
-            given = await _wait_for(_ask_reward(env, conversation, cause), limits.close_timeout_s, late)
-        reward = to_finite_float32(given, name="the reward", error=RewardError)
-        total = reward + sum(_fill_turn_rewards(conversation.turn_rewards))
-        return _Ending(cause=cause, reward=to_finite_float32(total, name="the reward's sum", error=RewardError))
-    except BaseException as raised:
-        return _make_failed_ending(raised)
-
-
-async def _ask_reward(env: Env, conversation: Conversation, cause: Limit | TrajectoryStatus) -> Any:
-    """The environment's reward. After a time-out it is asked only if its `reward` takes the `status`."""
-    messages = tuple(copy_containers(conversation.messages))
-    if "status" in inspect.signature(env.reward).parameters:
-        ask: Callable[..., Awaitable[Any]] = env.reward
-        return await ask(messages, status=_get_status(cause))
-    return 0.0 if cause is Limit.TIME else await env.reward(messages)
 
 
 def _make_failed_ending(raised: BaseException) -> _Ending:
@@ -243,64 +291,6 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
         counters.count(Event.CLOSE_FAILURE, CloseFailure.ERROR)
         return unwrap_group(raised)
     return None
-
-
-async def _play(
-    env: Env,
-    conversation: Conversation,
-    policy: _Policy,
-    limits: Limits,
-    audits: ShadowAudits,
-    clock: Stopwatch,
-    own: _OwnTime,
-) -> Limit | TrajectoryStatus:
-    """Let environment and policy take turns, and return the limit or status that ended the episode."""
-    name = type(env).__name__
-    outcome: EnvStart | Outcome = _check_type(await own.wait_for(env.start()), EnvStart, f"{name}.start must return")
-    while not isinstance(outcome, Done):
-        turn = _take_turn(outcome, conversation, policy, limits, audits, clock)
-        reply = await _wait_for(turn, limits.turn_timeout_s, _make_late_error(limits))
-        if not isinstance(reply, Reply):
-            return reply
-        answer: Outcome = _check_type(await own.wait_for(env.step(reply)), Outcome, f"{name}.step must return")
-        clock.add_answer(answer.calls if isinstance(answer, Continue) else ())
-        if answer.reward is not None:
-            earned = f"the reward of turn {len(conversation.turns) - 1}"
-            conversation.turn_rewards[-1] = to_finite_float32(answer.reward, name=earned, error=RewardError)
-        outcome = answer
-    cut_by = conversation.turns[-1].cut_by
-    return TrajectoryStatus.COMPLETED if cut_by is None else cut_by
-
-
-async def _take_turn(
-    outcome: EnvStart | Continue | Rewrite,
-    conversation: Conversation,
-    policy: _Policy,
-    limits: Limits,
-    audits: ShadowAudits,
-    clock: Stopwatch,
-) -> Reply | Limit | TrajectoryStatus:
-    """Let the policy reply to the environment, or return the limit or status that ended the episode."""
-    start_s = clock.read()
-    outcome = await _load_images(outcome, policy.renderer)
-    conversation.add_messages(outcome)
-    limit = limits.find_reached(num_turns=len(conversation.turns), num_sampled=conversation.num_sampled)
-    if limit is not None:
-        return limit
-    prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
-    budget = policy.compute_budget(prompt, conversation, limits)
-    if budget.max_tokens < 1:
-        return budget.limit
-    if audits.is_due(policy.get_request_id(len(conversation.turns))):
-        audits.start(conversation.get_used_bridge(prompt, outcome))
-    sampling_s = clock.read()
-    sequence = await policy.sample(prompt, budget, len(conversation.turns))
-    sampled_s = clock.read()
-    if sequence.finish_reason is FinishReason.ABORT:
-        return TrajectoryStatus.ABORTED
-    reply = await conversation.record(prompt, sequence, budget)
-    clock.add_turn(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s)
-    return reply
 
 
 async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,29 +17,14 @@ MAX_SHOWN = 600
 """Characters of a completion that are shown."""
 
 
-class StageProgress:
-    """A line for each step of training, and one at the end of each other stage."""
+class RunProgress:
+    """Shows a line for each step of training, and tables of completions."""
 
-    def __init__(self, *, console: Console | None = None) -> None:
-        self.console = console or Console()
-        self._stage = ""
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self._began_s = 0.0
         """When the first step that was shown began, on the monotonic clock."""
         self._num_shown = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._end_stage()
-
-    def update(self, stage: str, share_done: float) -> None:
-        """Show how far a stage is, on a terminal. Its first update ends the stage before it."""
-        if stage != self._stage:
-            self._end_stage()
-            self._stage = stage
-        if self.console.is_terminal:
-            self.console.print(f"{stage}: {share_done:.0%}", end="\r")
 
     def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
         """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
@@ -64,10 +48,6 @@ class StageProgress:
         for row in rows:
             table.add_row(*(Text(_format_cell(cell)) for cell in row))  # markup in a completion is text
         self.console.print(table)
-
-    def _end_stage(self) -> None:
-        if self._stage:
-            self.console.print(f"{self._stage}: done")
 
 
 def _format_cell(cell: Any) -> str:

@@ -28,7 +28,7 @@ from unbroken.runs.opening import OpenRun, join_accelerator, open_run
 from unbroken.runs.processes import Rank
 from unbroken.runs.profiling import FOLDER as PROFILES
 from unbroken.runs.profiling import StepProfiler, parse_steps
-from unbroken.runs.progress import StageProgress
+from unbroken.runs.progress import RunProgress
 from unbroken.runs.python_files import load_function
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
@@ -111,7 +111,7 @@ async def _train(
         caller=collect,
     )
     async with AsyncExitStack() as stack:
-        progress = StageProgress(console=Console(quiet=not trainer.is_main_process))
+        progress = RunProgress(Console(quiet=not trainer.is_main_process))
         metrics = None
         if trainer.is_main_process:
             writer = MetricsWriter(
@@ -231,7 +231,7 @@ class _Hooks:
     beside: EvaluationsBeside | None
     """With `loop.max_staleness` or `evaluation.engine`, instead of evaluations between two steps."""
     recorder: Recorder
-    progress: StageProgress
+    progress: RunProgress
     metrics: MetricsWriter | None
 
     def on_step(self, step: int, logged: Metrics) -> None:

@@ -306,14 +306,12 @@ _REASONS = {
 
 def explain_empty(logged: Metrics) -> str:
     """Why a step trained nothing, in counts over all processes."""
-    equal, compared = logged["groups/num_zero_variance"], logged["groups/num_compared"]
-    found = [
-        f"{logged[name]} of {logged['rollout/num_trajectories']} rollouts {words}"
-        for name, words in _REASONS.items()
-        if logged.get(name)
-    ]
-    if equal:
-        found.insert(0, f"{equal} of {compared} groups have equal rewards (the mean is {logged['reward/mean']:.3g})")
+    found = []
+    if equal := logged["groups/num_zero_variance"]:
+        compared, mean = logged["groups/num_compared"], logged["reward/mean"]
+        found.append(f"{equal} of {compared} groups have equal rewards (the mean is {mean:.3g})")
+    rollouts = logged["rollout/num_trajectories"]
+    found += [f"{logged[name]} of {rollouts} rollouts {words}" for name, words in _REASONS.items() if logged.get(name)]
     if too_old := (logged.get("sampler/num_dropped") or 0) + (logged.get("sampler/num_cancelled") or 0):
         found.append(f"{too_old} groups were too old (max_staleness)")
     return "; ".join(found) or "there were no rollouts to train on"

@@ -143,7 +143,9 @@ async def test_an_engine_that_hangs_fails_the_rollout_by_its_own_limit_and_is_ri
     trajectory = await play(env, engine, limits=Limits(timeout_s=0.2, turn_timeout_s=0.5))
     assert trajectory.status is TrajectoryStatus.FAILED
     assert isinstance(trajectory.error, EngineError)
-    assert str(trajectory.error).startswith("a turn took longer than 0.5 s (Limits.turn_timeout_s)")
+    assert str(trajectory.error).startswith(
+        "a turn (its prompt, the engine's queue, sampling) took longer than 0.5 s (Limits"
+    )
     assert trajectory.reward is None
     assert env.calls == ["start", "step", "close"]
     assert len(trajectory.turns) == 1

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from unbroken.runs.progress import StageProgress
+from unbroken.runs.progress import RunProgress
 
 METRICS = {"reward/mean": 0.5, "mismatch/k3": 1e-7, "seconds/step": 60.0}
 
@@ -15,22 +15,12 @@ METRICS = {"reward/mean": 0.5, "mismatch/k3": 1e-7, "seconds/step": 60.0}
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_each_step_has_a_line_with_its_number_and_the_time_that_is_left(is_terminal):
     shown = io.StringIO()
-    with StageProgress(console=Console(file=shown, force_terminal=is_terminal, color_system=None)) as progress:
-        progress.show_step(0, METRICS, num_steps=3)
-        progress.show_step(1, METRICS | {"counters/status/timeout": 2, "counters/status/failed": 1}, num_steps=3)
-        progress.show_step(2, METRICS, num_steps=3)
-    lines = [line for line in shown.getvalue().splitlines() if line.startswith("step")]
-    assert lines == [
+    progress = RunProgress(Console(file=shown, force_terminal=is_terminal, color_system=None))
+    progress.show_step(0, METRICS, num_steps=3)
+    progress.show_step(1, METRICS | {"counters/status/timeout": 2, "counters/status/failed": 1}, num_steps=3)
+    progress.show_step(2, METRICS, num_steps=3)
+    assert shown.getvalue().splitlines() == [
         "step 0 (1 of 3)  reward 0.5  mismatch k3 1e-07  s 60  left 0:02:00",
         "step 1 (2 of 3)  reward 0.5  mismatch k3 1e-07  s 60  time-outs 2  failures 1  left 0:00:30",
         "step 2 (3 of 3)  reward 0.5  mismatch k3 1e-07  s 60",
     ]
-    assert "done" not in shown.getvalue()
-
-
-def test_other_stages_have_a_line_at_their_end():
-    shown = io.StringIO()
-    with StageProgress(console=Console(file=shown, force_terminal=False)) as progress:
-        progress.update("copy drill", 0.5)
-        progress.update("demonstrations", 1.0)
-    assert shown.getvalue().splitlines() == ["copy drill: done", "demonstrations: done"]

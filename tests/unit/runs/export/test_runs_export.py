@@ -45,7 +45,13 @@ def train(output: Path, model: Path, *options: str) -> int:
 def whole(tmp_path_factory, model) -> Path:
     """A run of five steps that keeps the newest two of the models after every step."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    options = ("--loop.num-steps=5", "--export.every=1", "--export.num-kept=2", "--checkpoints.num-kept=5")
+    options = (
+        "--loop.num-steps=5",
+        "--export.every=1",
+        "--export.num-kept=2",
+        "--checkpoints.every=1",
+        "--checkpoints.num-kept=5",
+    )
     assert train(output, model, *options) == 0
     return output
 
@@ -97,7 +103,7 @@ def test_models_of_some_steps_are_kept(whole):
 
 
 def test_a_finished_run_writes_its_model_once_and_again_if_it_is_gone(whole, model):
-    options = ("--loop.num-steps=5", "--export.every=0", "--checkpoints.num-kept=5")
+    options = ("--loop.num-steps=5", "--export.every=0", "--checkpoints.every=1", "--checkpoints.num-kept=5")
     before, written = contents(whole / "final"), (whole / "final/model.safetensors").stat().st_mtime_ns
     assert train(whole, model, *options) == 0
     assert (whole / "final/model.safetensors").stat().st_mtime_ns == written

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
@@ -18,7 +19,7 @@ from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.runs.progress import MAX_SHOWN, StageProgress
+from unbroken.runs.progress import MAX_SHOWN, RunProgress
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.runs.records.recorder import spread
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
@@ -211,7 +212,7 @@ def test_a_table_has_each_prompt_once_if_asked(tmp_path, model, capsys):
 
 
 def test_a_long_completion_is_cut_on_the_terminal_and_its_markup_is_text(capsys):
-    StageProgress().show_completions(0, ["completion", "reward"], [["[red]a" + "b" * 2 * MAX_SHOWN + "c", None]])
+    RunProgress(Console()).show_completions(0, ["completion", "reward"], [["[red]a" + "b" * 2 * MAX_SHOWN + "c", None]])
     printed = capsys.readouterr().out
     assert "[red]a" in printed
     assert "…" in printed
