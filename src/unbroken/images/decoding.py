@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import re
 import struct
+import threading
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "PA", "CMYK", "I;16")
 _ROWS_ON_WHITE = 256
+_KEPT_BYTES, _PEAK_BYTES = 4, 16
+"""Memory of a pixel in Pillow, and the most that decoding one takes (WebP), or an image processor."""
 _DECODING_ERRORS = (
     OSError,
     SyntaxError,
@@ -36,14 +41,54 @@ _DECODING_ERRORS = (
 """Exceptions that Pillow raises for broken files."""
 
 
+class DecodingBudget:
+    """Memory that images may take while they are decoded and processed, over all requests: others wait. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_used = 0
+        self._next = threading.Lock()
+        """Held by the first that waits: those behind it cannot overtake a large one."""
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, sizes: Sequence[tuple[int, int]], *, name: str) -> Iterator[None]:
+        """Wait for the memory of pictures of these sizes, all at a time; `ImageError` if there is never so much."""
+        pixels = [width * height for width, height in sizes]
+        needed = _KEPT_BYTES * sum(pixels) + (_PEAK_BYTES - _KEPT_BYTES) * max(pixels, default=0)
+        if needed > self._max_bytes:
+            raise ImageError(
+                f"{name} must need at most {self._max_bytes} bytes to be decoded (image_memory_mib), got {needed} for "
+                f"{sum(pixels)} pixels"
+            )
+        with self._next, self._changed:
+            self._changed.wait_for(lambda: self._num_used + needed <= self._max_bytes)
+            self._num_used += needed
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_used -= needed
+                self._changed.notify_all()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits on the size of one image."""
+    """Limits on the size of one image, and on the memory of all that are decoded at a time."""
 
     max_bytes: int = 20 * 2**20
     """Maximum size of the file."""
     max_pixels: int = 64 * 2**20
     """Maximum of width times height, as given in the file's header."""
+    budget: DecodingBudget | None = None
+    """None for no limit."""
+
+    @contextmanager
+    def reserve(self, *images: EncodedImage, name: str = "image") -> Iterator[None]:
+        """Hold the memory to decode images, all at a time, by their headers. Raises `ImageError` as `check_image`."""
+        sizes = [check_image(image, self, name=name) for image in images]
+        with nullcontext() if self.budget is None else self.budget.reserve(sizes, name=name):
+            yield
 
 
 def check_image(image: EncodedImage, limits: ImageLimits, *, name: str = "image") -> tuple[int, int]:

@@ -126,21 +126,23 @@ class HfImageProcessor:
         unknown = sorted(set(chosen) - self._settings)
         if unknown:
             raise ImageError(f"mm_processor_kwargs must be some of {sorted(self._settings)}, got {unknown}")
-        picture = decode_image(image, self._limits, name=name)
-        try:
-            outputs = self._processor(
-                text=[self._placeholder],
-                images=[[picture]],
-                add_special_tokens=False,
-                return_mm_token_type_ids=True,
-                return_tensors="pt",
-                **_merge_pixel_limits(chosen, self._processor.image_processor),
-            )
-        except Exception as error:
-            raise ImageError(
-                f"{name} must be one that the model's processor takes with {settings}, got {picture.width} x "
-                f"{picture.height} pixels: {type(error).__name__}: {error}"
-            ) from error
+        with self._limits.reserve(image, name=name):
+            picture = decode_image(image, self._limits, name=name)
+            try:
+                outputs = self._processor(
+                    text=[self._placeholder],
+                    images=[[picture]],
+                    add_special_tokens=False,
+                    return_mm_token_type_ids=True,
+                    return_tensors="pt",
+                    **_merge_pixel_limits(chosen, self._processor.image_processor),
+                )
+            except Exception as error:
+                raise ImageError(
+                    f"{name} must be one that the model's processor takes with {settings}, got {picture.width} x "
+                    f"{picture.height} pixels: {type(error).__name__}: {error}"
+                ) from error
+            del picture
         processed = ProcessedImage(
             token_ids=token_ids(outputs["input_ids"][0].numpy()),
             token_types=self._find_features(outputs),

@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from unbroken import __version__
 from unbroken.engines.base import Engine
 from unbroken.errors import UnbrokenError
-from unbroken.images.decoding import ImageLimits
+from unbroken.images.decoding import DecodingBudget, ImageLimits
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.server.config import ServerConfig
+from unbroken.server.config import Limits, ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.http.access import Routes
 from unbroken.server.http.errors import HttpError, answer_error
@@ -48,22 +48,25 @@ def create_app(
     config: ServerConfig,
     *,
     image_processor: ImageProcessor | None = None,
+    image_limits: ImageLimits | None = None,
     no_images_because: str = "its model takes text only",
     make_turns: Callable[[ServerContext], TurnOpener] = PlainTurns,
     more_routers: Sequence[Routes] = (),
 ) -> FastAPI:
     """Make the server's application. It does not close the engine.
 
-    `codec` has the renderers' tokenizer, and the renderers also use `image_processor`; without one, images are refused,
-    and errors give the reason `no_images_because`. `make_turns` makes what answers the dialects' questions, by default
-    without sessions; `more_routers` come before those of the dialects.
+    `codec` has the renderers' tokenizer, and the renderers also use `image_processor`, which keeps to `image_limits`;
+    without a processor, images are refused, and errors give the reason `no_images_because`. `make_turns` makes what
+    answers the dialects' questions, by default without sessions; `more_routers` come before those of the dialects.
     """
     metrics = Metrics()
     context = ServerContext(
         service=SamplingService(engine, limits=config.limits, metrics=metrics),
         make_renderer=make_renderer,
         codec=codec,
-        images=_make_intake(engine, config, image_processor, no_images_because),
+        images=_make_intake(
+            engine, config, image_processor, image_limits or make_image_limits(config.limits), no_images_because
+        ),
         weights=WeightLoader(engine, config.weights_dir),
         config=config,
         metrics=metrics,
@@ -84,8 +87,21 @@ def create_app(
     return app
 
 
+def make_image_limits(limits: Limits) -> ImageLimits:
+    """The limits of images, for all that decode them in one server."""
+    return ImageLimits(
+        max_bytes=limits.max_image_bytes,
+        max_pixels=limits.max_image_pixels,
+        budget=DecodingBudget(limits.image_memory_mib * 2**20),
+    )
+
+
 def _make_intake(
-    engine: Engine, config: ServerConfig, processor: ImageProcessor | None, no_images_because: str
+    engine: Engine,
+    config: ServerConfig,
+    processor: ImageProcessor | None,
+    image_limits: ImageLimits,
+    no_images_because: str,
 ) -> ImageIntake:
     limits = config.limits
     store = ImageStore(limits.image_cache_mib * 2**20)
@@ -100,7 +116,7 @@ def _make_intake(
             no_images_because=no_images_because,
         )
     loader = ImageLoader(
-        limits=ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels),
+        limits=image_limits,
         files=False,
         find_stored=store.get,
         fetch=ImageFetcher(hosts=config.image_hosts, max_bytes=limits.max_image_bytes) if config.image_hosts else None,

@@ -27,6 +27,9 @@ class Limits:
     """Largest image file in bytes."""
     max_image_pixels: int = 64 * 2**20
     """Maximum width times height of an image, by the file's header, and of what `mm_processor_kwargs` make of it."""
+    image_memory_mib: int = 2048
+    """MiB that images may take while they are decoded, over all requests, by the sizes in their headers (16 bytes a
+    pixel). Others wait; an image that alone needs more is refused."""
     image_cache_mib: int = 1024
     """MiB of image files to keep, so that later requests can name an image by its hash."""
     max_top_logprobs: int = 128

@@ -26,6 +26,7 @@ from unbroken.images.processing import ImageProcessor, load_image_processor
 from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loading import load_tokenizer
+from unbroken.server.app import make_image_limits
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
@@ -53,6 +54,7 @@ class MakeApp(Protocol):
         config: ServerConfig,
         *,
         image_processor: ImageProcessor | None,
+        image_limits: ImageLimits,
         no_images_because: str,
     ) -> FastAPI:
         """See `create_app`."""
@@ -75,8 +77,7 @@ async def run_server(
     """
     parent = os.getppid()
     codec = TextCodec(load_tokenizer(tokenizer))
-    limits = options.config.limits
-    image_limits = ImageLimits(max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
+    image_limits = make_image_limits(options.config.limits)
     processor, no_images_because = _load_image_processor(model, image_limits)
     make_renderer = make_renderer_factory(options, tokenizer, processor, image_limits)
     try:
@@ -87,7 +88,13 @@ async def run_server(
     engine = await start_engine(codec, processor, image_limits)
     try:
         app = make_app(
-            engine, make_renderer, codec, options.config, image_processor=processor, no_images_because=no_images_because
+            engine,
+            make_renderer,
+            codec,
+            options.config,
+            image_processor=processor,
+            image_limits=image_limits,
+            no_images_because=no_images_because,
         )
         listener.listen()  # whoever reads the line below may connect at once
         print(

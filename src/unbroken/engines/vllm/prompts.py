@@ -34,7 +34,7 @@ _MAX_DECODED_BYTES = 2**29
 _OBJECT_BYTES = 4096
 """Approximate memory of a picture besides its pixels: tiny ones count too."""
 _MAX_DECODING = 4
-"""Requests whose pictures are decoded at a time: decoding one picture may take a gigabyte."""
+"""Requests whose pictures are decoded and processed at a time: those of one may take gigabytes."""
 
 
 class PromptMaker:
@@ -42,6 +42,7 @@ class PromptMaker:
 
     def __init__(self, llm: AsyncLLM, *, limits: ImageLimits | None = None) -> None:
         self._llm = llm
+        self._limits = limits or ImageLimits()
         self._pictures = PictureCache(limits=limits)
         self._decoding = asyncio.Semaphore(_MAX_DECODING)
         self.max_images = _max_images(llm)
@@ -54,13 +55,14 @@ class PromptMaker:
         hidden = _hide_sampled_placeholders(request.prompt_ids, request.images)
         async with self._decoding:
             prompt = await asyncio.to_thread(self._prompt, request.images, hidden)
-        try:
-            (made,) = await self._llm.renderer.render_cmpl_async([prompt])
-        except Exception as error:
-            raise ImageError(
-                f"vLLM refuses the {len(request.images)} images of {request.request_id!r}: {error}"
-                + (f": {error.__cause__}" if error.__cause__ is not None else "")
-            ) from error
+            try:
+                (made,) = await self._llm.renderer.render_cmpl_async([prompt])
+            except Exception as error:
+                raise ImageError(
+                    f"vLLM refuses the {len(request.images)} images of {request.request_id!r}: {error}"
+                    + (f": {error.__cause__}" if error.__cause__ is not None else "")
+                ) from error
+            del prompt
         reported = token_ids(made["prompt_token_ids"])
         check_expansion(hidden, reported, request.images)
         if np.array_equal(hidden, reported):
@@ -71,7 +73,8 @@ class PromptMaker:
         return made
 
     def _prompt(self, spans: Sequence[ImageSpan], prompt_ids: TokenIds) -> TokensPrompt:
-        pictures = [self._pictures.decode(span.image, name=f"images[{k}]") for k, span in enumerate(spans)]
+        with self._limits.reserve(*{span.sha256: span.image for span in spans}.values(), name="images"):
+            pictures = [self._pictures.decode(span.image, name=f"images[{k}]") for k, span in enumerate(spans)]
         return TokensPrompt(
             prompt_token_ids=collapse_spans(prompt_ids, spans).tolist(),
             multi_modal_data={"image": pictures},

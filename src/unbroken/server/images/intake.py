@@ -107,9 +107,14 @@ class ImageIntake:
         """Keep an image; returns it with its width and height. Raises `ImageError` if it is damaged or too large."""
         limits = self._require_inputs("the body").loader.limits
         image = EncodedImage(data)
-        picture = await self._run_in_thread(lambda: decode_image(image, limits, name="the body"))
+
+        def measure() -> tuple[int, int]:
+            with limits.reserve(image, name="the body"):
+                return decode_image(image, limits, name="the body").size
+
+        size = await self._run_in_thread(measure)
         self._store.put(image)
-        return image, picture.width, picture.height
+        return image, *size
 
     async def load_messages(
         self, messages: Sequence[Mapping[str, Any]], settings: str, *, places: Sequence[str] | None = None

@@ -28,12 +28,15 @@ from support.image_servers import (
     image_file,
     in_base64,
     make_vision_app,
+    processor,
     saved,
     user_message,
     vision_engine,
 )
 from support.servers import asgi_client
 from support.vision import PAD, picture
+from unbroken.images.processing import HfImageProcessor
+from unbroken.server.app import make_image_limits
 from unbroken.server.config import Limits
 
 MOST_BYTES, MOST_PIXELS, CONTEXT = 100_000, 500_000, 64
@@ -393,3 +396,19 @@ async def test_pictures_for_print_and_of_16_bits_are_taken(file: bytes) -> None:
     async with asgi_client(make_vision_app(vision_engine(context_length=CONTEXT))) as client:
         assert (await client.post(NATIVE, json={"prompts": [[ID]], "images": [in_base64(file)]})).status_code == 200
         assert (await client.post(UPLOAD, content=file)).status_code == 200
+
+
+async def test_an_image_that_needs_more_memory_than_all_may_have_is_refused_everywhere() -> None:
+    limits = Limits(image_memory_mib=1)
+    own = HfImageProcessor(processor()._processor, limits=make_image_limits(limits))
+    file = image_file(300, 300)
+    message = "must need at most 1048576 bytes to be decoded (image_memory_mib), got 1440000 for 90000 pixels"
+    async with asgi_client(make_vision_app(vision_engine(), images=own, limits=limits)) as client:
+        for answer in (
+            await client.post("/v1/images", content=file.data),
+            await client.post("/v1/sample", json={"prompts": [[ID]], "images": [in_base64(file)]}),
+        ):
+            assert answer.status_code == 400
+            assert message in answer.json()["error"]["message"]
+            assert answer.json()["error"]["code"] == "invalid_image"
+        assert (await client.post("/v1/images", content=image_file().data)).status_code == 200
