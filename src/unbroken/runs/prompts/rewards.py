@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,10 @@ class RewardFunction:
             RewardError: the function failed (for a failed connection: each time), took too long, or did not return one
                 finite number or None for each.
         """
-        asked = [each for each in trajectories if self._sees_status or each.status is not TrajectoryStatus.TIMEOUT]
+        is_asked = [self._sees_status or each.status is not TrajectoryStatus.TIMEOUT for each in trajectories]
+        asked = list(compress(trajectories, is_asked))
         scores = iter(await self._score(problem, asked) if asked else [])
-        return [next(scores) if each in asked else 0.0 for each in trajectories]
+        return [next(scores) if asks else 0.0 for asks in is_asked]
 
     async def _score(self, problem: Problem, trajectories: Sequence[Trajectory]) -> list[float | None]:
         place = f"reward function {self._file}, {problem.place}"

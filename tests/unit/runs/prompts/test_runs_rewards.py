@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,35 @@ async def test_functions_get_what_they_name_and_add_up_with_their_weights(tmp_pa
         {"correct": 1.0, "short": 1.0},
         {"correct": 0.0, "short": 0.2},
     ]
+
+
+@pytest.mark.parametrize(
+    ("signature", "seen", "rewards"),
+    [
+        ("completions", ["a", "c"], (1.0, 0.0, 1.0, 0.0)),
+        ("completions, statuses", list("abcb"), (1.0, -1.0, 1.0, -1.0)),
+    ],
+)
+async def test_a_function_that_names_statuses_scores_time_outs_and_others_leave_them_at_0(
+    tmp_path, signature, seen, rewards
+):
+    scorer = rewards_of(
+        tmp_path,
+        "seen = []\n"
+        f"def look({signature}):\n"
+        "    seen.extend(completions)\n"
+        "    late = locals().get('statuses', [''] * len(completions))\n"
+        "    return [-1.0 if each == 'timeout' else 1.0 for each in late]\n",
+        "look",
+    )
+    group = await group_of(*"abcb")
+    members = [
+        replace(each, status=TrajectoryStatus.TIMEOUT) if number % 2 else each
+        for number, each in enumerate(group.trajectories)
+    ]
+    scored = await scorer.score(problem(), replace(group, trajectories=tuple(members)))
+    assert scorer._functions[0]._function.__globals__["seen"] == seen
+    assert scored.rewards == rewards
 
 
 async def test_every_argument_has_an_entry_for_each_completion(tmp_path):
