@@ -10,6 +10,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from unbroken.errors import InvalidInputError
 
+MAX_ANSWER_BYTES = 100 << 20
+"""Of a server of environments; an observation may have images."""
 MAX_DEPTH = 100
 """Lists and objects in each other. What walks them later is recursive, as JSON's own encoder is."""
 

@@ -48,7 +48,7 @@ class CounterServer:
     closed: list[str] = field(default_factory=list)
     verified: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    verdict: dict[str, Any] | None = None
+    verdict: dict[str, Any] | bytes | None = None
     """What /verify answers instead of its own reward."""
 
     def make_app(self) -> FastAPI:
@@ -85,11 +85,13 @@ class CounterServer:
         self.calls.append("read")
         return {"count": self.counters[request.state.session]}
 
-    async def verify(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    async def verify(self, request: Request, body: dict[str, Any]) -> Any:
         items = [item for item in body["response"]["output"] if item["type"] != "function_call_output"]
         own = [item for item in items if item["type"] != "message" or item["role"] == "assistant"]
         OpenAIResponse.model_validate({**body["response"], "output": own})
         self.verified.append(body)
+        if isinstance(self.verdict, bytes):
+            return Response(self.verdict, media_type="application/json")
         if self.verdict is not None:
             return self.verdict
         return {**body, "reward": float(self.counters[request.state.session] == body["expected_count"])}

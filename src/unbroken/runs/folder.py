@@ -15,9 +15,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from unbroken.errors import InvalidInputError
+from unbroken.runs.settings.values import redact
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
@@ -96,7 +97,8 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
     if not path.exists():
         _write(path, recipe, settings)
         return False
-    name, before = _read(path)
+    name, stored = _read(path)
+    before = {field: redact(value, field) for field, value in stored.items()}  # earlier releases kept secrets
     has_no_step = (name, before) != (recipe, settings) and _has_trained_nothing(folder)
     if name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
         raise InvalidInputError(
@@ -115,9 +117,20 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
                 f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run continues with the config that "
                 "it began with. Give that value, or another --output"
             )
-    if before != settings:  # of several processes, only the first writes
+    if stored != settings:  # of several processes, only the first writes
         _write(path, recipe, settings)
     return True
+
+
+def open_private(path: Path, mode: str) -> BinaryIO:
+    """Open a binary file that, if it is made now, only this user can read."""
+    return cast(BinaryIO, open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)))
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a run, which has prompts, replies and logs: for this user only. One that is there stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _has_trained_nothing(folder: Path) -> bool:
@@ -143,8 +156,8 @@ def _open_locked(path: Path) -> int:
     """Open and lock the file; a file that its holder removed meanwhile does not count."""
     while True:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            _make_folder(path.parent)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _not_writable(path.parent, error) from error
         try:
@@ -187,8 +200,9 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 def _write(path: Path, recipe: str, settings: Mapping[str, Any]) -> None:
     part = path.with_name(_PART)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n", "utf-8")
+        _make_folder(path.parent)
+        with open_private(part, "wb") as file:
+            file.write((json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n").encode())
         part.replace(path)
     except OSError as error:
         raise _not_writable(path.parent, error) from error

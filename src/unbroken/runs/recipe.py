@@ -26,7 +26,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.runs.config import RunConfig
-from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder
+from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, open_private
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
@@ -87,7 +87,8 @@ def _explain_failure(error: Exception, path: Path) -> None:
     if not (frames := format_frames(error)):
         return
     with suppress(OSError):
-        path.write_text("".join(traceback.format_exception(error)), "utf-8")
+        with open_private(path, "wb") as file:
+            file.write("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
         print(f"unbroken: the whole traceback of the next error is in {path}", file=sys.stderr)
     if not isinstance(error, UnbrokenError) and format_frames(error, raised_there=True):
         raise InvalidInputError(f"the run's own code failed with {format_error(error)}{frames}") from error

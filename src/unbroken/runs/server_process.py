@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from unbroken.errors import EngineError
+from unbroken.runs.folder import open_private
 from unbroken.runs.processes import without_launcher
 from unbroken.training.waiting import log_waiting
 
@@ -29,7 +30,7 @@ async def start_server(command: Sequence[str], log: Path, *, wait_s: float = 600
     Raises:
         EngineError: the server ends before it serves, or does not serve within `wait_s`.
     """
-    with log.open("ab") as output, without_launcher():
+    with open_private(log, "ab") as output, without_launcher():
         begin = output.tell()
         process = await asyncio.create_subprocess_exec(
             *command,

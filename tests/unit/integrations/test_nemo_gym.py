@@ -167,6 +167,13 @@ async def test_all_items_of_an_input_are_messages(tmp_path, url):
     [
         ({"reward": "high"}, "must answer /verify with a reward, got"),
         ({}, "must answer /verify with a reward, got {}"),
+        ({"reward": "nan"}, "reward must be one number, got 'nan'"),
+        ({"reward": 1e39}, "reward must be finite in float32, got 1e+39"),
+        (b'{"reward": NaN}', "numbers in JSON must be finite, got NaN"),
+        (b'{"reward": 1, "x": 1e999}', "must be finite in float64"),
+        (b'{"reward": 1, "x": ' + b"[" * 200 + b"]" * 200 + b"}", "must be nested at most 100 deep"),
+        (b"[" * 100_000, "it must be JSON: RecursionError"),
+        (b'{"reward": 1}' + b" " * (100 << 20), "must answer /verify with at most 104857600 bytes"),
         ({"reward": 0.0, "mask_sample": True, "failure_reason": "no judge"}, "could not verify the rollout: no judge"),
     ],
 )

@@ -125,7 +125,12 @@ async def test_a_server_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (["no json"], "did not answer: JSONDecodeError"),
+        (["no json"], "it must be JSON: JSONDecodeError"),
+        (['{"type": "observation", "data": {"observation": {"x": NaN}}}'], "numbers in JSON must be finite, got NaN"),
+        (['{"type": "observation", "data": {"observation": {"x": [1e999]}}}'], "must be finite in float64"),
+        (['{"type": "observation", "data": {"observation": {}, "reward": 1' + "0" * 400 + "}}"], "finite in float64"),
+        (['{"type": "observation", "data": ' + "[" * 200 + "]" * 200 + "}"], "must be nested at most 100 deep"),
+        (["[" * 100_000], "it must be JSON: RecursionError"),
         (['{"type": "state", "data": {}}'], "must answer with an observation, got"),
         (["[1]"], "must answer with an observation, got"),
         (['{"type": "error", "data": {"message": "on fire", "code": "SESSION_ERROR"}}'], "SESSION_ERROR: on fire"),

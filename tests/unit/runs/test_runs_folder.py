@@ -13,6 +13,8 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.folder import claim_folder, lock_folder
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.settings.build import describe
 
 SETTINGS = {"output": "runs/a", "seed": 0, "trainer.optimizer.betas": [0.9, 0.999], "loop.num_steps": 5}
 
@@ -206,3 +208,48 @@ def test_what_a_killed_run_has_forked_does_not_hold_its_folder(tmp_path):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_keeps_no_secret_and_continues_without_it(tmp_path):
+    """The password of a database was in recipe.json, which all users could read."""
+    config = load_recipe(None).configure(
+        [
+            "--model=m", "--loop.num-steps=1", "--environment=verifiers:a",
+            "--sessions.store=postgresql://me:p@ss/w0rd@db.example/runs?sslmode=require&sslpassword=hunter2",
+            '--environment-arguments={judge = {api_key = "sk-aaaaaaaaaaaaaaaa", model = "j"}, max_tokens = 5}',
+        ]
+    )  # fmt: skip
+    claim_folder(tmp_path / "run", "a", describe(config))
+    file = tmp_path / "run" / "recipe.json"
+    kept = file.read_text()
+    for secret in ("p@ss", "w0rd", "hunter2", "sk-a"):
+        assert secret not in kept
+    settings = json.loads(kept)["settings"]
+    assert settings["sessions.store"] == "postgresql://me:***@db.example/runs?sslmode=require&sslpassword=***"
+    assert settings["environment_arguments"] == {"judge": {"api_key": "***", "model": "j"}, "max_tokens": 5}
+    make_step(tmp_path / "run")
+    assert claim_folder(tmp_path / "run", "a", describe(config))
+
+
+def test_a_secret_that_an_earlier_release_kept_is_removed_when_the_run_continues(tmp_path):
+    old = SETTINGS | {"agent.environment": {"JUDGE_API_KEY": "abc", "LEVEL": "3"}}
+    new = SETTINGS | {"agent.environment": {"JUDGE_API_KEY": "***", "LEVEL": "3"}}
+    claim_folder(tmp_path, "lookup.py", old)
+    make_step(tmp_path)
+    assert claim_folder(tmp_path, "lookup.py", new)
+    assert "abc" not in (tmp_path / "recipe.json").read_text()
+
+
+def test_the_folder_of_a_run_is_for_its_user_alone_and_one_that_was_there_stays_as_it_is(tmp_path):
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "shared").mkdir()
+        for name, mode in (("runs/a", 0o700), ("shared", 0o755)):
+            with lock_folder(tmp_path / name):
+                claim_folder(tmp_path / name, "lookup.py", SETTINGS)
+                assert (tmp_path / name).stat().st_mode & 0o777 == mode
+                for file in ("recipe.json", "run.lock"):
+                    assert (tmp_path / name / file).stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(before)

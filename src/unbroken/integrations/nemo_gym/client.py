@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
+from unbroken.errors import EnvServerError, InvalidInputError, RewardError, missing_extra
+from unbroken.ledger.numbers import to_finite_float32
+from unbroken.outside import MAX_ANSWER_BYTES, read_json
 from unbroken.rollout.failures import format_error
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -37,12 +39,11 @@ class ResourcesSession:
     async def seed(self, row: Mapping[str, Any]) -> None:
         """Begin the session with an example."""
         self._http = self._connect()
-        self._check(await self._post("/seed_session", row, self._timeout_s), "/seed_session")
+        self._check(*await self._post("/seed_session", row, self._timeout_s), "/seed_session")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[int, str]:
         """Call a tool; returns the status of the answer and its text."""
-        response = await self._post(f"/{quote(name)}", arguments, self._timeout_s)
-        return response.status_code, response.text
+        return await self._post(f"/{quote(name)}", arguments, self._timeout_s)
 
     async def verify(self, row: Mapping[str, Any], response: Mapping[str, Any]) -> float:
         """The reward of a response.
@@ -50,14 +51,15 @@ class ResourcesSession:
         Raises:
             EnvServerError: the server has none, or says that it does not count (`mask_sample`).
         """
-        answer = await self._post("/verify", {**row, "response": response}, self._verify_timeout_s)
-        self._check(answer, "/verify")
+        status, text = await self._post("/verify", {**row, "response": response}, self._verify_timeout_s)
+        self._check(status, text, "/verify")
         try:
-            result = answer.json()
-            reward = float(result["reward"])
-        except (ValueError, TypeError, KeyError):
+            result = read_json(text, max_bytes=MAX_ANSWER_BYTES)
+            reward = to_finite_float32(result["reward"], name="reward", error=RewardError)
+        except (InvalidInputError, RewardError, TypeError, KeyError) as error:
             raise EnvServerError(
-                f"the NeMo Gym server {self._url} must answer /verify with a reward, got {answer.text[:500]}"
+                f"the NeMo Gym server {self._url} must answer /verify with a reward, got {text[:500]}: "
+                f"{format_error(error)}"
             ) from None
         if result.get("mask_sample"):
             reason = result.get("failure_reason") or result.get("failure_kind") or "it does not say why"
@@ -70,9 +72,9 @@ class ResourcesSession:
             return
         try:
             if self._http.cookies:  # the session was begun
-                response = await self._post("/close_session", {}, _CLOSE_TIMEOUT_S)
-                if response.status_code >= 500:
-                    self._check(response, "/close_session")
+                status, text = await self._post("/close_session", {}, _CLOSE_TIMEOUT_S)
+                if status >= 500:
+                    self._check(status, text, "/close_session")
         finally:
             http, self._http = self._http, None
             await http.aclose()
@@ -87,13 +89,25 @@ class ResourcesSession:
             timeout=None, trust_env=not self._is_local, verify=urlsplit(self._url).scheme == "https"
         )
 
-    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
+    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[int, str]:
+        """The status of the answer and its text."""
         import httpx
 
         assert self._http is not None, "the session has begun"
         try:
-            async with self._turn, asyncio.timeout(timeout_s):
-                return await self._http.post(f"{self._url}{path}", json=dict(body))
+            async with (
+                self._turn,
+                asyncio.timeout(timeout_s),
+                self._http.stream("POST", f"{self._url}{path}", json=dict(body)) as response,
+            ):
+                data = bytearray()
+                async for piece in response.aiter_bytes():
+                    data += piece
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise EnvServerError(
+                            f"the NeMo Gym server {self._url} must answer {path} with at most {MAX_ANSWER_BYTES} bytes"
+                        )
+                return response.status_code, data.decode("utf-8", "replace")
         except TimeoutError:
             raise EnvServerError(
                 f"the NeMo Gym server {self._url} did not answer {path} within {timeout_s:g} s"
@@ -103,8 +117,6 @@ class ResourcesSession:
                 f"the NeMo Gym server {self._url} cannot be reached for {path}: {format_error(error)}"
             ) from error
 
-    def _check(self, response: Any, path: str) -> None:
-        if response.status_code >= 400:
-            raise EnvServerError(
-                f"the NeMo Gym server {self._url} answered {path} with {response.status_code}: {response.text[:500]}"
-            )
+    def _check(self, status: int, text: str, path: str) -> None:
+        if status >= 400:
+            raise EnvServerError(f"the NeMo Gym server {self._url} answered {path} with {status}: {text[:500]}")

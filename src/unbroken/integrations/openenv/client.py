@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
+from unbroken.outside import MAX_ANSWER_BYTES, read_json
 from unbroken.rollout.failures import format_error
 
-MAX_MESSAGE_BYTES = 100 * 2**20
 _BUSY = "CAPACITY_REACHED"
 _RETRY_S = 0.5
 
@@ -85,7 +85,7 @@ class OpenEnvClient:
             self._socket = await websockets.connect(
                 self._url,
                 open_timeout=self._timeout_s,
-                max_size=MAX_MESSAGE_BYTES,
+                max_size=MAX_ANSWER_BYTES,
                 ping_interval=None,  # a server that computes in its event loop does not answer pings
                 proxy=None if self._is_local else True,
             )
@@ -103,7 +103,7 @@ class OpenEnvClient:
                 async with asyncio.timeout(self._timeout_s):
                     with suppress(websockets.ConnectionClosed):  # a server that closes has said why before
                         await self._socket.send(json.dumps(message))
-                    answer = json.loads(await self._socket.recv())
+                    answer = read_json(await self._socket.recv(), max_bytes=MAX_ANSWER_BYTES)
             except TimeoutError:
                 raise EnvServerError(
                     f"the OpenEnv server {self._url} did not answer within {self._timeout_s:g} s"

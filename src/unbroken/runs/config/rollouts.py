@@ -51,6 +51,6 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         if self.url is not None and self.store is not None:
-            raise InvalidInputError(f"sessions.store must be left out with sessions.url, got {self.store!r}")
+            raise InvalidInputError("sessions.store must be left out with sessions.url, got both")
         if self.url is None and self.api_key_file is not None:
             raise InvalidInputError("sessions.api_key_file must be left out without sessions.url")

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.settings.fields import Field, Section, section_of
-from unbroken.runs.settings.values import check_toml, parse_toml, parse_word, to_json
+from unbroken.runs.settings.values import check_toml, parse_toml, parse_word, redact, to_json
 
 Values: TypeAlias = Mapping[str, Any]
 """Values of fields by their dotted names."""
@@ -100,8 +100,13 @@ def build(section: Section, values: Values) -> Any:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Get all values of a config by their dotted names, as JSON values; an optional part that is left out is None."""
-    return _describe_section(section_of(type(config), base=config))
+    """Get all values of a config by their dotted names, as JSON values, to be kept and compared: without secrets.
+
+    An optional part that is left out is None.
+    """
+    return {
+        name: redact(value, name) for name, value in _describe_section(section_of(type(config), base=config)).items()
+    }
 
 
 def _describe_section(section: Section) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -53,6 +54,23 @@ def parse_toml(text: str, *, name: str) -> Any:
         raise InvalidInputError(f"{name} must be written as in TOML, got {text!r}: {error}") from None
 
 
+_HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(?i:^token|(?:^|[_.-])(?:api[_-]?keys?|(?:access|private|secret)[_-]?keys?|secret|passw(?:or)?d|passphrase|"
+    r"credentials?|authorization|(?:access|api|auth|bearer|hf|hub|refresh)[_-]?token))$"
+    r"|^[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASS|CREDENTIALS)$"
+)
+"""Of a variable, a header or an argument whose value is a secret."""
+_SECRETS = (
+    re.compile(r"(^postgres(?:ql)?://[^:@\s]*:).+(?=@)"),
+    re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)"),
+    re.compile(r"(?i)([?&][\w-]*(?:key|token|secret|password|signature|sig)=)[^&\s#]+"),
+    re.compile(r"((?i:\bauthorization: *(?:\w+ )?)|\bBearer (?=[\w.~+/=-]{16}))\S+"),
+    re.compile(r"()\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}"),
+)
+"""Secrets in a text, after what stays: a URL's password or parameters, a header's credentials, keys of known forms."""
+
+
 def to_json(value: Any) -> Any:
     """Convert a value to what JSON can hold, so that equal values stay equal."""
     if dataclasses.is_dataclass(value):
@@ -66,6 +84,21 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return value
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """A value of JSON without the secrets in it: what names or forms say is one. The rest stays, to be compared."""
+    if isinstance(value, Mapping):
+        return {key: redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [redact(item, name) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if _SECRET_NAME.search(name):
+        return _HIDDEN
+    for pattern in _SECRETS:
+        value = pattern.sub(rf"\g<1>{_HIDDEN}", value)
+    return value
 
 
 def format_value(value: Any) -> str:

@@ -15,6 +15,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.config import RolloutConfig, RunConfig
 from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
 from unbroken.runs.settings.fields import section_of
+from unbroken.runs.settings.values import redact
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction
 from unbroken.types import SamplingParams
@@ -245,3 +246,23 @@ def test_a_correction_is_a_config_of_its_own():
     given = {"trainer.correction.high": 3.0}
     section = section_of(Config, base=from_options())
     assert build(section, given).trainer.correction == Correction(high=3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        *((name, "x", "***") for name in ("WANDB_API_KEY", "HF_TOKEN", "DB_PASSWORD", "api_key", "access_token")),
+        *((name, "x", "***") for name in ("Authorization", "X-Api-Key", "token", "proxy_password")),
+        *(("api_keys", ["x", ""], ["***", ""]), ("a.b.client_secret", "x", "***"), ("password", None, None)),
+        *(("max_tokens", "5", "5"), ("bos_token", "<s>", "<s>"), ("api_key_file", "k", "k"), ("key", "a", "a")),
+        ("url", "http://u:p:w@h:1/a?b=c", "http://u:***@h:1/a?b=c"),
+        ("url", "https://h/a?x=1&api_key=k&y=2#f", "https://h/a?x=1&api_key=***&y=2#f"),
+        ("url", "http://h:80/s/abc/v1?v=key", "http://h:80/s/abc/v1?v=key"),
+        ("command", ["curl", "-H", "Authorization: Bearer abcdefgh.ijk"], ["curl", "-H", "Authorization: Bearer ***"]),
+        ("text", "a basic question, hf_ and sk-learn", "a basic question, hf_ and sk-learn"),
+        ("text", "use sk-proj-0123456789abcdef here", "use *** here"),
+    ],
+)  # fmt: skip
+def test_what_is_a_secret_is_left_out_of_what_is_kept_and_nothing_else(name, value, kept):
+    assert redact({"outer": {name: value}}) == {"outer": {name: kept}}
+    assert redact(kept, name) == kept
