@@ -192,8 +192,9 @@ async def test_the_ids_of_an_aborted_request_count_also_after_a_restart(tmp_path
                     await asyncio.sleep(0.01)
             asking.cancel()
         async with asyncio.timeout(20):
-            while (await gateway.look(created))["counters"].get("aborted/sampled_ids") != 10:  # noqa: ASYNC110
+            while not (stored := store.load(created["session_id"])) or not stored.counters:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert (await gateway.look(created))["counters"] == stored.counters == {"aborted/sampled_ids": 10}
         async with restarted(gateway, store) as again:
             answer = await again.agent(created).post(CHAT, json=ask_for(1, stream=False))
             assert answer.json()["choices"][0]["finish_reason"] == "length"
