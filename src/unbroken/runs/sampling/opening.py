@@ -17,6 +17,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.models import find_context_length, load_image_inputs, load_model_renderer
 from unbroken.runs.processes import Rank
 from unbroken.runs.sessions import open_sessions
+from unbroken.runs.settings.values import redact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class SamplerOpener:
         if has_own_engine and _have_agents(self.evaluate_on) and (config.sessions.url or config.sessions.store):
             raise InvalidInputError(
                 "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations "
-                f"get a gateway and a store of their own, got {config.sessions.url!r} and {config.sessions.store!r}"
+                f"get a gateway and a store of their own, got {redact([config.sessions.url, config.sessions.store])}"
             )
 
     def load_images(self) -> ImageInputs | None:
