@@ -32,7 +32,7 @@ from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pass_size import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.routing import RoutingStats, balance_loss, count_ids
-from unbroken.training.model.scores import Entropy
+from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.model.scoring import RowScores, score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
 from unbroken.training.objective.base import Objective, UpdateSize
@@ -232,7 +232,7 @@ class Updater:
             versions=torch.cat([batch.versions_N for batch in batches]).cpu().numpy(),
             grad_norm=self._apply_gradients(learning_rate),
             learning_rate=learning_rate,
-            router_loss=None if choices_2E is None else float(balance_loss(choices_2E)),
+            router_loss=None if choices_2E is None else float(balance_loss(choices_2E, choices_2E[1])),
             entropy_weight=None if config.entropy_control is None else self.entropy_weight,
             routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
         )
@@ -259,11 +259,9 @@ class Updater:
         """
         found = []
         for batch in batches:
-            pixels = self._pixels(batch.images, batch.token_ids_BT)
-            none_BT = torch.zeros_like(batch.loss_mask_BT)  # no logprobs
-            given = (batch.position_ids_BT, Entropy.NONE, batch.experts_BTLK, None, batch.counted_BT)
             with self._accelerator.autocast():
-                found.append(self._unwrapped(batch.token_ids_BT, none_BT, 1.0, pixels, *given).choices_2E)
+                without_logprobs = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+                found.append(self._run_pass(self._unwrapped, without_logprobs).choices_2E)
         mine = [choices_2E.cpu() for choices_2E in found if choices_2E is not None]
         return torch.stack(gather_object(mine)).sum(0).to(self._accelerator.device)
 
@@ -284,30 +282,24 @@ class Updater:
         entropy = self._objective.get_entropy(config)
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self._accelerator.no_sync(self._policy):
-                pixels = self._pixels(batch.images, batch.token_ids_BT)
-                scores = self._policy(
-                    batch.token_ids_BT,
-                    batch.loss_mask_BT,
-                    temperature,
-                    pixels,
-                    batch.position_ids_BT,
-                    entropy,
-                    batch.experts_BTLK,
-                    batch.tree,
-                    batch.counted_BT,
-                )
+                scores = self._run_pass(self._policy, batch, temperature, entropy)
                 if self._has_own_old_logprobs:
                     batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())
                 loss, of_batch = self._objective.batch_loss(scores, batch, config)
                 if choices_2E is not None and scores.choices_2E is not None:
-                    # The pass's own probabilities, with gradient, in place of their values among those of all passes.
-                    own = scores.choices_2E[1] - scores.choices_2E[1].detach()
-                    balance = balance_loss(torch.stack([choices_2E[0], choices_2E[1] + own]))
-                    loss = loss + config.router_loss_weight * (balance - balance.detach())
+                    loss = loss + config.router_loss_weight * balance_loss(choices_2E, scores.choices_2E[1])
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             stats += of_batch
             logprobs.append(scores.logprobs_N.detach())
         return stats, torch.cat(logprobs).cpu().numpy()
+
+    def _run_pass(
+        self, policy: Any, batch: Batch, temperature: float = 1.0, entropy: Entropy = Entropy.NONE
+    ) -> TokenScores:
+        pixels = self._pixels(batch.images, batch.token_ids_BT)
+        given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT)
+        scores: TokenScores = policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given)
+        return scores
 
     def _take_routing_counts(self) -> RoutingStats:
         """What was replayed in the passes since the last call."""

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import letters_recipe
+from support.models import tiny_qwen3
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineConfig, EngineKind, LoraConfig, RunConfig
 from unbroken.runs.engines import _lora_options, _serve_command
-from unbroken.training.config import LoopConfig, LoraUpdates, TrainerConfig
+from unbroken.runs.models import prepare_model
+from unbroken.training.config import LoopConfig, LoraUpdates, Reference, TrainerConfig
+from unbroken.training.loss_config import ReferenceSync
 
 
 def test_a_run_with_the_adapter_is_the_run_with_merged_weights(tmp_path: Path) -> None:
@@ -36,6 +40,22 @@ def test_an_adapter_without_lora_is_refused() -> None:
         RunConfig(
             output=Path("x"), loop=LoopConfig(num_steps=1), trainer=TrainerConfig(lora_updates=LoraUpdates.ADAPTER)
         )
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_reference_of_adapters_is_a_copy_of_the_base_only_if_it_follows_them(follows: bool) -> None:
+    trainer = TrainerConfig(kl_weight=0.1, reference_sync=ReferenceSync(every=2) if follows else None)
+    config = RunConfig(output=Path("x"), loop=LoopConfig(num_steps=1), lora=LoraConfig(rank=4), trainer=trainer)
+    base = tiny_qwen3()
+    model, reference = prepare_model(base, config)
+    assert model.get_base_model() is base
+    if follows:
+        expected = dict(tiny_qwen3().named_parameters())
+        assert all(torch.equal(expected[name], weight) for name, weight in reference.named_parameters())
+        trained = {weight.data_ptr() for weight in model.parameters()}
+        assert trained.isdisjoint(weight.data_ptr() for weight in reference.parameters())
+    else:
+        assert reference is Reference.BASE
 
 
 def test_an_engine_that_the_run_starts_is_started_for_the_rank() -> None:

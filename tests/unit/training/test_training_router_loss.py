@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 from support.adapted import with_lora
 from support.architectures import tiny_model
-from support.rows import random_rows
+from support.rows import group, random_rows, trajectory
+from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
@@ -85,6 +88,14 @@ def test_recorded_experts_can_be_replayed_beside_it():
         changes_of(tiny_model("qwen3_moe"), router_loss_weight=0.5, routing_replay=replays) for replays in (False, True)
     )
     assert replayed == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_groups_of_equal_rewards_are_trained_on_for_the_balance(weight):
+    groups = [group(trajectory(1.0), trajectory(1.0))]
+    units = asyncio.run(PolicyGradient().make_units(groups, Counters(), TrainerConfig(router_loss_weight=weight)))
+    assert [len(unit.rows) for unit in units] == [int(weight > 0)] * 2
+    assert [len(unit.idle_rows) for unit in units] == [int(weight == 0)] * 2
 
 
 def test_what_has_no_balance_is_refused_by_name():

@@ -169,6 +169,6 @@ def _last_hidden(model: Any, router_logits: list[torch.Tensor] | None, **inputs:
         inputs["output_router_logits"] = True
     outputs = get_backbone(model)(**inputs, use_cache=False)
     if router_logits is not None:
-        router_logits.extend(outputs.router_logits)
+        router_logits.extend(getattr(outputs, "router_logits", None) or ())
     hidden_BTD: torch.Tensor = outputs.last_hidden_state
     return hidden_BTD

@@ -8,6 +8,7 @@ the backward pass computes each chunk again instead of keeping it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -381,14 +382,14 @@ class PolicyLogprobs(nn.Module):
     @torch.no_grad()
     def _check_choices(self, probe_BT: torch.Tensor) -> None:
         """Check that the balance of experts is the model's own."""
+        outputs = self.causal(input_ids=probe_BT, output_router_logits=True, use_cache=False)
+        found, expected = math.nan, float(getattr(outputs, "aux_loss", None) or math.nan)
         router_logits: list[torch.Tensor] = []
-        is_same = False
-        expected = getattr(self.causal(input_ids=probe_BT, output_router_logits=True), "aux_loss", None)
-        if expected is not None:
-            hidden_states(self.causal, probe_BT, router_logits=router_logits)
+        hidden_states(self.causal, probe_BT, router_logits=router_logits)
+        if router_logits and math.isfinite(expected):
             choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self.causal.num_experts_per_tok)
-            is_same = bool(torch.isclose(balance_loss(choices_2E), expected.float(), rtol=PROBE_TOLERANCE))
-        if not is_same:
+            found = float(balance_loss(choices_2E, choices_2E[1]))
+        if not math.isclose(found, expected, rel_tol=PROBE_TOLERANCE):
             raise InvalidInputError(
                 f"{type(self.causal).__name__} must be a mixture of experts with the aux_loss of Mixtral, with "
                 "TrainerConfig.router_loss_weight above 0"

@@ -61,15 +61,14 @@ def count_choices(router_logits: Sequence[torch.Tensor], counted_N: torch.Tensor
     return torch.stack(layers).sum(0)
 
 
-def balance_loss(choices_2E: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss of the Switch Transformer (arXiv:2101.03961) as transformers computes it for K experts an
-    id: E times the sum over experts of the mean number of choices and the mean probability. It is K if all are equal.
+def balance_loss(choices_2E: torch.Tensor, probabilities_E: torch.Tensor) -> torch.Tensor:
+    """The part that some passes have in the load-balancing loss of the Switch Transformer (arXiv:2101.03961) as
+    transformers computes it: E times the sum over experts of the mean number of choices and the mean probability.
 
-    Worked example, two layers of one id, K 1 and E 2, choices 2 0 and probabilities 0.7 + 0.6 and 0.3 + 0.4: the means
-    are 1 0 and 0.65 0.35, and the loss is 2 * 0.65 = 1.3.
+    `choices_2E` are those of all passes. Worked example, two layers of one id and E 2, choices 2 0 and probabilities
+    0.7 + 0.6 and 0.3 + 0.4: the means are 1 0 and 0.65 0.35, and the loss is 2 * 0.65 = 1.3.
     """
-    times_E, probabilities_E = choices_2E
-    loss: torch.Tensor = len(times_E) * (times_E * probabilities_E).sum() / probabilities_E.detach().sum() ** 2
+    loss: torch.Tensor = len(probabilities_E) * (choices_2E[0] * probabilities_E).sum() / choices_2E[1].sum() ** 2
     return loss
 
 

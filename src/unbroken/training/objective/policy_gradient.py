@@ -303,7 +303,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     def _get_row_policy(self, config: TrainerConfig) -> RowPolicy:
         keeps = config.zero_variance is ZeroVarianceRows.COUNT
         has_distance = config.kl_weight > 0 and config.kl.place is KlPlace.LOSS
-        in_loss = has_distance or config.entropy_weight > 0 or config.entropy_control is not None
+        has_entropy = config.entropy_weight > 0 or config.entropy_control is not None
+        in_loss = has_distance or has_entropy or config.router_loss_weight > 0
         return RowPolicy(
             keep_equal=keeps and (in_loss or config.kl_weight > 0),
             keep_unscored=keeps and in_loss,
