@@ -29,6 +29,7 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -131,7 +132,8 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
     shared = case == "shared"
     server = Server(directory / "version" if shared else None)
     source = Source(server, rank, case)
-    trainer = Trainer(tiny_qwen3(), TrainerConfig().for_stale_rows(), accelerator=accelerator)
+    config = PolicyGradient().for_stale_rows(TrainerConfig())
+    trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator)
 
     async def on_rollouts(rollouts: Any) -> None:
         source.trained += [int(each.group_id) for each in rollouts.groups]

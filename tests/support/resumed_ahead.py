@@ -16,6 +16,7 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -65,7 +66,8 @@ def run(*, directory: str, max_staleness: int = 2, kill_at: str | None = None, k
 
 
 async def _run(directory: Path, max_staleness: int, kill: KillAt) -> None:
-    trainer = Trainer(tiny_qwen3(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3)).for_stale_rows())
+    config = PolicyGradient().for_stale_rows(TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3)))
+    trainer = Trainer(tiny_qwen3(), config)
     engine = TransformersEngine(tiny_qwen3())
 
     async def on_rollouts(rollouts: Any) -> None:

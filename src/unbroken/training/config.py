@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from unbroken.errors import InvalidInputError
@@ -158,7 +158,7 @@ class TrainerConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs | None = None
     """None: the sampler's, or for gspo and gspo_token the recomputed ones; in a run with `loop.max_staleness`, the
-    recomputed ones, with the correction tis."""
+    sampler's with clip.dual 3 for the loss clipped, and for others the recomputed ones with the correction tis."""
     normalization: LossNormalization | None = None
     """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None
@@ -284,20 +284,6 @@ class TrainerConfig:
     def chosen_correction(self) -> Correction:
         """The correction, whether given or not."""
         return self.correction or Correction()
-
-    def for_stale_rows(self) -> TrainerConfig:
-        """Return this config with truncated importance sampling for ids of older weights, unless it says otherwise.
-
-        A ratio to the sampler, clipped as PPO does, would take the gradient from the ids that older weights found
-        unlikely, and leave that of bad ones without a bound. So the ratio is to the trainer's own logprobs before the
-        step, and each id has the weight min(trainer / sampler, 2). With one update a step, that is truncated importance
-        sampling and costs no pass; with several, the decoupled loss (AReaL, arXiv:2505.24298).
-        """
-        old_logprobs = self.old_logprobs or OldLogprobs.RECOMPUTE
-        correction = self.correction
-        if correction is None and old_logprobs is OldLogprobs.RECOMPUTE:
-            correction = Correction(kind=CorrectionKind.TIS)
-        return replace(self, old_logprobs=old_logprobs, correction=correction)
 
     def has_constant_if(self, normalization: LossNormalization) -> bool:
         """Whether `max_trajectory_tokens` is given exactly if this normalization divides by it."""

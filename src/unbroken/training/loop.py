@@ -90,7 +90,7 @@ async def train(
 
     With `config.max_staleness` above 0 the engine samples while the trainer trains (docs/design/0017-asynchronous.md).
     Then, too, `collect` is a `GroupSource`, and the trainer's config should correct for older weights
-    (`TrainerConfig.for_stale_rows`). `observer` sees what happens when, and `needs_engine` says whether `after_step`
+    (`Objective.for_stale_rows`). `observer` sees what happens when, and `needs_engine` says whether `after_step`
     samples after this number of steps: it then waits until the weights are published.
 
     `timeline` gets a slice for all that is done and, with `max_staleness`, for each group; it is not closed.

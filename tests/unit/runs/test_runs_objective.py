@@ -18,7 +18,7 @@ from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings.build import describe
 from unbroken.training.config import LoopConfig, OldLogprobs, TrainerConfig
-from unbroken.training.loss_config import Correction, CorrectionKind, LossNormalization, OverlongConfig
+from unbroken.training.loss_config import ClipConfig, Correction, CorrectionKind, LossNormalization, OverlongConfig
 from unbroken.training.objective.advantages import StepAdvantages, grpo_advantages, rloo_advantages
 from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
 from unbroken.training.objective.losses import LOSSES
@@ -42,10 +42,10 @@ def test_each_algorithm_has_its_objective():
 
 def test_a_run_with_staleness_corrects_for_older_weights_unless_its_settings_say_otherwise():
     stale = {"loop": LoopConfig(num_steps=1, max_staleness=1), "output": Path("runs/test")}
-    config = RunConfig(**stale)
-    assert config.training == TrainerConfig(
-        old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction(kind=CorrectionKind.TIS)
-    )
+    clip = ClipConfig(low=0.2, high=0.28, dual=3.0)
+    assert RunConfig(**stale).training == TrainerConfig(old_logprobs=OldLogprobs.SAMPLER, clip=clip)
+    tis = TrainerConfig(old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction(kind=CorrectionKind.TIS))
+    assert RunConfig(**stale, algorithm=Algorithm.GSPO).training == tis
     clipped = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
     assert RunConfig(**stale, trainer=clipped).training == clipped
     assert make_config().training == TrainerConfig()

@@ -21,6 +21,7 @@ from unbroken.training.loss_config import (
     TruncatedRows,
 )
 from unbroken.training.objective.losses import LOSSES
+from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grpo
 
@@ -197,14 +198,29 @@ def test_without_warm_up_the_learning_rate_is_full_at_once():
     assert OptimizerConfig(learning_rate=0.5).learning_rate_at(0) == 0.5
 
 
-def test_stale_rows_get_truncated_importance_sampling_unless_the_config_says_otherwise():
-    tis = Correction(kind=CorrectionKind.TIS)
-    changed = TrainerConfig(num_minibatches=2).for_stale_rows()
-    assert (changed.old_logprobs, changed.correction, changed.num_minibatches) == (OldLogprobs.RECOMPUTE, tis, 2)
-    clipped = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
-    assert clipped.for_stale_rows() == clipped
-    without = TrainerConfig(old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction())
-    assert without.for_stale_rows() == without
+def test_stale_rows_get_a_clip_around_the_sampler_that_bounds_bad_ids_too():
+    changed = PolicyGradient().for_stale_rows(TrainerConfig(num_minibatches=2, clip=ClipConfig(low=0.1)))
+    assert (changed.old_logprobs, changed.correction, changed.num_minibatches) == (OldLogprobs.SAMPLER, None, 2)
+    assert changed.clip == ClipConfig(low=0.1, high=0.28, dual=3.0)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "sapo"])
+def test_stale_rows_of_other_losses_get_truncated_importance_sampling(loss):
+    changed = PolicyGradient(loss=LOSSES[loss]).for_stale_rows(TrainerConfig())
+    assert (changed.old_logprobs, changed.correction) == (OldLogprobs.RECOMPUTE, Correction(kind=CorrectionKind.TIS))
+    assert changed.clip == ClipConfig()
+
+
+def test_stale_rows_are_corrected_as_the_config_says():
+    corrected = PolicyGradient().for_stale_rows(TrainerConfig(old_logprobs=OldLogprobs.RECOMPUTE))
+    assert corrected.correction == Correction(kind=CorrectionKind.TIS)
+    for settings in (
+        {"old_logprobs": OldLogprobs.SAMPLER},
+        {"old_logprobs": OldLogprobs.RECOMPUTE, "correction": Correction()},
+    ):
+        config = TrainerConfig(**settings)
+        assert PolicyGradient().for_stale_rows(config) == config
+    assert OnlineDpo().for_stale_rows(TrainerConfig()) == TrainerConfig()
 
 
 def test_a_max_lag_beside_max_staleness_is_refused():

@@ -122,8 +122,9 @@ class RunConfig:
         """`trainer`, with what the algorithm needs and with the correction of `loop.max_staleness`, unless it says
         otherwise.
         """
-        is_stale = self.loop.max_staleness > 0 and self.algorithm is not Algorithm.ONLINE_DPO
-        trainer, most = self.trainer.for_stale_rows() if is_stale else self.trainer, self.max_sampled_tokens
+        trainer, most = self.trainer, self.max_sampled_tokens
+        if self.loop.max_staleness > 0:
+            trainer = self.objective.for_stale_rows(trainer)
         if self.algorithm is Algorithm.DAPO and trainer.overlong is None:
             trainer = replace(trainer, overlong=OverlongConfig(max_tokens=most, buffer=max(most // 5, 1)))
         if self.algorithm is Algorithm.DR_GRPO and (trainer.normalization or trainer.max_trajectory_tokens) is None:

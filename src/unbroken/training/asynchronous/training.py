@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +27,10 @@ from unbroken.training.snapshots import Snapshot
 from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics
 from unbroken.training.waiting import log_waiting
 
+MAX_STEADY_STALENESS = 4
+"""Up to it, runs with the defaults learned as without staleness, over several seeds."""
+_logger = logging.getLogger(__name__)
+
 
 async def train_asynchronously(
     source: GroupSource,
@@ -38,6 +43,13 @@ async def train_asynchronously(
 ) -> None:
     """Make the remaining steps of a run; the engine has the trainer's weights. Raises as `run_steps` does."""
     config = steps.config
+    if config.max_staleness > MAX_STEADY_STALENESS and steps.trainer.is_main_process:
+        _logger.warning(
+            "loop.max_staleness is %d: in our runs some became worse again above %d, unless the learning rate was a "
+            "quarter; watch mismatch/k3 and the reward (docs/training.md, Sampling while training)",
+            config.max_staleness,
+            MAX_STEADY_STALENESS,
+        )
     times = IdleTimes()
     observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]
     notices = await Notices.open(steps.trainer)

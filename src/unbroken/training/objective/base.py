@@ -150,6 +150,10 @@ class Objective(ABC, Generic[UnitT]):
         """The old logprobs, whether the config has them or not."""
         return config.old_logprobs or OldLogprobs.SAMPLER
 
+    def for_stale_rows(self, config: TrainerConfig) -> TrainerConfig:
+        """The config for ids of older weights, in what it leaves open."""
+        return config
+
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """Whether `OldLogprobs.RECOMPUTE` must have them before the first forward pass of the step's only update."""
         return True

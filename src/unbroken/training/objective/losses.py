@@ -46,6 +46,9 @@ class PolicyLoss:
     function: PolicyLossFn
     clip: ClipConfig = field(default_factory=lambda: ClipConfig(low=0.2, high=0.28))
     """The values of the fields that are not given."""
+    stale_clip: ClipConfig | None = None
+    """The same in a run with `loop.max_staleness`, around the sampler's logprobs; None: around the trainer's own, with
+    the correction tis."""
     uses: tuple[str, ...] = ("low", "high", "dual")
     """The fields of `ClipConfig` that it reads; others are refused."""
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER
@@ -143,7 +146,7 @@ _GSPO = PolicyLoss(
 )
 
 LOSSES: Mapping[str, PolicyLoss] = {
-    "clipped": PolicyLoss(function=clipped),
+    "clipped": PolicyLoss(function=clipped, stale_clip=ClipConfig(low=0.2, high=0.28, dual=3.0)),
     "gspo": replace(_GSPO, is_uniform=True),
     "gspo_token": replace(_GSPO, function=gspo_token),
     "cispo": PolicyLoss(function=cispo, clip=ClipConfig(high=4.0), uses=("low", "high")),

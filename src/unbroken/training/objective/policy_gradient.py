@@ -21,6 +21,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import (
+    Correction,
     CorrectionKind,
     FailedRows,
     KlPlace,
@@ -163,6 +164,22 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     def get_old_logprobs(self, config: TrainerConfig) -> OldLogprobs:
         """Those of the loss, unless the config has others."""
         return config.old_logprobs or as_policy_loss(self.loss).old_logprobs
+
+    def for_stale_rows(self, config: TrainerConfig) -> TrainerConfig:
+        """The config with a bound on what ids of older weights do, unless it has one.
+
+        Their weights drift from the policy that is trained, and a step sees only later what those before it did. The
+        clip around the sampler (`PolicyLoss.stale_clip`) stops the policy there: what went far enough has no gradient.
+        Other losses get the trainer's own logprobs before the step, and each id the weight min(trainer / sampler, 2):
+        truncated importance sampling, and with several updates a step the decoupled loss (AReaL, arXiv:2505.24298).
+        """
+        loss, old_logprobs, correction = as_policy_loss(self.loss), config.old_logprobs, config.correction
+        if old_logprobs is None and loss.stale_clip is not None:
+            clip = replace(loss, clip=loss.stale_clip).complete(config.clip)
+            return replace(config, old_logprobs=OldLogprobs.SAMPLER, clip=clip)
+        if correction is None and old_logprobs is not OldLogprobs.SAMPLER:
+            correction = Correction(kind=CorrectionKind.TIS)
+        return replace(config, old_logprobs=old_logprobs or OldLogprobs.RECOMPUTE, correction=correction)
 
     def needs_old_logprobs(self, config: TrainerConfig) -> bool:
         """For distances in the rewards, and for sums over whole trajectories."""

@@ -105,6 +105,16 @@ async def test_a_bandit_is_learnt_from_weights_within_the_bound(tmp_path, max_st
     assert sum(line["seconds/step"] for line in logged) == pytest.approx(trainer_s / 1e6, rel=0.2)
 
 
+@pytest.mark.parametrize("max_staleness", [4, 5])
+async def test_a_run_warns_once_of_more_staleness_than_holds(tmp_path, caplog, max_staleness):
+    bandit = Bandit(TransformersEngine(tiny_qwen3()))
+    await run(tmp_path, bandit, num_steps=2, max_staleness=max_staleness)
+    await bandit.engine.close()
+    warnings = [record.getMessage() for record in caplog.records if "max_staleness" in record.getMessage()]
+    assert len(warnings) == (max_staleness > 4)
+    assert all("max_staleness is 5: in our runs some became worse again above 4" in each for each in warnings)
+
+
 async def test_i6_an_id_that_was_sampled_after_an_update_has_the_logprob_of_the_newer_weights(tmp_path):
     """One sequence has ids of several versions; those of the trainer's own version agree with it to rounding."""
     bandit = Bandit(TransformersEngine(tiny_qwen3()), num_ids=40)

@@ -61,7 +61,7 @@ def measure(objective: Any, config: TrainerConfig, k3: float, **options: Any) ->
 @pytest.mark.parametrize("name", Algorithm)
 def test_no_default_clips_or_masks_more_than_a_hundredth_for_rounding_alone(name, max_staleness, k3):
     objective = make_objective(name, advantages=None, loss=None, pairs=Pairing.OUTSIDE_IN)
-    config = TrainerConfig() if max_staleness == 0 else TrainerConfig().for_stale_rows()
+    config = TrainerConfig() if max_staleness == 0 else objective.for_stale_rows(TrainerConfig())
     assert max(measure(objective, config, k3)) <= 0.01
 
 
