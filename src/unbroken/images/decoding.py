@@ -7,7 +7,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,10 +84,13 @@ class ImageLimits:
     """None for no limit."""
 
     @contextmanager
-    def reserve(self, *images: EncodedImage, name: str = "image") -> Iterator[None]:
-        """Hold the memory to decode images, all at a time, by their headers. Raises `ImageError` as `check_image`."""
-        sizes = [check_image(image, self, name=name) for image in images]
-        with nullcontext() if self.budget is None else self.budget.reserve(sizes, name=name):
+    def reserve(self, images: Mapping[str, EncodedImage]) -> Iterator[None]:
+        """Hold the memory to decode images, all at a time, by their headers. The keys are their names in errors.
+
+        Raises `ImageError` as `check_image`, and for images that the budget never has room for.
+        """
+        sizes = [check_image(image, self, name=name) for name, image in images.items()]
+        with nullcontext() if self.budget is None else self.budget.reserve(sizes, name=", ".join([*images][:3])):
             yield
 
 

@@ -126,7 +126,7 @@ class HfImageProcessor:
         unknown = sorted(set(chosen) - self._settings)
         if unknown:
             raise ImageError(f"mm_processor_kwargs must be some of {sorted(self._settings)}, got {unknown}")
-        with self._limits.reserve(image, name=name):
+        with self._limits.reserve({name: image}):
             picture = decode_image(image, self._limits, name=name)
             try:
                 outputs = self._processor(

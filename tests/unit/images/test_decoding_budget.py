@@ -31,7 +31,7 @@ class Watched:
         self.num_held = self.most_held = 0
 
     def hold(self, image: EncodedImage, num_pixels: int, *, seconds: float = 0.005) -> None:
-        with self._limits.reserve(image):
+        with self._limits.reserve({"image": image}):
             with self._lock:
                 self.num_held += num_pixels
                 self.most_held = max(self.most_held, self.num_held)
@@ -56,11 +56,11 @@ def test_small_ones_do_not_overtake_a_large_one_for_ever() -> None:
     large, small, order = make_png(100), make_png(10), []
 
     def hold(image: EncodedImage, name: str) -> None:
-        with limits.reserve(image):
+        with limits.reserve({"image": image}):
             order.append(name)
 
     with ThreadPoolExecutor(8) as threads:
-        with limits.reserve(small):
+        with limits.reserve({"image": small}):
             waiting = [threads.submit(hold, large, "large")]
             time.sleep(0.05)
             waiting += [threads.submit(hold, small, "small") for _ in range(4)]
@@ -79,16 +79,19 @@ def test_a_file_of_8_kb_that_needs_a_gigabyte_is_refused_by_its_header() -> None
     expected = (
         r"image must need at most 1000000000 bytes to be decoded \(image_memory_mib\), got 1073217600 for 67076100"
     )
-    with pytest.raises(ImageError, match=expected), limits.reserve(file):
+    with pytest.raises(ImageError, match=expected), limits.reserve({"image": file}):
         pass
     assert time.monotonic() - started < 0.2
 
 
 def test_the_pictures_of_one_request_count_together() -> None:
     limits = ImageLimits(budget=DecodingBudget(16 * 10_000 + 4 * 3 * 10_000))
-    with limits.reserve(*[make_png(100)] * 4):
+    with limits.reserve({str(k): make_png(100) for k in range(4)}):
         pass
-    with pytest.raises(ImageError, match="got 320000 for 50000 pixels"), limits.reserve(*[make_png(100)] * 5):
+    with (
+        pytest.raises(ImageError, match="got 320000 for 50000 pixels"),
+        limits.reserve({str(k): make_png(100) for k in range(5)}),
+    ):
         pass
 
 

@@ -73,7 +73,7 @@ class PromptMaker:
         return made
 
     def _prompt(self, spans: Sequence[ImageSpan], prompt_ids: TokenIds) -> TokensPrompt:
-        with self._limits.reserve(*{span.sha256: span.image for span in spans}.values(), name="images"):
+        with self._limits.reserve({f"images[{k}]": span.image for k, span in enumerate(spans)}):
             pictures = [self._pictures.decode(span.image, name=f"images[{k}]") for k, span in enumerate(spans)]
         return TokensPrompt(
             prompt_token_ids=collapse_spans(prompt_ids, spans).tolist(),

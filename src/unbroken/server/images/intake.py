@@ -109,7 +109,7 @@ class ImageIntake:
         image = EncodedImage(data)
 
         def measure() -> tuple[int, int]:
-            with limits.reserve(image, name="the body"):
+            with limits.reserve({"the body": image}):
                 return decode_image(image, limits, name="the body").size
 
         size = await self._run_in_thread(measure)
