@@ -157,10 +157,10 @@ class PolicyLogprobs(nn.Module):
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
             if counted_BT is not None and router_logits is not None:
-                counted_N = counted_BT[:, : len(router_logits[0]) // len(counted_BT)].flatten()
-                scores = scores._replace(
-                    choices_2E=count_choices(router_logits, counted_N, self.causal.num_experts_per_tok)
-                )
+                num_lanes, width = token_ids_BT.shape  # with a stand-in's lane
+                counted_BT = pad(counted_BT, (0, width - counted_BT.shape[1], 0, num_lanes - len(counted_BT)))
+                counted_N = counted_BT[:, : len(router_logits[0]) // num_lanes].flatten()
+                scores = scores._replace(choices_2E=count_choices(router_logits, counted_N, self._top_k))
         if self._stand_in is not None:
             return scores
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
@@ -379,15 +379,21 @@ class PolicyLogprobs(nn.Module):
                 "those of the policy that sampled. Set every jitter in its config to 0"
             )
 
+    @property
+    def _top_k(self) -> int:
+        return int(getattr(self.causal.config.get_text_config(), "num_experts_per_tok", None) or 0)
+
     @torch.no_grad()
     def _check_choices(self, probe_BT: torch.Tensor) -> None:
         """Check that the balance of experts is the model's own."""
-        outputs = self.causal(input_ids=probe_BT, output_router_logits=True, use_cache=False)
-        found, expected = math.nan, float(getattr(outputs, "aux_loss", None) or math.nan)
+        found = expected = math.nan
         router_logits: list[torch.Tensor] = []
-        hidden_states(self.causal, probe_BT, router_logits=router_logits)
-        if router_logits and math.isfinite(expected):
-            choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self.causal.num_experts_per_tok)
+        if self._top_k and hasattr(self.causal.config.get_text_config(), "output_router_logits"):
+            outputs = self.causal(input_ids=probe_BT, output_router_logits=True, use_cache=False)
+            expected = float(getattr(outputs, "aux_loss", None) or math.nan)
+            hidden_states(self.causal, probe_BT, router_logits=router_logits)
+        if router_logits:
+            choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self._top_k)
             found = float(balance_loss(choices_2E, choices_2E[1]))
         if not math.isclose(found, expected, rel_tol=PROBE_TOLERANCE):
             raise InvalidInputError(
