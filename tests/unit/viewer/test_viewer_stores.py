@@ -28,6 +28,7 @@ from unbroken.runs.folder import claim_folder
 from unbroken.runs.prompts.dataset import DataConfig
 from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import RewardConfig
+from unbroken.runs.python_files import FunctionName
 from unbroken.runs.settings.build import describe
 from unbroken.training.config import LoopConfig
 from unbroken.viewer.resources import open_runs
@@ -151,12 +152,14 @@ def test_a_store_is_shown_beside_a_run_and_knows_the_run_that_it_belongs_to(tmp_
 
 async def test_a_session_is_retokenised_with_the_options_that_its_template_had(tmp_path):
     """Those of the run, and those of the session before them."""
+    for name in ("rows.jsonl", "rewards.py"):
+        (tmp_path / name).touch()
     config = Config(
         output=tmp_path / "run",
         loop=LoopConfig(num_steps=1),
         model="m",
         data=DataConfig(file=tmp_path / "rows.jsonl"),
-        rewards=(RewardConfig(function="rewards.py:reward"),),
+        rewards=(RewardConfig(function=FunctionName(f"{tmp_path}/rewards.py:reward")),),
         renderer=RendererConfig(template_kwargs={"mood": "calm", "name": "Ann"}, parser="hermes"),
     )
     claim_folder(tmp_path / "run", "a recipe", describe(config))
