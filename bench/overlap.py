@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_task import CONTEXT_LENGTH, SHAPES, save_model
 from overlap_task import TASKS, TaskSource, TimedEngine, sample_order
+from simulation import count_ending_steps
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
@@ -46,7 +47,6 @@ from unbroken.runs.engines import open_engine
 from unbroken.runs.processes import Rank
 from unbroken.runs.server_process import start_server
 from unbroken.runs.shared_engine import RunEngine
-from unbroken.simulation.schedule import count_ending_steps
 from unbroken.training.asynchronous.events import EventKind, LoopEvent
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from simulation import MeasuredRollout
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
-from unbroken.simulation.fitting import MeasuredRollout
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams, VersionSpan
 from words_env import Words
 

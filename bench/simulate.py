@@ -32,12 +32,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_task import CONTEXT_LENGTH, ENGINE_SIZES, save_model
 from overlap import TimedTrainer, Watch, run_case
 from overlap_task import TASKS, Task, TaskSource, TimedEngine, sample_order
+from simulation import (
+    EngineTimes,
+    MeasuredRollout,
+    Outcome,
+    PlannedTurn,
+    SimulationConfig,
+    TrainerTimes,
+    WorkloadConfig,
+    fit_engine,
+    simulate,
+)
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.runs.shared_engine import RunEngine
-from unbroken.simulation.config import EngineTimes, SimulationConfig, TrainerTimes, WorkloadConfig
-from unbroken.simulation.fitting import MeasuredRollout, fit_engine
-from unbroken.simulation.schedule import Outcome, simulate
-from unbroken.simulation.workload import PlannedTurn
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.weights.in_process import InProcessPublisher

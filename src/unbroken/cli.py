@@ -21,7 +21,6 @@ from unbroken.runs.command import add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
-from unbroken.simulation.command import add_simulate_parser, mark_options
 from unbroken.viewer.command import add_view_parser
 
 
@@ -29,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    words = name_model(words) if words[:1] == ["serve"] else mark_options(words)
+    if words[:1] == ["serve"]:
+        words = name_model(words)
     arguments, others = parser.parse_known_args(words)
     if others and arguments.run is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -67,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     gateway.set_defaults(run=_gateway)
     add_audit_parser(commands)
     add_drift_parser(commands)
-    add_simulate_parser(commands)
     add_view_parser(commands)
     return parser
 

@@ -29,8 +29,7 @@
     ├── MetricsError             metrics that cannot be written
     ├── RolloutError             every rollout of a step failed, or several steps in a row taught nothing
     ├── OutageError              engines were unavailable for longer than a run waits
-    ├── TrainingError            an update that is not finite and was not applied
-    └── SimulationError          a simulation in which nothing can happen any more
+    └── TrainingError            an update that is not finite and was not applied
 
 A message says what was expected, what came (with values) and what to do.
 """
@@ -209,7 +208,3 @@ class OutageError(UnbrokenError):
 
 class TrainingError(UnbrokenError):
     """The loss or gradients of an update are NaN or infinite; the update was not applied."""
-
-
-class SimulationError(UnbrokenError):
-    """Each task of a simulation waits for another one."""
