@@ -83,3 +83,44 @@ async def test_vllm_loads_the_final_adapters_beside_the_base(base, tmp_path):
             await assert_the_trainers_logprobs(engine, trainer)
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize(("rule", "context"), [("longrope", 64), ("longrope", 512), ("dynamic", 128), ("softcap", 512)])
+async def test_a_model_whose_rotary_factors_or_soft_cap_transformers_treats_otherwise(rule, context, tmp_path):
+    """Trainer, embedded engine and vLLM agree on rows alone and beside long ones, as a tree too."""
+    from support.length_rules import model_with_rule
+    from support.vllm_engines import save_model, start_engine
+    from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+    from unbroken.exactness import fix_rotary
+    from unbroken.runs.models import load_model
+    from unbroken.training.config import SharedPrefixes
+
+    save_model(tmp_path, model_with_rule(rule))
+    engine = await start_engine(tmp_path, "--max-model-len", str(context))
+    embedded = TransformersEngine(load_model(tmp_path), config=TransformersEngineConfig(context_length=context))
+    try:
+        longest = min(context, 120) - 24
+        prompts = [np.random.default_rng(number).integers(1, 64, size) for number, size in enumerate((7, 20, longest))]
+        params = SamplingParams(max_tokens=12, seed=0)
+        requests = [
+            SampleRequest(request_id=str(number), prompt_ids=token_ids(ids), n=2, params=params)
+            for number, ids in enumerate(prompts)
+        ]
+        results = [await engine.sample(requests[0]), *await asyncio.gather(*map(engine.sample, requests))]
+        pairs = [
+            (ids, each) for ids, found in zip([prompts[0], *prompts], results, strict=True) for each in found.sequences
+        ]
+        rows = [np.concatenate([ids, each.completion_ids]) for ids, each in pairs]
+        model = load_model(tmp_path)
+        fix_rotary(model, engine.context_length)
+        trainer = Trainer(model, TrainerConfig(shared_prefixes=SharedPrefixes.ALWAYS))
+        samples = [row(ids.tolist(), sampled=range(1, len(ids))) for ids in rows]
+        together = await asyncio.to_thread(trainer.logprobs, samples)
+        for (ids, each), whole, sample, found in zip(pairs, rows, samples, together, strict=True):
+            (alone,) = await asyncio.to_thread(trainer.logprobs, [sample])
+            scored = (await embedded.score(token_ids(whole))).logprobs
+            for ours in (found[len(ids) :], alone[len(ids) :], scored[len(ids) - 1 :]):
+                np.testing.assert_allclose(each.rollout_logprobs, ours, atol=1e-5, rtol=0)
+    finally:
+        await embedded.close()
+        await engine.close()

@@ -90,6 +90,8 @@ def _make_embedded(
 ) -> TransformersEngine:
     try:
         own = copy.deepcopy(model).to(device)
+        if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
+            own.set_attn_implementation("eager")
         return TransformersEngine(own, config=config, image_processor=image_processor)
     except InvalidInputError as error:
         raise InvalidInputError(

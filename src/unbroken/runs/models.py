@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.exactness import choose_attention
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.processing import load_image_processor
 from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
-from unbroken.runs.config import EngineConfig, EngineKind, LoraConfig, RendererConfig, RunConfig
+from unbroken.runs.config import (
+    Attention, EngineConfig, EngineKind, LoraConfig, ModelSettings, RendererConfig, RunConfig,
+)  # fmt: skip
 from unbroken.training.config import Reference
 from unbroken.types import encode_image_settings
 
@@ -53,15 +57,64 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
     return ImageInputs(processor=processor, settings=encode_image_settings(settings))
 
 
-def load_model(source: str | Path, *, takes_images: bool = False) -> Any:
-    """Load a model in float32, as the trainer needs it; raises `InvalidInputError` if there is no such model."""
+_DEFAULT = ModelSettings()
+
+
+def load_model(source: str | Path, settings: ModelSettings = _DEFAULT, *, takes_images: bool = False) -> Any:
+    """Load a model, by default in float32, as the trainer needs it.
+
+    Raises:
+        InvalidInputError: there is no such model, or it cannot have these settings.
+    """
     auto: Any = AutoModelForImageTextToText if takes_images or _is_image_text_only(source) else AutoModelForCausalLM
+    attention = settings.attn_implementation
+    options = {"attn_implementation": attention and str(attention), **settings.kwargs}
     try:
-        return auto.from_pretrained(locate(source), dtype=torch.float32)
+        model = auto.from_pretrained(locate(source), dtype=getattr(torch, settings.dtype), **options)
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"model must be a folder or the hub's name of a model, got {str(source)!r}, which takes model_settings, "
+            f"got {options}: {error}"
+        ) from None
+    choose_attention(model)
+    if attention is Attention.SDPA != model.config.get_text_config()._attn_implementation:
+        raise InvalidInputError(
+            f"model_settings.attn_implementation must be eager or flex_attention for {type(model).__name__}, whose "
+            "config asks for more than sdpa computes, got sdpa"
+        )
+    return model
+
+
+def find_revision(source: str | Path, revision: str | None) -> str | Path:
+    """The folder of this revision of a model on the hub, downloaded if need be; without a revision, `source` itself."""
+    if revision is None:
+        return source
+    if Path(source).is_dir():
+        raise InvalidInputError(f"model_settings.revision must be left out for a model in a folder, got {revision!r}")
+    try:
+        return snapshot_download(str(source), revision=revision, ignore_patterns=_OTHER_FORMATS)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"model must be a folder or the hub's name of a model, got {str(source)!r}: {error}"
+            f"model_settings.revision must be one of {str(source)!r} on the hub, got {revision!r}: {error}"
         ) from None
+
+
+_OTHER_FORMATS = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "original/*"]
+
+
+def check_config_changes(source: str | Path, config: RunConfig) -> None:
+    """Raise `InvalidInputError` if keyword arguments change the model's config, and an engine would not have it."""
+    kwargs, kinds = config.model_settings.kwargs, [config.engine.kind]
+    kinds += [config.evaluation.engine.kind] if config.evaluation.engine is not None else []
+    if not kwargs or set(kinds) == {EngineKind.EMBEDDED}:
+        return
+    trusted = {name: value for name, value in kwargs.items() if name == "trust_remote_code"}
+    own = AutoConfig.from_pretrained(locate(source), **trusted)
+    if changed := sorted(name for name in kwargs if hasattr(own, name)):
+        raise InvalidInputError(
+            f"model_settings.kwargs must not change the model's config ({', '.join(changed)}) with engine.kind "
+            f"{kinds[-1]}, whose engine loads the model's own: change config.json in a copy of the model"
+        )
 
 
 def _is_image_text_only(source: str | Path) -> bool:

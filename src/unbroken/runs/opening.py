@@ -12,10 +12,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from unbroken.errors import InvalidInputError
+from unbroken.exactness import fix_rotary
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import open_engine
-from unbroken.runs.models import load_model, locate, prepare_model
+from unbroken.runs.models import check_config_changes, find_revision, load_model, locate, prepare_model
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.sampling.opening import SamplerOpener
 from unbroken.runs.sampling.process import SamplingProcess
@@ -81,6 +82,8 @@ async def open_run(
 
     Engine and gateway are closed when the block ends.
     """
+    model = find_revision(model, config.model_settings.revision)
+    check_config_changes(model, config)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
     samplers.check()
@@ -92,7 +95,7 @@ async def open_run(
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
         samplers.check_lengths(renderer)
-        policy = load_model(model, takes_images=images is not None)
+        policy = load_model(model, config.model_settings, takes_images=images is not None)
         processor = None if images is None else images.processor
         open_one = partial(
             open_engine,
@@ -110,6 +113,9 @@ async def open_run(
         if config.evaluation.engine is not None:
             opening = open_one(config.evaluation.engine, name="evaluation.engine")
             evaluation_engine = await stack.enter_async_context(opening)
+        for each in (engine, evaluation_engine):  # the engine's rule is that of trainer, reference and evaluations
+            if each is not None:
+                fix_rotary(policy, each.engine.context_length)
         if process is not None:
             await process.open(engine, evaluation_engine)
             stack.push_async_callback(process.close)  # before its servers

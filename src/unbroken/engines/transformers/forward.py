@@ -19,6 +19,7 @@ from unbroken.engines.transformers.images import ImageModel, PlainInputs, Sight
 from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
+from unbroken.exactness import attending_by, choose_attention, find_length_dependence, fix_rotary
 from unbroken.images.decoding import encode_picture
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.placeholders import expand_placeholders
@@ -43,8 +44,8 @@ _TOLERANCE_HALF = 0.2
 class SlotForward:
     """A decoder-only transformers model whose keys and values live in slots. Used in inference mode only.
 
-    The constructor raises `InvalidInputError` for a model on which cached and plain forward passes disagree: it checks
-    the layer types, and runs both on a short sequence.
+    The constructor fixes the model's rotary factors for the context, and raises `InvalidInputError` for a model on
+    which cached and plain forward passes disagree: it checks the layer types, and runs both on a short sequence.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class SlotForward:
     ) -> None:
         _check_attention(model.config, context_length)
         self.model = model.eval()
+        fix_rotary(model, context_length)
+        choose_attention(model)
         if model.config._attn_implementation == "sdpa":
             use_grouped_sdpa(model)
         self.device: torch.device = model.device
@@ -236,7 +239,12 @@ def _check_attention(config: Any, context_length: int) -> None:
 def _check_agreement(forward: SlotForward) -> None:
     """Refuse a model whose cached forward passes, in pieces and over two different rows, differ from a plain one."""
     ids_T = (np.arange(1, _PROBE_LENGTH + 1) * 7919 % forward.vocab_size).astype(np.int32)
-    expected_TV = forward.model(input_ids=torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)).logits[0]
+    name = type(forward.model).__name__
+    with attending_by(forward.model, "eager"):
+        ids_1T = torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)
+        expected_TV = forward.model(input_ids=ids_1T).logits[0]
+    if (reason := find_length_dependence(forward.model)) is not None:
+        raise InvalidInputError(f"{name} computes a row otherwise beside a longer one: {reason}")
     forward.cache.reserve(3, _PROBE_LENGTH)
     slots, offsets = np.array([0, 2]), np.array([[3], [0]])
     try:
@@ -246,7 +254,6 @@ def _check_agreement(forward: SlotForward) -> None:
         last = offsets + 5 + np.arange(2)
         found_RV = forward.decode(slots, last, ids_T[last])
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        name = type(forward.model).__name__
         raise InvalidInputError(f"{name} does not run with a cache of slots: {error}") from error
     _refuse_difference(forward, found_RV, expected_TV[torch.from_numpy(last[:, -1]).to(forward.device)])
 

@@ -8,18 +8,20 @@ class Config(RunConfig):
 
 from unbroken.runs.config.engine import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.config.evaluation import EvaluationConfig
-from unbroken.runs.config.model import LoraConfig, Precision, RendererConfig
+from unbroken.runs.config.model import Attention, LoraConfig, ModelSettings, Precision, RendererConfig
 from unbroken.runs.config.outputs import CheckpointConfig, ExportConfig, RolloutLogConfig, TimelineConfig
 from unbroken.runs.config.rollouts import RolloutConfig, SessionConfig
 from unbroken.runs.config.run import RunConfig
 
 __all__ = [
+    "Attention",
     "CheckpointConfig",
     "EngineConfig",
     "EngineKind",
     "EvaluationConfig",
     "ExportConfig",
     "LoraConfig",
+    "ModelSettings",
     "Precision",
     "RendererConfig",
     "RolloutConfig",

@@ -33,6 +33,51 @@ class Precision(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Attention(StrEnum):
+    """An implementation of attention in transformers."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FLEX = "flex_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """How the model is loaded, for the policy and its reference alike."""
+
+    attn_implementation: Attention | None = None
+    """None: transformers' choice (sdpa), and eager for a model with soft caps or sinks, which sdpa leaves out.
+    flex_attention is compiled on a GPU; the embedded engine then has eager."""
+    dtype: Precision = Precision.FLOAT32
+    """The type of the weights. Those that are trained are float32; with lora, bfloat16 is for those below the adapters.
+    """
+    revision: str | None = None
+    """The branch, tag or commit of a model on the hub, for its tokenizer and the started engine too."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of from_pretrained; with the embedded engine, fields of the model's config too."""
+
+    def __post_init__(self) -> None:
+        if refused := sorted(_NOT_KWARGS.intersection(self.kwargs)):
+            raise InvalidInputError(
+                f"kwargs must be without {', '.join(refused)}: model_settings has fields of its own for some, and the "
+                f"trainer places the model and trains its weights as they are, got {dict(self.kwargs)}"
+            )
+
+
+_NOT_KWARGS = frozenset(
+    {
+        "attn_implementation",
+        "config",
+        "device_map",
+        "dtype",
+        "quantization_config",
+        "revision",
+        "torch_dtype",
+        "tp_plan",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendererConfig:
     """How messages become token ids; see docs/renderers.md."""

@@ -10,7 +10,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
 from unbroken.runs.config.engine import EngineConfig, EngineKind
 from unbroken.runs.config.evaluation import EvaluationConfig
-from unbroken.runs.config.model import LoraConfig, Precision, RendererConfig
+from unbroken.runs.config.model import LoraConfig, ModelSettings, Precision, RendererConfig
 from unbroken.runs.config.outputs import CheckpointConfig, ExportConfig, RolloutLogConfig, TimelineConfig
 from unbroken.runs.config.rollouts import RolloutConfig, SessionConfig
 from unbroken.runs.profiling import parse_steps
@@ -47,6 +47,7 @@ class RunConfig:
     file.py:function (docs/training.md). None: problems in their order."""
     precision: Precision = Precision.FLOAT32
     """The type in which the model's layers are computed; weights, logits and losses are always float32."""
+    model_settings: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraConfig | None = None
     images: bool | None = None
     """Whether the model takes images, in prompts and from tools; none: if prompts of the data have images, or if
@@ -94,6 +95,11 @@ class RunConfig:
                 "trainer's process, got true: take started or server"
             )
         self.evaluation.check_engine(self.engine)
+        if self.model_settings.dtype is not Precision.FLOAT32 and self.lora is None:
+            raise InvalidInputError(
+                f"model_settings.dtype must be float32 without lora, got {self.model_settings.dtype}: smaller types "
+                "round updates away; precision = bfloat16 computes the layers in it"
+            )
         if self.export.merged and self.lora is None:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:

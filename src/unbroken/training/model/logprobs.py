@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from torch.nn.modules.dropout import _DropoutNd
 
 from unbroken.errors import InvalidInputError
+from unbroken.exactness import attending_by, choose_attention, find_length_dependence, get_tolerance
 from unbroken.routing import Routers
 from unbroken.training.config import Packing, SharedPrefixes
 from unbroken.training.model.adapters import causal_lm
@@ -55,9 +56,6 @@ from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
 _logger = logging.getLogger(__name__)
 NUM_PROBE_IDS = 8
-PROBE_TOLERANCE = 1e-3
-"""Maximum difference between our logits and the model's, relative to the largest. Operations and dtype are the same; a
-missing soft cap, scale or dropout makes a much larger difference."""
 
 
 class PolicyLogprobs(nn.Module):
@@ -74,13 +72,14 @@ class PolicyLogprobs(nn.Module):
         shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
         counts_choices: bool = False,
     ) -> None:
-        """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward`. The
-        model is left in training mode, which gradient checkpointing requires, without dropout. `routers` are the
-        model's, to replay recorded experts. `counts_choices` says whether passes count how often experts are chosen.
+        """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward` with
+        `eager` attention, which a model gets whose config `sdpa` does not follow. The model is left in training mode,
+        which gradient checkpointing requires, without dropout. `routers` are the model's, to replay recorded experts.
+        `counts_choices` says whether passes count how often experts are chosen.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
-                logits in training mode, does not take the inputs of `images`, or must be packed
+                logits in training mode or beside longer rows, does not take the inputs of `images`, or must be packed
                 (`Packing.ONE_LANE`) and does not keep rows apart; or its experts cannot be counted.
         """
         super().__init__()
@@ -97,11 +96,14 @@ class PolicyLogprobs(nn.Module):
         self._scaling = LogitScaling.from_config(causal.config.get_text_config())
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
         device = causal.get_input_embeddings().weight.device
+        choose_attention(causal)
         self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
         if images is not None:
             self._check_against_forward(*images.example(device))
         if counts_choices:
             self._check_choices(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None])
+        if (reason := find_length_dependence(causal)) is not None:
+            raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
         fuse_norms(causal)
         self._packing = packing
         self.routers = routers
@@ -358,7 +360,8 @@ class PolicyLogprobs(nn.Module):
         name = type(self.causal).__name__
         inputs = {} if pixels is None else accepted_inputs(self.causal, pixels)
         try:
-            expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits.float()
+            with attending_by(self.causal, "eager"):
+                expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits.float()
         except Exception as error:
             if pixels is None:
                 raise
@@ -366,14 +369,15 @@ class PolicyLogprobs(nn.Module):
                 f"{name} must take what the image processor makes of one image, {sorted(inputs)} for "
                 f"{probe_BT.shape[1]} ids, got {type(error).__name__}: {error}"
             ) from error
-        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > PROBE_TOLERANCE:
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > get_tolerance(self.causal.dtype):
             raise InvalidInputError(
                 f"{name}'s logits are not its output embeddings on its decoder's last hidden state: they differ by "
                 f"{off:.2g} of the largest logit. Its forward changes them in a way that is not supported; supported "
-                f"are {', '.join(LogitScaling.CONFIG_NAMES)}"
+                f"are {', '.join(LogitScaling.CONFIG_NAMES)}. Or its attention "
+                f"({self.causal.config.get_text_config()._attn_implementation}) differs from eager"
             )
         self.model.train()
-        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > PROBE_TOLERANCE:
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > get_tolerance(self.causal.dtype):
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
                 "those of the policy that sampled. Set every jitter in its config to 0"

@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
+from unbroken.exactness import choose_long_length, get_tolerance
 from unbroken.training.model.backbone import get_backbone, hidden_states
 from unbroken.training.model.lanes import Layout
 
-PROBE_LENGTHS = (5, 4, 3)
-TOLERANCE = 1e-3
-"""Maximum difference from the row alone, relative to the largest hidden state, because other shapes are rounded
-differently; for smaller dtypes than float32 it is at least their rounding."""
 LEAK_TOLERANCE = 1e-5
 """Maximum change of a row if only *another* row changes. The shapes are the same, so there should be no change."""
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -51,9 +48,7 @@ def is_exact_by_rows(policy: Any, vocab_size: int, device: torch.device) -> bool
 
     `policy` is a `PolicyLogprobs` that attends by rows where it gets positions.
     """
-    rows = torch.split(
-        torch.arange(1, 1 + sum(PROBE_LENGTHS), device=device).remainder(vocab_size), list(PROBE_LENGTHS)
-    )
+    rows = _make_rows(policy.causal, vocab_size, device)
     try:
         alone = torch.cat([_logprobs_of_lane(policy, [row]) for row in rows])
         together = _logprobs_of_lane(policy, rows)
@@ -61,8 +56,13 @@ def is_exact_by_rows(policy: Any, vocab_size: int, device: torch.device) -> bool
     except Exception:  # models may raise anything for inputs that they do not expect
         return False
     off = float((together - alone).abs().max() / alone.abs().max())
-    leak = float((together - other)[PROBE_LENGTHS[0] - 1 :].abs().max())
+    leak = float((together - other)[len(rows[0]) - 1 :].abs().max())
     return off <= 8 * torch.finfo(torch.bfloat16).eps and leak <= LEAK_TOLERANCE
+
+
+def _make_rows(model: Any, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    lengths = [5, 4, choose_long_length(model)]
+    return torch.split(torch.arange(1, 1 + sum(lengths), device=device).remainder(vocab_size), lengths)
 
 
 def _logprobs_of_lane(policy: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,13 +75,12 @@ def _logprobs_of_lane(policy: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor
 
 def _compare_with_rows_alone(model: Any, layout: Layout) -> str | None:
     embeddings = model.get_input_embeddings().weight
-    ids = torch.arange(1, 1 + sum(PROBE_LENGTHS), device=embeddings.device).remainder(len(embeddings))
-    rows = torch.split(ids, list(PROBE_LENGTHS))
+    rows = _make_rows(model, len(embeddings), embeddings.device)
     alone = [hidden_states(model, row[None])[0] for row in rows]
     together = _compute_packed(model, rows, layout)
     largest = max(float(states.abs().max()) for states in alone)
     off = max(float((a - b).abs().max()) for a, b in zip(together, alone, strict=True)) / largest
-    if not off <= max(TOLERANCE, 8 * torch.finfo(alone[0].dtype).eps):
+    if not off <= get_tolerance(alone[0].dtype):
         return f"its hidden states are off by {off:.2g} of the largest where rows share a lane"
     other = _compute_packed(model, [row.flip(0) if k == 0 else row for k, row in enumerate(rows)], layout)
     leak = max(float((a - b).abs().max()) for a, b in zip(together[1:], other[1:], strict=True)) / largest

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
+from unbroken.exactness import choose_long_length
 from unbroken.training.model.backbone import get_backbone
 from unbroken.training.model.prefixes.attention import MaskKind
 from unbroken.training.model.prefixes.tree import Ids, Nodes, count_common, merge_rows, pick_nodes
@@ -83,10 +84,17 @@ def find_difference(policy: Any) -> str | None:
 
 
 def _make_rows(policy: Any) -> list[Ids]:
-    """Two rows that share more than half of their ids, one that leaves them early, and one that shares nothing."""
+    """Two rows that share more than half of their ids, a long one that leaves them early, and one of its own."""
     scale = _BLOCK_SCALE if policy.tree_mask is MaskKind.BLOCKS else 1
     rng = np.random.default_rng(0)
-    trunk, *ends = (rng.integers(policy.vocab_size, size=scale * length).astype(np.int32) for length in (6, 5, 9, 4, 5))
+    lengths = (
+        6 * scale,
+        5 * scale,
+        9 * scale,
+        max(4 * scale, choose_long_length(policy.causal) - 3 * scale),
+        5 * scale,
+    )
+    trunk, *ends = (rng.integers(policy.vocab_size, size=length).astype(np.int32) for length in lengths)
     return [
         np.concatenate([trunk, ends[0]]),
         np.concatenate([trunk, ends[1]]),
@@ -124,14 +132,11 @@ def _compare_gradients(policy: Any, rows: Sequence[Ids]) -> tuple[float, float]:
 
 
 def _score_alone(policy: Any, rows: Sequence[Ids]) -> torch.Tensor:
-    """[N] logprobs of all ids of padded rows but the first of each."""
-    longest = max(map(len, rows))
-    ids_BT = np.stack([np.pad(row, (0, longest - len(row))) for row in rows]).astype(np.int64)
-    places_T = np.arange(longest)
-    mask_BT = (places_T > 0) & (places_T < np.array([[len(row)] for row in rows]))
-    device = policy.causal.device
-    logprobs_N: torch.Tensor = policy(torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device), 1.0)[0]
-    return logprobs_N
+    """[N] logprobs of all ids but the first of each row, each in a pass of its own."""
+    given = [torch.from_numpy(row.astype(np.int64))[None].to(policy.causal.device) for row in rows]
+    return torch.cat(
+        [policy(ids_1T, torch.arange(ids_1T.shape[1], device=ids_1T.device)[None] > 0, 1.0)[0] for ids_1T in given]
+    )
 
 
 def _score_tree(policy: Any, rows: Sequence[Ids], changed: Nodes | None = None) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""How a run loads its model: attention, dtype, revision, keyword arguments; and the context of its engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from accelerate import Accelerator
+
+from support import letters_recipe
+from support.length_rules import LONGEST, ORIGINAL, model_with_rule
+from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from unbroken.cli import main
+from unbroken.engines.transformers import TransformersEngineConfig
+from unbroken.errors import InvalidInputError
+from unbroken.runs.collector import Problems
+from unbroken.runs.config import (
+    Attention,
+    EngineConfig,
+    EngineKind,
+    EvaluationConfig,
+    LoraConfig,
+    ModelSettings,
+    Precision,
+    RunConfig,
+)  # fmt: skip
+from unbroken.runs.engines import open_engine
+from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model
+from unbroken.runs.opening import open_run
+from unbroken.runs.processes import Rank
+from unbroken.training.config import LoopConfig
+
+
+def save(folder: Path, rule: str) -> Path:
+    tokenizer = server_tokenizer()
+    model_with_rule(rule, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("gemma2"), "softcap")
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("phi3"), "longrope")
+
+
+def run_config(**fields: Any) -> RunConfig:
+    return RunConfig(**{"output": Path("run"), "loop": LoopConfig(num_steps=1), **fields})
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("context", [ORIGINAL, LONGEST])
+def test_a_run_with_longrope_trains_the_policy_that_sampled(phi3, tmp_path, context):
+    """Of short rows and long ones, by the rule of the engine's context."""
+    options = ["--model", str(phi3), "--output", str(tmp_path / "run"), "--loop.num-steps", "1"]
+    options += ["--engine.embedded.context-length", str(context), "--rollouts.sampling.max-tokens", "100"]
+    options += ["--rollouts.group-size", "4", "--rollout-log.groups", "0", "--trainer.kl-weight", "0.1"]
+    assert main(["train", str(Path(letters_recipe.__file__)), *options]) in (0, None)
+    (lines,) = [file.read_text().splitlines() for file in (tmp_path / "run").rglob("metrics.jsonl")]
+    metrics = json.loads(lines[0])
+    assert metrics["mismatch/k3"] < 1e-9
+    (kl,) = [value for name, value in metrics.items() if name.endswith("kl")]
+    assert kl < 1e-9  # the reference has the policy's factors
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+async def test_evaluations_by_another_rule_are_refused_before_the_run(phi3, tmp_path):
+    async with listening(make_app(scripted_engine("x", context_length=LONGEST))) as url:
+        servers = EngineConfig(kind=EngineKind.SERVER, urls=(url,), weights_dir=tmp_path)
+        config = run_config(
+            output=tmp_path,
+            engine=EngineConfig(embedded=TransformersEngineConfig(context_length=ORIGINAL)),
+            evaluation=EvaluationConfig(engine=servers),
+        )
+        with pytest.raises(InvalidInputError, match=rf"context_length of all engines .* one side of {ORIGINAL}"):
+            async with open_run(
+                config, model=phi3, train_on=Problems(env=lambda _: None), evaluate_on=(),
+                accelerator=Accelerator(cpu=True),
+            ):  # fmt: skip
+                pass
+
+
+@pytest.mark.parametrize("attention", [None, Attention.EAGER, Attention.FLEX])
+def test_policy_and_engine_follow_the_config_with_every_attention_that_can(gemma2, attention, tmp_path):
+    model = load_model(gemma2, ModelSettings(attn_implementation=attention))
+    assert model.config._attn_implementation == (attention or "eager")
+
+
+async def test_the_embedded_engine_has_eager_in_place_of_flex_attention(gemma2, tmp_path):
+    model = load_model(gemma2, ModelSettings(attn_implementation=Attention.FLEX))
+    async with open_engine(
+        EngineConfig(), model=model, source=gemma2, output=tmp_path, device=torch.device("cpu"), rank=Rank()
+    ) as found:
+        assert found.engine._forward.model.config._attn_implementation == "eager"
+
+
+def test_sdpa_is_refused_for_a_model_with_soft_caps(gemma2):
+    with pytest.raises(
+        InvalidInputError, match=r"attn_implementation must be eager or flex_attention for Gemma2.*sdpa"
+    ):
+        load_model(gemma2, ModelSettings(attn_implementation=Attention.SDPA))
+
+
+def test_an_unknown_attention_is_refused_by_its_name(phi3, tmp_path, capsys):
+    options = ["--model", str(phi3), "--output", str(tmp_path), "--model-settings.attn-implementation", "flash"]
+    assert main(["train", str(Path(letters_recipe.__file__)), *options]) == 1
+    rule = "--model-settings.attn-implementation must be 'eager', 'sdpa' or 'flex_attention', got 'flash'"
+    assert rule in capsys.readouterr().err
+
+
+def test_frozen_weights_below_adapters_may_be_bfloat16_and_no_others(phi3):
+    settings = ModelSettings(dtype=Precision.BFLOAT16)
+    with pytest.raises(InvalidInputError, match=r"model_settings.dtype must be float32 without lora, got bfloat16"):
+        run_config(model_settings=settings)
+    config = run_config(model_settings=settings, lora=LoraConfig(rank=2))
+    model, _ = prepare_model(load_model(phi3, settings), config)
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["embedded", "started", "server"])
+def test_keyword_arguments_change_the_config_where_the_engine_has_it_too(gemma2, kind):
+    settings = ModelSettings(kwargs={"attn_logit_softcapping": 7.0, "use_safetensors": True})
+    assert load_model(gemma2, settings).config.attn_logit_softcapping == 7.0
+    of_server = {"urls": ("http://127.0.0.1:9",), "weights_dir": Path("w")} if kind == "server" else {}
+    config = run_config(model_settings=settings, engine=EngineConfig(kind=EngineKind(kind), **of_server))
+    if kind == "embedded":
+        check_config_changes(gemma2, config)
+        return
+    with pytest.raises(InvalidInputError, match=rf"kwargs must not change .* \(attn_logit_softcapping\) .* {kind}"):
+        check_config_changes(gemma2, config)
+
+
+@pytest.mark.parametrize("name", ["dtype", "device_map", "quantization_config"])
+def test_keyword_arguments_that_are_not_the_users_are_refused(name):
+    with pytest.raises(InvalidInputError, match=rf"kwargs must be without {name}.* got"):
+        ModelSettings(kwargs={name: "x"})
+
+
+def test_a_keyword_argument_that_no_model_takes_is_refused(phi3):
+    with pytest.raises(InvalidInputError, match=r"which takes model_settings, got .*'nothing': 1}: .*nothing"):
+        load_model(phi3, ModelSettings(kwargs={"nothing": 1}))
+
+
+def test_a_revision_is_a_folder_from_the_hubs_cache(phi3, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    of_model, commit = tmp_path / "models--me--tiny", "a" * 40
+    (of_model / "refs").mkdir(parents=True)
+    (of_model / "refs" / "v2").write_text(commit)
+    (of_model / "snapshots").mkdir()
+    (of_model / "snapshots" / commit).symlink_to(phi3)
+    assert Path(find_revision("me/tiny", "v2")) == of_model / "snapshots" / commit
+    assert find_revision("me/tiny", None) == "me/tiny"
+    with pytest.raises(InvalidInputError, match=r"model_settings.revision must be one of 'me/tiny' .* got 'v3'"):
+        find_revision("me/tiny", "v3")
+    with pytest.raises(InvalidInputError, match=r"model_settings.revision must be left out for a model in a folder"):
+        find_revision(phi3, "v2")
