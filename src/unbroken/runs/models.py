@@ -17,8 +17,14 @@ from unbroken.images.processing import load_image_processor
 from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.runs.config import (
-    Attention, EngineConfig, EngineKind, LoraConfig, ModelSettings, RendererConfig, RunConfig,
-)  # fmt: skip
+    Attention,
+    EngineConfig,
+    EngineKind,
+    LoraConfig,
+    ModelSettings,
+    RendererConfig,
+    RunConfig,
+)
 from unbroken.training.config import Reference
 from unbroken.types import encode_image_settings
 
@@ -108,8 +114,7 @@ def check_config_changes(source: str | Path, config: RunConfig) -> None:
     kinds += [config.evaluation.engine.kind] if config.evaluation.engine is not None else []
     if not kwargs or set(kinds) == {EngineKind.EMBEDDED}:
         return
-    trusted = {name: value for name, value in kwargs.items() if name == "trust_remote_code"}
-    own = AutoConfig.from_pretrained(locate(source), **trusted)
+    own = AutoConfig.from_pretrained(locate(source))
     if changed := sorted(name for name in kwargs if hasattr(own, name)):
         raise InvalidInputError(
             f"model_settings.kwargs must not change the model's config ({', '.join(changed)}) with engine.kind "

@@ -139,7 +139,7 @@ def test_keyword_arguments_change_the_config_where_the_engine_has_it_too(gemma2,
         check_config_changes(gemma2, config)
 
 
-@pytest.mark.parametrize("name", ["dtype", "device_map", "quantization_config"])
+@pytest.mark.parametrize("name", ["dtype", "device_map", "trust_remote_code"])
 def test_keyword_arguments_that_are_not_the_users_are_refused(name):
     with pytest.raises(InvalidInputError, match=rf"kwargs must be without {name}.* got"):
         ModelSettings(kwargs={name: "x"})

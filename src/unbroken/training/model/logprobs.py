@@ -399,7 +399,7 @@ class PolicyLogprobs(nn.Module):
         if router_logits:
             choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self._top_k)
             found = float(balance_loss(choices_2E, choices_2E[1]))
-        if not math.isclose(found, expected, rel_tol=PROBE_TOLERANCE):
+        if not math.isclose(found, expected, rel_tol=get_tolerance(self.causal.dtype)):
             raise InvalidInputError(
                 f"{type(self.causal).__name__} must be a mixture of experts with the aux_loss of Mixtral, with "
                 "TrainerConfig.router_loss_weight above 0"
