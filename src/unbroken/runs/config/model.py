@@ -59,23 +59,16 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if refused := sorted(_NOT_KWARGS.intersection(self.kwargs)):
             raise InvalidInputError(
-                f"kwargs must be without {', '.join(refused)}: model_settings has fields of its own for some, and the "
-                f"trainer places the model and trains its weights as they are, got {dict(self.kwargs)}"
+                f"kwargs must be without {', '.join(refused)}: model_settings has fields of its own for some, the "
+                "trainer places the model and trains its weights as they are, and models are those that transformers "
+                f"has, got {dict(self.kwargs)}"
             )
 
 
 _NOT_KWARGS = frozenset(
-    {
-        "attn_implementation",
-        "config",
-        "device_map",
-        "dtype",
-        "quantization_config",
-        "revision",
-        "torch_dtype",
-        "tp_plan",
-    }
-)
+    {"attn_implementation", "config", "device_map", "dtype", "quantization_config", "revision", "torch_dtype",
+     "tp_plan", "trust_remote_code"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
