@@ -72,7 +72,7 @@ def find_changes(
     if not direct:
         return ()
     respelled = align(exact, plain)
-    rewriting = _Rewriting(exact, turns, decode, reasoning_end)
+    rewriting = _Rewriting(exact, turns, reasoning_end)
     rewritten = []
     for gap in align(plain, retokenised).gaps:
         place = respelled.locate(*gap.before)
@@ -93,7 +93,7 @@ def find_changes(
 class _Rewriting:
     """Says why a stretch of text was written in another way, from what its ids are part of."""
 
-    def __init__(self, exact: Sequence[int], turns: Sequence[Turn], decode: Decode, reasoning_end: str) -> None:
+    def __init__(self, exact: Sequence[int], turns: Sequence[Turn], reasoning_end: str) -> None:
         self._kinds: list[PartKind | None] = [None] * len(exact)
         self._open_ends = set()
         """Where turns end without a stop id."""

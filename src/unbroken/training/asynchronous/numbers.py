@@ -21,16 +21,16 @@ from unbroken.training.asynchronous.source import ChoosingSource
 class GroupNumbers:
     """The numbers 0 to `stop` - 1, each of which is trained once; and for each that is replaced, one more."""
 
-    def __init__(self, stop: int, *, num_trained: int = 0, chooser: ChoosingSource | None = None) -> None:
-        """The lowest `num_trained` are trained. `chooser` is the source, if it chooses the problems."""
+    def __init__(self, stop: int, *, chooser: ChoosingSource | None = None) -> None:
+        """`chooser` is the source, if it chooses the problems."""
         self._chooser = chooser
         self._num_to_train = stop
         self._num_replaced = 0
-        self._fresh = num_trained
+        self._fresh = 0
         """The lowest number that was never given out."""
         self._again: list[int] = []
         """A heap of numbers to give out again."""
-        self._lowest = num_trained
+        self._lowest = 0
         """All numbers below are trained."""
         self._beyond: set[int] = set()
         """The others that are trained."""
