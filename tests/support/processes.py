@@ -27,7 +27,7 @@ def run_two(module: str, *arguments: str | Path, environment: Mapping[str, str] 
             for output in outputs
         ]
         try:
-            codes = [process.wait(timeout=240) for process in processes]
+            codes = [process.wait(timeout=480) for process in processes]
         finally:
             for process in processes:
                 process.kill()

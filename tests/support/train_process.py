@@ -179,7 +179,7 @@ def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, direct
 
 def main() -> None:
     """Train, and save the results of this process."""
-    faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the other one forever says where
+    faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     for kind, make_accelerator in KINDS.items():
