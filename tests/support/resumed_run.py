@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from unbroken.weights.in_process import InProcessPublisher
 NUM_STEPS = 8
 SKIPPED_STEP = 3
 """Its rewards are all equal, so that it trains nothing."""
-POINTS = ("collect", "state", "publish", "published", "on_step")
-"""Points at which a run can kill itself: when it begins to sample, saves, publishes, has published, has logged."""
+POINTS = ("collect", "state", "write", "publish", "published", "on_step")
+"""Points at which a run can kill itself: when it begins to sample, copies for a checkpoint, has written a part of it,
+publishes, has published, has logged."""
 
 
 @dataclass
@@ -97,6 +99,19 @@ class Publisher:
         return update
 
 
+class KillingCheckpoints(Checkpoints):
+    """Checkpoints, with a point at which the weights are written and the optimizer's averages are not."""
+
+    kill: KillAt
+
+    def _write(self, write: Any, folder: Path) -> None:
+        def averages() -> Iterator[Any]:
+            yield from write.keywords["averages"]
+            self.kill.reached("write", int(folder.name.removeprefix("step-")) - 1)
+
+        super()._write(partial(write, averages=averages()), folder)
+
+
 def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:
     """Train, or continue to train, in `directory`; after the last step the weights are in `final.pt`."""
     asyncio.run(_run(Path(directory), every, KillAt(point=kill_at, step=kill_step)))
@@ -109,6 +124,8 @@ async def _run(directory: Path, every: int, kill: KillAt) -> None:
     trainer = Trainer(tiny_qwen3(), config)
     engine = TransformersEngine(tiny_qwen3())
     caller = Caller(engine, kill)
+    checkpoints = KillingCheckpoints(directory / "checkpoints", every=every, caller=caller)
+    checkpoints.kill = kill
     with MetricsWriter(directory) as metrics:
         await train(
             caller.collect,
@@ -117,7 +134,7 @@ async def _run(directory: Path, every: int, kill: KillAt) -> None:
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS),
             on_step=lambda *_: kill.reached("on_step"),
-            checkpoints=Checkpoints(directory / "checkpoints", every=every, caller=caller),
+            checkpoints=checkpoints,
         )
     await engine.close()
     torch.save(dict(trainer.named_weights()), directory / "unnamed.pt")

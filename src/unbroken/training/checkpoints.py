@@ -92,14 +92,13 @@ class Checkpoints:
         """Whether there is a checkpoint of this step."""
         return num_steps in self._find_folders()
 
-    def save_if_due(self, trainer: Trainer, last: LastStep, *, num_steps: int) -> None:
-        """Begin to write a checkpoint after the step if one is due in a run of `num_steps`; raises as `save` does."""
+    def agree_if_due(self, trainer: Trainer, num_steps: int, *, last: int) -> bool:
+        """As `is_due`, the same in all processes; raises as `finish` does if an earlier one could not be written."""
         has_ended = self._writing is not None and self._writing.done()
-        is_due, has_ended = trainer.from_main_process((self.is_due(last.num_steps, last=num_steps), has_ended))
-        if is_due:
-            self.save(trainer, last)
-        if has_ended or (is_due and last.num_steps == 1):
+        is_due, has_ended = trainer.from_main_process((self.is_due(num_steps, last=last), has_ended))
+        if has_ended:
             self.finish(trainer)
+        return is_due
 
     def save(self, trainer: Trainer, last: LastStep) -> None:
         """Copy trainer, caller and last step, and begin to write the copy, once an earlier one is written.
@@ -118,6 +117,8 @@ class Checkpoints:
         self._begun_s = time.monotonic()
         if write is not None:
             self._writing = self._thread.submit(self._write, write, self.folder / f"step-{last.num_steps:08}")
+        if last.num_steps == 1:
+            self.finish(trainer)
 
     def finish(self, trainer: Trainer) -> None:
         """Return once everything is written; the error of a checkpoint that cannot be is raised in all processes."""

@@ -215,11 +215,10 @@ class Steps:
         self.last = LastStep(num_steps=step + 1, metrics={**trained, "seconds/checkpoint": None}, groups=groups)
         if self.checkpoints is None:
             return trained
-        started = time.perf_counter()
-        with self.timeline.span("checkpoint"):
-            await asyncio.to_thread(
-                self.checkpoints.save_if_due, self.trainer, self.last, num_steps=self.config.num_steps
-            )
+        started, num_steps = time.perf_counter(), self.config.num_steps
+        if await asyncio.to_thread(self.checkpoints.agree_if_due, self.trainer, step + 1, last=num_steps):
+            with self.timeline.span("checkpoint"):
+                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
         seconds = time.perf_counter() - started
         step_s = (trained["seconds/step"] or 0) + seconds
         return {**trained, "seconds/checkpoint": seconds, "seconds/step": step_s}

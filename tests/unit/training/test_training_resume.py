@@ -68,7 +68,9 @@ def test_a_run_killed_at_random_times_equals_the_whole_run(whole, tmp_path):
         num_runs += 1
 
 
-@pytest.mark.parametrize(("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "published")])
+@pytest.mark.parametrize(
+    ("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "write"), (3, "published")]
+)
 def test_a_run_killed_at_any_point_of_a_step_equals_the_whole_run(whole, tmp_path, every, point):
     for step in (2, 5):
         killed = forks.call(run, directory=str(tmp_path), every=every, kill_at=point, kill_step=step)

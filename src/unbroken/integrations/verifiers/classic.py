@@ -108,7 +108,7 @@ class _ComparedAttempts:
         self.states[session.trajectory_id] = state
 
     async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Let the rubric compare the attempts that were completed; the others have no reward."""
+        """Let the rubric compare the attempts that were completed; the others keep what they have: a time-out 0."""
         scored = {
             each.trajectory_id: self.states[each.trajectory_id]
             for each in group.trajectories

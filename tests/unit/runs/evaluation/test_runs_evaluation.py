@@ -77,7 +77,7 @@ async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_pa
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (EngineError("it is closed"), OutageError, r"lost its engine \(EngineError: it is closed\)"),
+        (EngineError("it is closed"), OutageError, r"lost its engine \(EngineError: it is closed\n"),
         (KeyError("x"), RolloutError, r"all 3 rollouts of the evaluation failed, the first with KeyError: 'x'"),
     ],
 )

@@ -159,6 +159,22 @@ async def test_a_member_that_failed_has_no_reward_and_is_not_shown(tmp_path):
     assert scored.rewards == (None, 1.0)
 
 
+async def test_a_function_that_names_statuses_decides_what_a_time_out_is_worth_and_to_others_it_is_0(tmp_path):
+    code = """
+def known(completions, statuses): return [-1.0 if status == "timeout" else 1.0 for status in statuses]
+def unaware(completions, **others): return [float(len(text)) for text in completions]
+"""
+    group = await group_of("abc", "late", "abcd")
+    first, late, last = group.trajectories
+    late = replace(late, status=TrajectoryStatus.TIMEOUT, reward=0.0)
+    group = replace(group, trajectories=(first, late, last))
+    scored = await rewards_of(tmp_path, code, "known", "unaware").score(problem("x"), group)
+    assert scored.rewards == (4.0, -1.0, 5.0)
+    assert scored.trajectories[1].reward_parts == {"known": -1.0, "unaware": 0.0}
+    everyone = replace(group, trajectories=(late, replace(late, trajectory_id="other")))
+    assert (await rewards_of(tmp_path, code, "unaware").score(problem(), everyone)).rewards == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
