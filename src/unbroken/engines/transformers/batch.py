@@ -7,6 +7,7 @@ next id from its logits, and ends the finished rows. Single-threaded: only the e
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ _ROWS_PER_WAITING_PROMPT = 8
 MAX_MASK = 2**26
 """Positions that the mask of one forward pass may have: rows x ids x positions read. Memory and time of a long prompt's
 masks would grow with the square of its length; a pass takes fewer ids instead."""
+
+_LONG_SHARE = 4
+"""Beside others, a pass over a long prompt has a quarter of `MAX_MASK`. If a pass over all rows that sample would read
+more than that, those of a quarter of the longest one's length have a pass of their own."""
 
 Decode = Callable[[list[int]], str]
 """Turns completion ids into the text in which stop strings are searched."""
@@ -70,6 +75,8 @@ class ContinuousBatch:
         self._waiting: deque[Row] = deque()
         self._rows: dict[int, Row] = {}
         self._steps_waited = 0
+        self._long_waits_until_s = 0.0
+        """When a prompt of several passes may have its next one."""
         self._fences: list[frozenset[Job]] = []
         """Only rows of jobs that are in all fences are admitted."""
 
@@ -200,6 +207,8 @@ class ContinuousBatch:
     def _prefill(self) -> None:
         """Compute the next prompt ids of all rows that need more than their last id, in one padded forward pass.
 
+        Beside other rows, prompts that need several passes take turns, and no more time than the others have.
+
         The pass has at most `max_prefill_tokens`; the rest follows in the next steps, while other rows sample. A row
         shorter than the pass repeats its last id at the same position, which stores the same keys and values again.
         """
@@ -208,13 +217,26 @@ class ContinuousBatch:
         slots = np.flatnonzero(missing > 0)
         if not slots.size:
             return
+        is_long = missing[slots] * table.length[slots].astype(np.int64) > MAX_MASK
+        if 0 < np.count_nonzero(is_long) < np.count_nonzero(table.running):
+            if not is_long.all():
+                self._prefill_rows(slots[~is_long], missing, MAX_MASK)
+            if (started := time.monotonic()) >= self._long_waits_until_s:
+                self._prefill_rows(slots[is_long][:1], missing, MAX_MASK // _LONG_SHARE)
+                ended = time.monotonic()
+                self._long_waits_until_s = 2 * ended - started
+            return
         if _ROWS_PER_WAITING_PROMPT * len(slots) < len(self._rows) and self._steps_waited < _MAX_PREFILL_WAIT:
             self._steps_waited += 1
             return
         self._steps_waited = 0
-        width = min(int(missing.max()), max(1, self._max_prefill_tokens // len(slots)))
+        self._prefill_rows(slots, missing, MAX_MASK)
+
+    def _prefill_rows(self, slots: NDArray[np.int64], missing: NDArray[np.int64], max_mask: int) -> None:
+        table = self._table
+        width = min(int(missing[slots].max()), max(1, self._max_prefill_tokens // len(slots)))
         length = min(int(table.num_cached[slots].max()) + width, int(table.length[slots].max()))
-        width = min(width, max(1, MAX_MASK // (len(slots) * length)))
+        width = min(width, max(1, max_mask // (len(slots) * length)))
         counts = np.minimum(missing[slots], width)
         offsets = np.minimum(np.arange(width), counts[:, None] - 1)
         positions = table.num_cached[slots, None] + offsets
@@ -236,9 +258,17 @@ class ContinuousBatch:
 
     def _sample(self) -> None:
         table = self._table
-        ready = np.flatnonzero(table.running & (table.num_cached == table.length - 1))
-        if not ready.size:
-            return
+        left = np.flatnonzero(table.running & (table.num_cached == table.length - 1))
+        while left.size:
+            longest = int(table.length[left].max())
+            is_near = table.length[left] > longest // _LONG_SHARE
+            if len(left) * longest <= MAX_MASK // _LONG_SHARE:
+                is_near[:] = True
+            self._sample_rows(left[is_near])
+            left = left[~is_near]
+
+    def _sample_rows(self, ready: NDArray[np.int64]) -> None:
+        table = self._table
         try:
             self._reserve(int(table.length[ready].max()) + 1)
             ids, chosen, logprobs = self._draw(ready)
@@ -256,6 +286,8 @@ class ContinuousBatch:
         """Feed the last id of rows, and draw the next: the ids, their logprobs, and [R, V] those of all ids."""
         table = self._table
         fed = _fill_gaps(ready)
+        if table.num_cached[fed].max() > 2 * table.num_cached[ready].max():
+            fed = ready  # all rows of a pass read as far as the longest
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
         logits = self._forward.decode(fed, positions, fed_ids, sights=self._sights(fed))

@@ -23,6 +23,8 @@ from unbroken.engines.transformers.sampling import PARAMS_DTYPE, pack_params
 from unbroken.types import RoutedExperts, SamplingParams, TokenIds
 
 _MIN_CAPACITY = 64
+_MAX_SPARE = 2**21
+"""Positions of all slots up to which slots are added only to keep prefixes: to copy more takes seconds."""
 """Positions of the first slots; they double from there."""
 MIN_COPY = 16
 """Fewer common ids than this are recomputed instead of copied from another slot."""
@@ -158,7 +160,8 @@ class SlotTable:
     def _free_slot(self) -> int:
         """Return an empty slot, a new one, or the idle one that was used least recently."""
         idle = np.flatnonzero(~self.running)
-        if not idle.size or (self.num_cached[idle].all() and self.num_slots < self._max_slots):
+        has_room = self.num_slots < self._max_slots and 2 * self.num_slots * self.capacity <= _MAX_SPARE
+        if not idle.size or (self.num_cached[idle].all() and has_room):
             first_new = self.num_slots
             self.resize(min(max(8, 2 * first_new), self._max_slots), self.capacity)
             return first_new

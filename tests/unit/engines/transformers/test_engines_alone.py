@@ -100,6 +100,50 @@ async def test_a_long_prompt_makes_no_mask_of_its_length_squared() -> None:
     await engine.close()
 
 
+async def test_others_do_not_wait_for_the_passes_of_a_long_prompt() -> None:
+    model = make_model()
+    sizes: list[int] = []
+
+    def measure(module: Any, args: Any, kwargs: Any) -> None:
+        sizes.append(kwargs["attention_mask"].numel())
+
+    engine = TransformersEngine(model, config=TransformersEngineConfig(max_prefill_tokens=2**20, max_batch=8))
+    expected = await sample(engine, ask("alone", 20, max_tokens=40))
+    model.base_model.register_forward_pre_hook(measure, with_kwargs=True)
+    long = asyncio.create_task(sample(engine, ask("long", 100_000)))
+    while not sizes:  # noqa: ASYNC110  # the engine has no event for a pass
+        await asyncio.sleep(0.01)
+    num_before = len(sizes) + 1
+    assert await sample(engine, ask("short", 20, max_tokens=40)) == expected
+    during = sizes[num_before:]
+    assert len(during) >= 40
+    assert max(during) <= MAX_MASK // 4
+    assert sum(size > 10_000 for size in during) <= 30, "each of 40 ids waited for a pass over the long prompt"
+    await engine.abort("long")
+    assert await long == []
+    await engine.close()
+
+
+async def test_a_long_row_that_samples_is_in_no_pass_of_many_short_ones() -> None:
+    model = make_model()
+    sizes: list[int] = []
+
+    def measure(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["position_ids"].shape[1] == 1:
+            sizes.append(kwargs["attention_mask"].numel())
+
+    engine = TransformersEngine(model, config=TransformersEngineConfig(max_prefill_tokens=256))
+    model.base_model.register_forward_pre_hook(measure, with_kwargs=True)
+    await sample(engine, ask("first", 10_000, max_tokens=1))
+    calls = [sample(engine, ask("long", 10_000, max_tokens=30))]
+    calls += [sample(engine, ask(f"short {k}", 20, max_tokens=30)) for k in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unbroken.engines.transformers.batch.MAX_MASK", 2**16)
+        await asyncio.gather(*calls)
+    assert max(sizes) <= 10_100
+    await engine.close()
+
+
 @pytest.mark.parametrize("num_ids", [1, 2])
 async def test_a_pass_without_memory_fails_its_longest_request_and_no_other(num_ids: int) -> None:
     model = make_model()
