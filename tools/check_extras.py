@@ -1,4 +1,5 @@
-"""Installs each extra alone in a fresh virtual environment, and starts what it is for.
+"""Installs each extra alone in a fresh virtual environment, and starts what it is for; in what the README installs, its
+blocks are run.
 
     python tools/check_extras.py [EXTRA ...]     # default: every extra below; needs nothing but Python
 
@@ -219,6 +220,13 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 assert asyncio.run(main()) == 0.5
 """
 
+README = "train,serve,client"
+"""What `make demo` and the README install: tests/e2e/test_documentation.py compares both."""
+README_TESTS = (
+    f"-q -k readme --noconftest -c {os.devnull} --rootdir {REPOSITORY} --import-mode=importlib -p no:cacheprovider "
+    f"{REPOSITORY / 'tests' / 'e2e' / 'test_documentation.py'}"
+)
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
@@ -245,6 +253,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "openenv": (["-c", OPENENV],),
     "nemo-gym": (["-c", NEMO_GYM],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
+    README: (["-m", "pip", "install", "--quiet", "pytest>=9.2"], ["-m", "pytest", *README_TESTS.split()]),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
 }
 """Arguments of Python for each extra; the empty one is the package without extras."""
@@ -256,7 +265,7 @@ def main() -> int:
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {sorted(filter(None, CHECKS))}; default: all")
     wanted = parser.parse_args().extras or list(CHECKS)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    if unknown := {*project["optional-dependencies"]} - LEFT_OUT ^ {*CHECKS} - {""}:
+    if unknown := {*project["optional-dependencies"]} - LEFT_OUT ^ {*CHECKS} - {"", README}:
         print(f"extras of pyproject.toml and of CHECKS differ: {sorted(unknown)}", file=sys.stderr)
         return 1
     failed = []

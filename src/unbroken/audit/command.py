@@ -15,6 +15,7 @@ from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
 from unbroken.limited_process import DEFAULT_TIMEOUT_S, ProcessLimits
+from unbroken.runs.command import print_text
 from unbroken.viewer.texts import make_printable
 
 _DESCRIPTION = """\
@@ -114,11 +115,10 @@ def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
 
         write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
     if arguments.json:
-        print(json.dumps(report.to_json(), indent=2))
+        print_text(json.dumps(report.to_json(), indent=2))
         return
-    print(to_text(report), end="")
-    if arguments.html is not None:
-        print(f"page: {arguments.html}")
+    page = "" if arguments.html is None else f"\npage: {arguments.html}"
+    print_text(to_text(report).rstrip("\n") + page)
 
 
 def _write_table(arguments: argparse.Namespace) -> int:

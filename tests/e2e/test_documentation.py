@@ -1,0 +1,422 @@
+"""The blocks of README.md and docs/*.md: each is run here, with a tiny model in place of the hub's, or listed with the
+reason why not.
+
+- A block of TOML is read as `unbroken train` reads it (tests/unit/runs/test_runs_docs.py).
+- A block of commands `unbroken ...` alone is parsed: subcommands, options, their values, and recipes exist.
+- Any other block is run by a test below that names it (`block`), or stands in `NOT_RUN`.
+
+Whoever changes a block changes its first words here. The tests need nothing but pytest and the environment that the
+README makes: `make extras` runs those of the README in one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unbroken.cli import _parser, main
+from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.settings.build import read_options
+from unbroken.server.options import name_model
+from unbroken.simulation.command import mark_options
+
+ROOT = Path(__file__).parents[2]
+HUB_NAME = "Qwen/Qwen2.5-0.5B-Instruct"
+DIARIES = {"docs/lab-notes.md", "docs/history.md"}
+"""Their blocks are measurements with the commands of their time."""
+SMALL = [
+    *("--loop.num-steps=1", "--rollouts.problems-per-step=1", "--rollouts.group-size=2", "--trackers.names=[]"),
+    "--rollouts.sampling.max-tokens=8",
+]
+# A reader closes no clients.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}, which begins with {self.text.splitlines()[0][:60]!r}"
+
+
+def find_blocks() -> list[Block]:
+    blocks, opening = [], re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        page, text = str(path.relative_to(ROOT)), path.read_text("utf-8")
+        for found in opening.finditer(text) if page not in DIARIES else ():
+            blocks.append(Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]))
+    return blocks
+
+
+BLOCKS = find_blocks()
+
+
+def block(page: str, beginning: str) -> str:
+    """The text of the only block of a page that begins with these words."""
+    found = [each.text for each in BLOCKS if each.page == page and each.text.startswith(beginning)]
+    assert len(found) == 1, (
+        f"{page} has {len(found)} blocks that begin with {beginning!r}, and {Path(__file__).name} names one: if the "
+        "block was changed, change the words there; if it was removed, remove its test or its line"
+    )
+    return found[0]
+
+
+HUB, GPU, PART = "needs models or data of the hub", "needs a GPU", "a part of a program, with names from around it"
+DIAGRAM, OUTPUT, OTHERS = "a diagram or the layout of files", "what a program prints", "runs other programs"
+WIRE = "requests and answers in short, for reading: tests/unit/server has them whole"
+OWN_SDK = "needs a package of `make clients` or `make agents`, which run it"
+
+NOT_RUN = {
+    ("README.md", "make demo"): "make demo is a test of its own, tests/e2e/test_demo.py, and takes minutes",
+    ("docs/architecture.md", " task ── Env.start"): DIAGRAM,
+    ("docs/architecture.md", " uvicorn ─►"): DIAGRAM,
+    ("docs/architecture.md", " SessionGate ─►"): DIAGRAM,
+    ("docs/audit.md", "$ unbroken audit --template $TRL/deepseekv3.jinja"): "as the block of qwen3.jinja, which is run",
+    ("docs/clients.md", "ANTHROPIC_BASE_URL="): OTHERS,
+    ("docs/clients.md", "so_far = answer.prompt_token_ids"): PART,
+    ("docs/clients.md", "from trl.generation"): "tests/e2e/test_server_with_vllm_clients.py runs TRL's client",
+    ("docs/clients.md", "[[394, 99, 361, 208]"): OUTPUT,
+    (
+        "docs/clients.md",
+        "from PIL import Image",
+    ): "needs a model that takes images: test_server_images_on_vllm.py",
+    ("docs/drift.md", "Retokenising would have changed"): OUTPUT,
+    ("docs/drift.md", '{"prompt": "When is it open?'): DIAGRAM,
+    ("docs/environments.md", "pip install verifiers==0.1.14"): OWN_SDK,
+    ("docs/environments.md", "pip install 'verifiers[rg]"): OWN_SDK,
+    ("docs/environments.md", "pip install 'harbor"): OWN_SDK,
+    ("docs/environments.md", "tasks/count/instruction.md"): DIAGRAM,
+    ("docs/environments.md", "counter:"): OWN_SDK,
+    ("docs/environments.md", "pip install nemo-gym"): OWN_SDK,
+    ("docs/from-trl.md", "from datasets import load_dataset"): HUB,
+    ("docs/from-verl.md", "python3 -m verl"): OTHERS,
+    ("docs/from-verl.md", "from my_reward import compute_score"): "compute_score is the reader's own",
+    ("docs/gateway.md", "ANTHROPIC_BASE_URL=$ROOT"): OTHERS,
+    ("docs/gateway.md", "OPENAI_API_KEY=$KEY codex"): OTHERS,
+    ("docs/gateway.md", "cat > opencode.json"): OTHERS,
+    ("docs/gateway.md", "from agents import Agent"): OWN_SDK,
+    ("docs/gateway.md", "from langchain_openai"): OWN_SDK,
+    ("docs/gateway.md", "OPENAI_API_BASE=$URL"): OWN_SDK,
+    (
+        "docs/protocols.md",
+        "unbroken serve path/to/model --served-model-name tiny",
+    ): "as in the README, whose request is run",
+    ("docs/protocols.md", "POST /v1/sample"): WIRE,
+    ("docs/protocols.md", '8 bytes   "UNBRKN"'): DIAGRAM,
+    ("docs/protocols.md", 'POST {"token_ids"'): WIRE,
+    ("docs/protocols.md", 'POST {"instructions"'): WIRE,
+    ("docs/protocols.md", 'POST {"max_tokens": 300'): WIRE,
+    ("docs/protocols.md", '"images": [['): WIRE,
+    ("docs/protocols.md", "POST /v1/weights"): WIRE,
+    ("docs/protocols.md", "400 {"): WIRE,
+    ("docs/rollouts.md", "OUTPUT/rollouts/"): DIAGRAM,
+    ("docs/rollouts.md", '{"token_ids": [1, 2, 3, 4, 5, 6]'): DIAGRAM,
+    ("docs/simulation.md", "max_staleness    s/step"): OUTPUT,
+    ("docs/training.md", "model = get_peft_model"): PART,
+    ("docs/trl.md", "import copy"): "needs a data set and a GPU: tests/e2e/test_trl_trainer.py runs the same",
+    ("docs/trl.md", "@on_trained_rows"): PART,
+    ("docs/trl.md", "@asynccontextmanager"): PART,
+    ("docs/trl.md", "CUDA_VISIBLE_DEVICES=0 unbroken serve"): GPU,
+    ("docs/trl.md", "GRPOConfig("): PART,
+    ("docs/viewer.md", "unbroken view runs/lookup"): "its commands are parsed, but ssh needs another machine",
+    ("docs/vision.md", "             prompt"): DIAGRAM,
+    ("docs/vision.md", "from PIL import Image"): HUB,
+    ("docs/vllm.md", "from unbroken.engines.vllm"): GPU,
+    ("docs/vllm.md", "await engine.update_weights"): PART,
+    ("docs/vllm.md", "sleep()"): DIAGRAM,
+}
+"""Beginnings of blocks, with the reason why they are not run."""
+
+
+_COMMANDS = "demo|train|export|serve|gateway|audit|drift|simulate|view"
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command `unbroken ...` in a block, without a launcher, variables, comments and pipes."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"\s+#.*|^\$ ", "", line.split("; echo")[0]).partition(" | ")[0].removesuffix("&").strip()
+        launched = re.fullmatch(
+            rf"(?:\w+=\S+ )*(?:(?:torchrun|accelerate launch) .*-m )?unbroken ({_COMMANDS}) (.*)", line
+        )
+        found += [] if launched is None else [[launched[1], *shlex.split(launched[2])]]
+    return found
+
+
+def has_only_commands(each: Block) -> bool:
+    lines = [line for line in each.text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return each.language == "" and len(commands(each.text)) == len(lines)
+
+
+def test_every_block_is_run_or_listed_with_a_reason() -> None:
+    calls = re.findall(r'block\(\s*"([^"]+)", "((?:[^"\\]|\\.)+)"', Path(__file__).read_text("utf-8"))
+    run = {(page, json.loads(f'"{words}"')) for page, words in calls}
+    listed = {*NOT_RUN, *run}
+    missing = [
+        each.place
+        for each in BLOCKS
+        if not (each.language == "toml" or has_only_commands(each))
+        and not any(each.page == page and each.text.startswith(words) for page, words in listed)
+    ]
+    assert not missing, (
+        f"these blocks are neither run nor listed in {Path(__file__).name}: add a test that runs them, or a line with "
+        "the reason to NOT_RUN:\n" + "\n".join(missing)
+    )
+    for page, words in NOT_RUN:
+        block(page, words)
+    assert {*NOT_RUN} - run == {*NOT_RUN}, "a block that is run needs no reason"
+
+
+def test_the_commands_of_every_page_have_options_that_exist(tmp_path: Path) -> None:
+    for name in ("recipe.toml", "task.toml"):
+        (tmp_path / name).write_text('model = "m"')
+    problems = []
+    for each in BLOCKS:
+        for words in commands(each.text):
+            if problem := find_problem(words, tmp_path):
+                problems.append(f"{each.page}:{each.line}: unbroken {shlex.join(words)}: {problem}")
+    assert not problems, "\n".join(problems)
+
+
+_load = functools.cache(load_recipe)
+
+
+def find_problem(words: list[str], folder: Path) -> str:
+    """What the command line says of a command, which is not run; "" for nothing."""
+    if words[0] == "train" and "--help" not in words:
+        paths = [ROOT / words[1], folder / words[1]]
+        recipe = _load(None if words[1] == "--env" else next((path for path in paths if path.exists()), None))
+        options = ["--environment", *words[2:]] if words[1] == "--env" else words[2:]
+        try:
+            read_options(options, recipe.section)
+        except ValueError as error:
+            return str(error)
+        return ""
+    words = name_model(words) if words[:1] == ["serve"] else mark_options(words)
+    try:
+        with redirect_stderr(StringIO()) as errors:
+            _parser().parse_known_args([word for word in words if word != "--help"])
+    except SystemExit:
+        return errors.getvalue()
+    return ""
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of a reader: a clone's recipes, a model at path/to/model, and a task of their own."""
+    folder = tmp_path_factory.mktemp("reader")
+    tokenizer = build_tokenizer()
+    for part in (tokenizer, build_model(tokenizer, seed=0)):
+        part.save_pretrained(folder / "path" / "to" / "model")
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    (folder / "src").symlink_to(ROOT / "src")
+    (folder / "prompts.jsonl").write_text('{"prompt": "What is 17 + 6?", "answer": "23"}\n' * 4)
+    (folder / "tasks.jsonl").write_text('{"prompt": "What is 17 + 6?"}\n')
+    (folder / "rewards.py").write_text(block("README.md", "def correct(completions, answer):"))
+    (folder / "task.toml").write_text(with_model(block("README.md", "# task.toml")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        if (datasets := sys.modules.get("datasets")) is not None:
+            patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+def with_model(text: str) -> str:
+    assert HUB_NAME in text, f"the block should train {HUB_NAME}, which is replaced by a tiny model:\n{text}"
+    return text.replace(HUB_NAME, "path/to/model")
+
+
+def run_python(text: str, /, **names: Any) -> dict[str, Any]:
+    """Run a block in a module of its own, where `names` exist; returns its names."""
+    found = {"__name__": "a_block", **names}
+    exec(compile(text, "a block of the documentation", "exec"), found)
+    return found
+
+
+def run_shell(text: str) -> str:
+    """The output of commands of the clone's folder."""
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(workplace: Path) -> Iterator[str]:
+    """The URL of the README's server."""
+    command, _, printed = block("README.md", "$ unbroken serve path/to/model").partition("\n")
+    with start_server(command.removeprefix("$ unbroken ")) as (url, line):
+        assert line == printed.strip().replace("http://127.0.0.1:8000", url)
+        yield url
+
+
+@contextmanager
+def start_server(words: str) -> Iterator[tuple[str, str]]:
+    """Start `unbroken WORDS` at a free port; yields its URL and the line that it prints."""
+    command = [sys.executable, "-m", "unbroken", *shlex.split(words), "--engine", "transformers", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if " at http" in line), "")
+            found = re.search(r"http://[\d.]+:\d+", line)
+            assert found is not None, "the server did not start"
+            yield found[0], line.strip()
+        finally:
+            process.terminate()
+
+
+def test_the_environment_of_make_demo_is_that_of_the_readme() -> None:
+    readme, makefile = (ROOT / "README.md").read_text("utf-8"), (ROOT / "Makefile").read_text("utf-8")
+    (named,) = re.findall(r"`pip install '(\.\[[\w,]+\])'`, as `make demo` does", readme)
+    assert "\ndemo: $(README) " in makefile
+    rule = makefile.partition("\n$(README):")[2].partition("touch")[0]
+    assert f"--editable '{named}'" in rule
+
+
+def test_the_task_of_the_readme_is_trained_as_its_block_says(workplace: Path) -> None:
+    (words,) = commands(block("README.md", "unbroken train task.toml --algorithm"))
+    assert main([*words, *SMALL]) == 0
+    assert (workplace / "runs" / "prompts" / "final" / "model.safetensors").exists()
+
+
+def test_an_agent_that_is_a_command_is_trained_by_the_words_of_readme_and_gateway(workplace: Path) -> None:
+    """A file beside the TOML, and after a mistake in its name the same command again."""
+    (workplace / "agent.py").write_text(
+        "import json, os, urllib.request as web\n"
+        "task = json.loads(os.environ['UNBROKEN_TASK'])\n"
+        "body = {'model': 'any', 'messages': [{'role': 'user', 'content': task['prompt']}]}\n"
+        "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "print(len(web.urlopen(web.Request(url, json.dumps(body).encode(), headers)).read()))\n"
+    )
+    readme = commands(block("README.md", "unbroken serve path/to/model --sessions"))[-1]
+    text = with_model(block("docs/gateway.md", "# task.toml: every row"))
+    (workplace / "agents.toml").write_text(text)
+    options = ["--output=runs/agents", *SMALL]
+    assert main(["train", "agents.toml", "--agent.command=python,agnt.py", *options]) == 1
+    assert main(["train", "agents.toml", *options]) == 0
+    assert main([*readme, "--output=runs/readme-agents", *SMALL]) == 0
+
+
+def test_the_rollout_of_the_readme_runs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_python(with_model(block("README.md", "import asyncio")))
+    assert re.match(r"(completed|truncated) 0\.0 ", capsys.readouterr().out)
+
+
+def test_the_requests_of_the_readme_are_answered_as_shown(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers depend on the model; their names and lengths do not."""
+    shell, _, shown = block("README.md", "$ curl -s http://127.0.0.1:8000/v1/sample").rstrip().rpartition("\n")
+    answer = json.loads(run_shell(shell.removeprefix("$ ").replace("http://127.0.0.1:8000", server)))
+    (ours,), (theirs,) = (each["results"][0]["sequences"] for each in (answer, json.loads(shown)))
+    assert ours.keys() == theirs.keys()
+    assert len(ours["completion_ids"]) == len(theirs["completion_ids"])
+    for page in ("README.md", "docs/clients.md"):
+        text = block("README.md", "from unbroken import Client, SamplingParams")
+        assert text == block("docs/clients.md", "from unbroken import Client, SamplingParams"), page
+        run_python(text.replace("http://127.0.0.1:8000", server))
+        assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_the_audits_of_the_pages_print_what_they_show(workplace: Path) -> None:
+    shell, _, shown = block("README.md", "$ unbroken audit --template src").partition("\n")
+    assert run_shell(shell.removeprefix("$ ")) == shown
+    templates = importlib.util.find_spec("trl")
+    if templates is None or templates.origin is None:
+        pytest.skip("docs/audit.md audits a template that TRL ships")
+    shell, _, shown = block("docs/audit.md", "$ unbroken audit --template $TRL/qwen3.jinja").partition("\n")
+    found = run_shell(f"TRL={Path(templates.origin).parent / 'chat_templates'}; {shell.removeprefix('$ ')}")
+    ours, theirs = (text.partition("\ncertificates")[0] for text in (found, shown))  # then there are milliseconds
+    assert ours == theirs
+
+
+def test_the_blocks_of_the_openai_and_anthropic_sdks_run(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    names = run_python(block("docs/clients.md", "from openai import OpenAI").replace("http://127.0.0.1:8000", server))
+    run_python(block("docs/clients.md", "response = client.responses.create"), **names)
+    pytest.importorskip("anthropic")
+    run_python(block("docs/clients.md", "from anthropic import Anthropic").replace("http://127.0.0.1:8000", server))
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_the_blocks_of_sessions_run(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("openai", "anthropic"):
+        pytest.importorskip(package)
+    (workplace / "key").write_text("a-key-of-ours-that-is-long-enough")
+    words = commands(block("docs/gateway.md", "unbroken serve path/to/model --sessions"))[0]
+    with start_server(shlex.join([*words, "--api-key-file", "key"])) as (url, _):
+        monkeypatch.setenv("UNBROKEN_KEY", (workplace / "key").read_text())
+        agent = block("docs/gateway.md", "from openai import") + block("docs/gateway.md", "from anthropic import")
+        given = "URL, ROOT, KEY = created['openai_base_url'], created['anthropic_base_url'], created['api_key']\n"
+        text = block("docs/gateway.md", "import os\n\nfrom unbroken import Client")
+        text = text.replace('"temperature": 1.0', '"temperature": 1.0, "max_tokens": 8')
+        agent = agent.replace("client = ", "agent = ").replace("\nclient.", "\nagent.")
+        assert text.count("    ...  # the agent works") == text.count('"max_tokens": 8') == 1
+        inside = textwrap.indent(given + agent, "    ")
+        names = run_python(
+            text.replace("    ...  # the agent works", f"{inside}    ...  # the agent works").replace(
+                "http://127.0.0.1:8000", url
+            )
+        )
+        assert len(names["rows"]) == 3
+        shell = block("docs/gateway.md", "curl -s $SERVER/v1/chat/completions")
+        created = names["Client"](url, api_key=os.environ["UNBROKEN_KEY"]).sessions.create(
+            {"sampling": {"max_tokens": 8}}
+        )
+        assert '"choices"' in run_shell(f"SERVER={url}; KEY={created['api_key']}\n{shell}")
+
+
+def test_the_blocks_of_training_rollouts_and_environments_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "sums.py").write_text(with_model(block("docs/training.md", "from dataclasses import dataclass")))
+    (workplace / "curriculum.py").write_text(block("docs/training.md", "from unbroken.runs.curriculum import"))
+    assert main(["train", "task.toml", "--curriculum=curriculum.py:make", "--output=runs/unsolved", *SMALL]) == 0
+    assert main(["train", "sums.py", *SMALL]) == 0
+    capsys.readouterr()
+    run_python(block("docs/rollouts.md", "from pathlib import Path"))
+    assert capsys.readouterr().out.startswith("0 [0")
+    if shutil.which("jq"):
+        zcat = block("docs/rollouts.md", "zcat runs/sums/rollouts").replace("step-00000012", "step-00000000")
+        assert json.loads(run_shell(zcat).splitlines()[0])[2] in ("completed", "truncated")
+    correct = run_python(block("docs/training.md", "def correct(completions, answer):"))["correct"]
+    assert correct([" 23", "2"], ["23", "23"]) == [1.0, 0.0]
+    (workplace / "env.py").write_text(block("docs/environments.md", "import random"))
+    assert main(["train", "--env", "env.py:Sum", "--model=path/to/model", "--output=runs/env", *SMALL]) == 0
+
+
+def test_the_small_blocks_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = run_python(block("docs/environments.md", "from unbroken.integrations.mcp import"))["make"]
+    assert make([{"role": "user", "content": "a"}])
+    text = block("docs/simulation.md", "from unbroken.simulation.config import")
+    run_python(text.replace("SimulationConfig(", "SimulationConfig(num_steps=6, "))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2"]
+    text = block("docs/renderers.md", "from unbroken import load_renderer")
+    package = next(line for line in text.splitlines() if "pkg:" in line)
+    tokenizer = build_tokenizer()
+    run_python(text.replace(package, ""), tokenizer=tokenizer, text=tokenizer.chat_template)
