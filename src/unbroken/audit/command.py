@@ -15,7 +15,6 @@ from unbroken.audit.process import run_in_process
 from unbroken.audit.report import AuditReport
 from unbroken.errors import InvalidInputError
 from unbroken.limited_process import DEFAULT_TIMEOUT_S, ProcessLimits
-from unbroken.runs.command import print_text
 from unbroken.viewer.texts import make_printable
 
 _DESCRIPTION = """\
@@ -115,10 +114,11 @@ def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
 
         write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
     if arguments.json:
-        print_text(json.dumps(report.to_json(), indent=2))
+        print(json.dumps(report.to_json(), indent=2))
         return
-    page = "" if arguments.html is None else f"\npage: {arguments.html}"
-    print_text(to_text(report).rstrip("\n") + page)
+    print(to_text(report), end="")
+    if arguments.html is not None:
+        print(f"page: {arguments.html}")
 
 
 def _write_table(arguments: argparse.Namespace) -> int:

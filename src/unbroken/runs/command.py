@@ -47,7 +47,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         from unbroken.runs.recipe import run_recipe
 
         if {"-h", "--help"} & set(options):
-            print_text(format_help(arguments.recipe))
+            _print_text(format_help(arguments.recipe))
             return 0
         return run_command(
             lambda: run_recipe(arguments.recipe, options),
@@ -57,7 +57,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         raise missing_extra(error, "training needs the train extra", "train") from error
 
 
-def print_text(text: str) -> None:
+def _print_text(text: str) -> None:
     """Print; a reader that closes the pipe early, such as `--help | head`, is not an error."""
     try:
         print(text, flush=True)
