@@ -64,6 +64,19 @@ def test_an_environment_with_problems_of_its_own(tmp_path, model):
         assert line["mismatch/max_abs"] < 1e-4
 
 
+def test_a_run_in_which_all_rollouts_time_out_says_so_and_stops(tmp_path, model, capsys):
+    hangs = "import asyncio\nclass Hangs(Echo):\n    async def step(self, reply):\n        await asyncio.sleep(60)\n"
+    (tmp_path / "envs.py").write_text(FILE + hangs)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace(":Echo", ":Hangs"))
+    words = ["train", str(tmp_path / "recipe.toml"), f"--output={tmp_path / 'run'}", f"--model={model}"]
+    assert main([*words, "--loop.num-steps=4", "--rollouts.limits.timeout-s=0.1"]) == 1
+    printed = capsys.readouterr()
+    assert "step 0 (1 of 4)  reward 0  s" in printed.out
+    assert printed.out.count("time-outs 8") == 3
+    assert "2 of 2 groups have equal rewards (the mean is 0); 8 of 8 rollouts timed out." in printed.err
+    assert not (tmp_path / "run" / "final").exists()
+
+
 def test_an_environment_of_rows_whose_reward_functions_are_added_to_its_own(tmp_path, model):
     more = 'data.file = "prompts.jsonl"\n[[rewards]]\nfunction = "envs.py:bonus"\n'
     for line in train(tmp_path, model, more):
