@@ -43,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnbrokenError as error:
         print(f"unbroken: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who read the output went away, as `| head` does; Python's flush at exit would fail too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # its reader went away, as `| head` does; the flush at exit would fail too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

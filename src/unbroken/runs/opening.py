@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,21 @@ def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Acce
 
 
 def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:
-    """Raise `InvalidInputError` if each process has its own engine, but only the first one loads the model."""
+    """Raise `InvalidInputError` if a process cannot have an engine of this kind: it has no GPU, or no model."""
+    if kind is EngineKind.COLOCATED and accelerator.device.type == "cpu" and not _has_vllm_for_cpu():
+        raise InvalidInputError(
+            "engine.kind colocated needs a GPU, or vLLM's build for CPUs, and there is neither: take embedded"
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
         raise InvalidInputError(
             "engine.kind embedded needs the model in every process, but only the first one loads it: give "
             "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
         )
+
+
+def _has_vllm_for_cpu() -> bool:
+    return any("cpu" in f"{name} {version(name)}" for name in packages_distributions().get("vllm", ()))
 
 
 @asynccontextmanager

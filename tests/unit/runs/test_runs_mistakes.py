@@ -7,14 +7,18 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.loading import load_template_renderer
 from unbroken.rollout.tools import tool
+from unbroken.runs import opening
 from unbroken.runs.config import EngineConfig, EngineKind
 from unbroken.runs.models import find_context_length
 from unbroken.runs.prompts.dataset import DataConfig, Rows
@@ -124,3 +128,16 @@ def test_the_context_of_a_run_is_that_of_its_engine(tmp_path: Path) -> None:
     assert find_context_length(model, EngineConfig(kind=colocated, vllm_options=("--max-model-len", "77"))) == 77
     assert find_context_length(model, EngineConfig(kind=started, serve_options=("--max-model-len=78",))) == 78
     assert find_context_length(tmp_path / "nothing", EngineConfig()) is None
+
+
+def test_a_colocated_engine_without_a_gpu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's build for CPUs needs none; that for GPUs fails with pages of its own."""
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
+    for names, versions in (((), {}), (("vllm",), {"vllm": "0.32.0"})):
+        monkeypatch.setattr(opening, "packages_distributions", lambda names=names: {"vllm": names})
+        monkeypatch.setattr(opening, "version", versions.get)
+        with pytest.raises(InvalidInputError, match=r"engine.kind colocated needs a GPU, or vLLM's build for CPUs"):
+            opening.check_model_copies(EngineKind.COLOCATED, on_cpu)
+    monkeypatch.setattr(opening, "version", {"vllm": "0.32.0+cpu"}.get)
+    opening.check_model_copies(EngineKind.COLOCATED, on_cpu)
+    opening.check_model_copies(EngineKind.EMBEDDED, on_cpu)
