@@ -13,7 +13,6 @@ from unbroken.errors import ServerError
 from unbroken.server.running import Server, format_url, listen, make_uvicorn_config
 
 _DRAIN_S = 5
-_KEEP_ALIVE_S = 125
 
 
 @asynccontextmanager
@@ -24,7 +23,7 @@ async def hosted(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Asy
         ServerError: the application did not start.
     """
     with listen(host, port) as listener:
-        server = Server(make_uvicorn_config(app, drain_s=_DRAIN_S, keep_alive_s=_KEEP_ALIVE_S))
+        server = Server(make_uvicorn_config(app, drain_s=_DRAIN_S))
         serving = asyncio.create_task(_serve(server, listener))
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it

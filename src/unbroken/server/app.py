@@ -26,8 +26,7 @@ from unbroken.server.http.guard import Guard
 from unbroken.server.http.idempotency import Idempotency
 from unbroken.server.http.openapi import DESCRIPTION
 from unbroken.server.images.fetch import ImageFetcher
-from unbroken.server.images.intake import ImageIntake
-from unbroken.server.images.store import ImageStore
+from unbroken.server.images.intake import ImageIntake, ImageStore
 from unbroken.server.metrics import Metrics
 from unbroken.server.plain_turns import PlainTurns
 from unbroken.server.routes import list_access, load_routers

@@ -36,6 +36,8 @@ _NUM_TEXT_THREADS = 4
 """A long text takes one for seconds; short ones have the others."""
 _MAX_SHORT = 256
 """Most ids of a reply that is read at once: a thread has its costs too, and the event loop waits for its end."""
+_MAX_OPTIONS = 2**18
+"""Characters of template options as JSON: documents fit, and renderers are kept by them."""
 _RESERVED = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "chat_template",
@@ -133,7 +135,7 @@ class ServerContext:
         """
         if reserved := sorted(_RESERVED & set(options or {})):
             raise HttpError(400, f"{name} must not have {reserved}: the server sets these variables itself", param=name)
-        return check_size(options or {}, name=name)
+        return check_size(options or {}, name=name, most=_MAX_OPTIONS)
 
     async def adapt_roles(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[Message]:
         """Give instructions a role in which the template writes them; see `roles`.

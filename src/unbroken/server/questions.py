@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -12,7 +12,6 @@ from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.turns import Question, read_retry_hint
 from unbroken.server.wire.conversation import Conversation
-from unbroken.server.wire.reasoning_options import choose_reasoning_options
 from unbroken.server.wire.sessions import get_session_id
 from unbroken.server.wire.tool_choice import ToolChoice
 from unbroken.types import StructuredOutput
@@ -66,7 +65,7 @@ async def make_question(
     options: Mapping[str, Any] = body.chat_template_kwargs or {}
     if effort is not None:
         chosen = await context.run_in_text_thread(
-            lambda: choose_reasoning_options(effort, reads_option=context.reads_option)
+            lambda: _choose_reasoning_options(effort, reads_option=context.reads_option)
         )
         options = {**chosen, **options}
     messages = await context.adapt_roles(loaded, options)
@@ -83,3 +82,15 @@ async def make_question(
         session_id=get_session_id(request, None),
         retry=await read_retry_hint(request),
     )
+
+
+def _choose_reasoning_options(effort: str | None, *, reads_option: Callable[[str], bool]) -> dict[str, Any]:
+    """The template options for an effort; none for an option that the template does not read.
+
+    "none" is `enable_thinking: false`, and any other effort is `reasoning_effort`. Without an effort, and for a
+    template that knows neither, the model reasons as it does.
+    """
+    if effort is None:
+        return {}
+    name, value = ("enable_thinking", False) if effort == "none" else ("reasoning_effort", effort)
+    return {name: value} if reads_option(name) else {}

@@ -174,7 +174,7 @@ def _load_image_processor(model: str, limits: ImageLimits) -> tuple[ImageProcess
         return None, str(error)
 
 
-def make_uvicorn_config(app: FastAPI, *, drain_s: int, keep_alive_s: int) -> uvicorn.Config:
+def make_uvicorn_config(app: FastAPI, *, drain_s: int, keep_alive_s: int = 125) -> uvicorn.Config:
     """Configure uvicorn, without WebSockets, and with a limit on the head of a request (h11 has one of its own)."""
     return uvicorn.Config(
         app,

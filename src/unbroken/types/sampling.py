@@ -15,6 +15,8 @@ TEMPERATURE_RANGE = (0.01, 100.0)
 """The lowest and highest temperature. Below, logits divided by it are too coarse in float32 for logprobs to agree."""
 
 
+MAX_STOP_STRINGS = 256
+"""All are searched after every id, while the other rows wait."""
 MAX_STRUCTURE = 2**18
 """Most characters of a structured output. A grammar of 60 MB would occupy an engine for minutes."""
 
@@ -145,6 +147,11 @@ class SamplingParams:
             ("return_routed_experts", isinstance(self.return_routed_experts, bool), "true or false"),
         )
         check_rules(self, rules)
+        if len(self.stop_strings) > MAX_STOP_STRINGS or sum(map(len, self.stop_strings)) > 2**16:
+            raise SamplingError(
+                f"stop_strings must be at most {MAX_STOP_STRINGS} strings of 65536 characters together, got "
+                f"{len(self.stop_strings)} of {sum(map(len, self.stop_strings))}"
+            )
 
     def _has_temperature(self) -> bool:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)

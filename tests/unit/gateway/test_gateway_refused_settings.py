@@ -25,7 +25,11 @@ def nest(depth: int) -> dict[str, Any]:
         ({"sampling": {"temperature": -1}}, "sampling", "sampling.temperature must be"),
         ({"sampling": {"top_p": 2}}, "sampling", "sampling.top_p must be"),
         ({"template_options": {"messages": []}}, "template_options", "template_options must not have ['messages']"),
-        ({"template_options": {"a": "x" * 2**16}}, "template_options", "template_options must have at most 65536 char"),
+        (
+            {"template_options": {"a": "x" * 2**18}},
+            "template_options",
+            "template_options must have at most 262144 char",
+        ),
         ({"metadata": {"a": "x" * 20_000_000}}, "metadata", "metadata must have at most 65536 characters as JSON, got"),
         ({"metadata": nest(500)}, None, "the body must be nested in at most 128 levels"),
     ],

@@ -62,7 +62,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_MAX_KEPT = 2**16
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -175,11 +174,11 @@ def shorten(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def check_size(value: Any, *, name: str) -> str:
-    """Return the JSON of the field `name`, which is kept as it is; raises `HttpError` if it is longer than 64 KiB."""
+def check_size(value: Any, *, name: str, most: int = 2**16) -> str:
+    """Return the JSON of the field `name`, which is kept as it is; raises `HttpError` if it has more characters."""
     text = json.dumps(value, sort_keys=True)
-    if len(text) > _MAX_KEPT:
-        raise HttpError(400, f"{name} must have at most {_MAX_KEPT} characters as JSON, got {len(text)}", param=name)
+    if len(text) > most:
+        raise HttpError(400, f"{name} must have at most {most} characters as JSON, got {len(text)}", param=name)
     return text
 
 

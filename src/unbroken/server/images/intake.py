@@ -22,11 +22,11 @@ from unbroken.errors import ContextOverflowError, ImageError
 from unbroken.images.decoding import ImageLimits, check_image, decode_image
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import find_image_parts
+from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.server.concurrency import run_all
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.images.settings import check_settings
-from unbroken.server.images.store import ImageStore
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, encode_image_settings
 
 _T = TypeVar("_T")
@@ -51,6 +51,26 @@ class ClientSpan:
     source: Any
     placeholder_id: int | None
     settings: str
+
+
+class ImageStore:
+    """Image files by SHA-256, up to a total of bytes; the least recently used are dropped. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._images: LruCache[str, EncodedImage] = LruCache(max_bytes, lambda image: len(image.data))
+
+    def put(self, image: EncodedImage) -> None:
+        """Keep an image, unless it alone is larger than the limit."""
+        self._images.put(image.sha256, image)
+
+    def get(self, sha256: str) -> EncodedImage | None:
+        """The image with this hash, if it is still kept."""
+        return self._images.get(sha256)
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the files."""
+        return self._images.size
 
 
 class ImageIntake:

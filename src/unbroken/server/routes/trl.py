@@ -20,7 +20,7 @@ from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import json_response
 from unbroken.server.images.intake import Prompt
 from unbroken.server.texts import check_conversation, encode_prompts
-from unbroken.server.wire.fields import refuse_unknown
+from unbroken.server.wire.fields import CHAT, GENERATION_KWARGS
 from unbroken.server.wire.image_fields import list_images
 from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.server.wire.tool_choice import Tools
@@ -108,7 +108,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer conversations, in the form of /generate."""
     context = get_context(request)
-    refuse_unknown({"chat_template": body.chat_template}, "chat_template must be left out")
+    CHAT.check({"chat_template": body.chat_template})
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
     prompts = await context.run_in_text_thread(lambda: _render_all(context, body, conversations, settings))
@@ -190,7 +190,7 @@ def _merge_sampling(body: SamplingBody) -> Sampling:
     known = Sampling.model_fields
     extra = body.generation_kwargs or {}
     unknown = {name: value for name, value in extra.items() if name not in known}
-    refuse_unknown(unknown, f"generation_kwargs must be among {sorted(known)}")
+    GENERATION_KWARGS.check(unknown, place="generation_kwargs")
     given = body.model_dump(include=set(known), exclude_unset=True, by_alias=True)
     try:
         return Sampling.model_validate({**given, **{name: extra[name] for name in extra if name in known}})

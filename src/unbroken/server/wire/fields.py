@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unbroken.errors import SamplingError
 from unbroken.server.http.errors import HttpError, shorten
 
 _NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -46,7 +45,7 @@ class Fields:
 
         Raises `HttpError` for fields that are refused, with the reason.
         """
-        asked = {name: value for name, value in (given or {}).items() if asks_for_something(name, value)}
+        asked = {name: value for name, value in (given or {}).items() if value not in DEFAULTS.get(name, _NO_EFFECT)}
         if not asked:
             return []
         prefix = f"{place}." if place else ""
@@ -63,19 +62,6 @@ class Fields:
                 400, f"{place or 'the body'} must not have {', '.join(named)}{more}", param=prefix + next(iter(wrong))
             )
         return [f"{prefix}{name}" for name in sorted(asked) if _SAFE_NAME.fullmatch(name)][:_MAX_NAMED]
-
-
-def asks_for_something(name: str, value: Any) -> bool:
-    """Whether a value is another one than null and the field's default."""
-    return value not in DEFAULTS.get(name, _NO_EFFECT)
-
-
-def refuse_unknown(extra: Mapping[str, Any], rule: str) -> None:
-    """Raise `SamplingError` with `rule` if a key has an effect; nulls and empty values have none."""
-    if names := sorted(name for name, value in extra.items() if value not in _NO_EFFECT):
-        listed = ", ".join(f"{shorten(name)[1:-1]}={shorten(extra[name])}" for name in names[:3])
-        listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise SamplingError(f"{rule}, got {listed}")
 
 
 def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -205,3 +191,5 @@ GENERATE_SAMPLING = Fields(
         "it changes no sampled id": "flat_logprobs skip_clone skip_reading_prefix_cache spaces_between_special_tokens",
     },
 )
+GENERATION_KWARGS = Fields()
+STRUCTURED_OUTPUTS = Fields(refused={"this server takes regex, json and json_object": "choice grammar structural_tag"})

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from unbroken.errors import SamplingError
 from unbroken.server.http.bodies import Body, Ids, TextOrTexts
 from unbroken.server.http.errors import shorten
-from unbroken.server.wire.fields import refuse_unknown
+from unbroken.server.wire.fields import STRUCTURED_OUTPUTS
 from unbroken.server.wire.stop_text import StopCutter
 from unbroken.types import SamplingParams, StructuredOutput
 
@@ -27,8 +27,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def to_structured_output(self) -> StructuredOutput | None:
-        """Convert for the engine. Raises `SamplingError` for an unknown constraint, or for two."""
-        refuse_unknown(self.model_extra or {}, "structured_outputs takes regex, json or json_object")
+        """Convert for the engine. Raises `HttpError` for an unknown constraint, `SamplingError` for two."""
+        STRUCTURED_OUTPUTS.check(self.model_extra, place="structured_outputs")
         schema = '{"type": "object"}' if self.json_object else _to_json_text(self.json_schema)
         if self.regex is None and schema is None:
             return None

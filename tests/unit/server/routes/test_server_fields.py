@@ -212,7 +212,7 @@ async def test_a_schema_as_text_has_the_same_limits(schema: str, expected: str) 
 
 
 async def test_template_options_that_would_fill_the_memory_of_renderers_are_refused() -> None:
-    answer = await post(CHAT, chat_template_kwargs={"note": "x" * 2**16})
+    answer = await post(CHAT, chat_template_kwargs={"note": "x" * 2**18})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs")
-    assert "must have at most 65536 characters as JSON" in error["message"]
+    assert "must have at most 262144 characters as JSON" in error["message"]

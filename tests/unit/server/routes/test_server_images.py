@@ -30,7 +30,7 @@ from support.servers import asgi_client, listening
 from support.vision import PAD, picture
 from unbroken.images.decoding import encode_picture
 from unbroken.server.config import Limits
-from unbroken.server.images.store import ImageStore
+from unbroken.server.images.intake import ImageStore
 from unbroken.types import EncodedImage
 
 

@@ -41,7 +41,6 @@ def body_for(path: str, text: str) -> dict:
         "/v1/chat/completions tools": {
             "messages": USER, "tools": [{"type": "function", "function": {"name": "f", "description": text}}],
         },
-        "/v1/chat/completions kwargs": {"messages": USER, "chat_template_kwargs": {"memory": text}},
         "/v1/chat/completions/render": {"messages": [*USER, {"role": "assistant", "content": text}, *USER]},
         "/chat": {"messages": [USER, spoken]},
     }[path]  # fmt: skip
@@ -55,7 +54,6 @@ FIELDS = {
     "/tokenize messages": "messages",
     "/v1/chat/completions": "messages",
     "/v1/chat/completions tools": "messages",
-    "/v1/chat/completions kwargs": "messages",
     "/v1/chat/completions/render": "messages",
     "/chat": "messages[1]",
 }
