@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-LOSSES = ROOT / "bench" / "staleness_losses.py"
 REACHED = 0.9
 NUM_LAST = 5
 SAMPLER = ("--trainer.old-logprobs=sampler",)
@@ -50,7 +49,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "sampler": SAMPLER,
     "sampler_dual": (*SAMPLER, "--trainer.clip.dual=3"),
     "sampler_tight": (*SAMPLER, "--trainer.clip.low=0.1", "--trainer.clip.high=0.14", "--trainer.clip.dual=2"),
-    "sampler_stop": (*SAMPLER, f"--loss={LOSSES}:stop_at_drift", "--trainer.clip.dual=3"),
     "sampler_sapo": (*SAMPLER, "--loss=sapo"),
     "sampler_cispo": (*SAMPLER, "--loss=cispo"),
     "sampler_gspo": (*SAMPLER, "--loss=gspo", "--trainer.clip.low=0.05", "--trainer.clip.high=0.05"),

@@ -158,7 +158,7 @@ class TrainerConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     old_logprobs: OldLogprobs | None = None
     """None: the sampler's, or for gspo and gspo_token the recomputed ones; in a run with `loop.max_staleness`, the
-    sampler's with clip.dual 3 for the loss clipped, and for others the recomputed ones with the correction tis."""
+    sampler's with a tighter clip for the loss clipped, and for others the recomputed ones with the correction tis."""
     normalization: LossNormalization | None = None
     """None: that of the algorithm, which is TOKEN for `PolicyGradient()`."""
     max_trajectory_tokens: int | None = None

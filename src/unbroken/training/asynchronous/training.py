@@ -27,8 +27,6 @@ from unbroken.training.snapshots import Snapshot
 from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics
 from unbroken.training.waiting import log_waiting
 
-MAX_STEADY_STALENESS = 4
-"""Up to it, runs with the defaults learned as without staleness, over several seeds."""
 _logger = logging.getLogger(__name__)
 
 
@@ -43,12 +41,12 @@ async def train_asynchronously(
 ) -> None:
     """Make the remaining steps of a run; the engine has the trainer's weights. Raises as `run_steps` does."""
     config = steps.config
-    if config.max_staleness > MAX_STEADY_STALENESS and steps.trainer.is_main_process:
+    if config.max_staleness > steps.trainer.max_steady_staleness and steps.trainer.is_main_process:
         _logger.warning(
-            "loop.max_staleness is %d: in our runs some became worse again above %d, unless the learning rate was a "
-            "quarter; watch mismatch/k3 and the reward (docs/training.md, Sampling while training)",
+            "loop.max_staleness is %d: with this loss runs held up to %d, and above some unlearned what they had "
+            "learned; divide the learning rate by 4, or watch mismatch/k3 (docs/training.md, Sampling while training)",
             config.max_staleness,
-            MAX_STEADY_STALENESS,
+            steps.trainer.max_steady_staleness,
         )
     times = IdleTimes()
     observers: list[Observer] = [times, TimelineObserver(steps.timeline), *([] if observer is None else [observer])]

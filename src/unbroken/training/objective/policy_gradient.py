@@ -168,8 +168,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     def for_stale_rows(self, config: TrainerConfig) -> TrainerConfig:
         """The config with a bound on what ids of older weights do, unless it has one.
 
-        Their weights drift from the policy that is trained, and a step sees only later what those before it did. The
-        clip around the sampler (`PolicyLoss.stale_clip`) stops the policy there: what went far enough has no gradient.
+        A step sees only later what those before it did. A tight clip around the sampler (`PolicyLoss.stale_clip`) stops
+        the policy meanwhile: an id whose probability has changed enough has no gradient.
         Other losses get the trainer's own logprobs before the step, and each id the weight min(trainer / sampler, 2):
         truncated importance sampling, and with several updates a step the decoupled loss (AReaL, arXiv:2505.24298).
         """

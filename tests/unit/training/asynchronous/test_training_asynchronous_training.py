@@ -15,7 +15,7 @@ from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.checkpoints import Checkpoints
-from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -105,14 +105,16 @@ async def test_a_bandit_is_learnt_from_weights_within_the_bound(tmp_path, max_st
     assert sum(line["seconds/step"] for line in logged) == pytest.approx(trainer_s / 1e6, rel=0.2)
 
 
-@pytest.mark.parametrize("max_staleness", [4, 5])
-async def test_a_run_warns_once_of_more_staleness_than_holds(tmp_path, caplog, max_staleness):
+@pytest.mark.parametrize(("old_logprobs", "holds"), [(OldLogprobs.SAMPLER, 8), (OldLogprobs.RECOMPUTE, 4)])
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_run_warns_once_of_more_staleness_than_holds(tmp_path, caplog, old_logprobs, holds, more):
     bandit = Bandit(TransformersEngine(tiny_qwen3()))
-    await run(tmp_path, bandit, num_steps=2, max_staleness=max_staleness)
+    trainer = make_trainer(old_logprobs=old_logprobs)
+    await run(tmp_path, bandit, num_steps=2, max_staleness=holds + more, trainer=trainer)
     await bandit.engine.close()
     warnings = [record.getMessage() for record in caplog.records if "max_staleness" in record.getMessage()]
-    assert len(warnings) == (max_staleness > 4)
-    assert all("max_staleness is 5: in our runs some became worse again above 4" in each for each in warnings)
+    assert len(warnings) == more
+    assert all(f"max_staleness is {holds + 1}: with this loss runs held up to {holds}" in each for each in warnings)
 
 
 async def test_i6_an_id_that_was_sampled_after_an_update_has_the_logprob_of_the_newer_weights(tmp_path):
