@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from support.rows import row
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import find_length_dependence, fix_rotary
-from unbroken.training.config import Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.model.lanes import Layout
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.packing import find_packing_obstacle
@@ -66,6 +67,27 @@ async def test_a_rows_logprobs_do_not_depend_on_the_rows_beside_it(rule, context
     (alone,) = trainer_logprobs(model, [SHORT], **LAYOUTS[layout])
     for found, right in zip([*together, alone], [*expected, expected[0]], strict=True):
         np.testing.assert_allclose(found, right, atol=1e-5, rtol=0)
+
+
+def step_gradient(rule: str, **settings) -> dict[str, torch.Tensor]:
+    """The gradient of a step, read off the update that it made."""
+    optimizer = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
+    trainer = Trainer(fixed(rule, 128), TrainerConfig(optimizer=optimizer, **settings))
+    before = {name: weight.double() for name, weight in trainer.named_weights()}
+    lengths = [(SHORT, 1.0), (LONG, -0.5), (SHORT[:15], -1.0)]
+    trainer.step([row(ids, sampled=range(1, len(ids)), advantage=advantage) for ids, advantage in lengths])
+    return {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_gradient_of_every_layout_is_that_of_each_row_in_a_pass_of_its_own(rule):
+    """With longrope it was 3.9 % of its norm off."""
+    alone = step_gradient(rule, packing=Packing.NEVER, tokens_per_micro_batch=1)
+    norm = math.sqrt(sum(float(part.square().sum()) for part in alone.values()))
+    for settings in LAYOUTS.values():
+        found = step_gradient(rule, **settings)
+        off = math.sqrt(sum(float((found[name] - part).square().sum()) for name, part in alone.items()))
+        assert off / norm < 1e-5, settings
 
 
 @pytest.mark.parametrize("context", [ORIGINAL, LONGEST])
