@@ -14,7 +14,7 @@ from unbroken.errors import CheckpointError, InvalidInputError, missing_extra
 from unbroken.runs.export.files import ModelInfo, add_files
 from unbroken.runs.models import locate
 from unbroken.training.checkpoints import find_checkpoints
-from unbroken.training.model.adapters import checksum_of_frozen
+from unbroken.training.model.adapters import causal_lm, checksum_of_frozen
 from unbroken.training.model.pretrained import ModelForm, ModelOrigin, check_form, gather_form, write_pretrained
 from unbroken.training.model.weights import checkpoint_parameters
 from unbroken.training.state import TrainerState, load_parameters, read_state
@@ -96,6 +96,9 @@ def _load_model(origin: ModelOrigin, state: TrainerState, checkpoint: Path) -> A
             f"{origin.source} have {found!r}: give the model that the run began with as --model"
         )
     load_parameters(checkpoint_parameters(model), state.weights)
+    if origin.config is not None:
+        causal = causal_lm(model)
+        causal.config = type(causal.config).from_dict(dict(origin.config))
     return model
 
 

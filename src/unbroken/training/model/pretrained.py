@@ -59,6 +59,8 @@ class ModelOrigin:
     """The model's type, such as float32."""
     adapter: str | None
     """The name of the one active adapter; None without adapters, or with several."""
+    config: Mapping[str, Any] | None = None
+    """The model's config as it was trained, which may differ from its source's; None in older checkpoints."""
 
     @staticmethod
     def of(model: Any) -> ModelOrigin:
@@ -71,6 +73,7 @@ class ModelOrigin:
             architecture=type(causal).__name__.removeprefix("FSDP"),
             dtype=str(causal.dtype).removeprefix("torch."),
             adapter=active[0] if len(active) == 1 else None,
+            config=json.loads(causal.config.to_json_string()),
         )
 
 

@@ -124,6 +124,15 @@ def test_a_checkpoint_becomes_the_model_that_the_run_wrote(whole, tmp_path, caps
     assert f"model of {whole}/checkpoints/step-00000005 in {tmp_path}/newest" in capsys.readouterr().out
 
 
+def test_a_changed_config_is_that_of_the_final_model_and_of_a_checkpoints(model, tmp_path):
+    settings = "--model-settings.kwargs={rms_norm_eps = 0.01}"
+    assert train(tmp_path / "run", model, "--loop.num-steps=1", settings, "--checkpoints.every=1") == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
+    final, exported = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("run/final", "exported"))
+    assert final == exported
+    assert final["rms_norm_eps"] == 0.01
+
+
 def test_a_checkpoint_of_adapters_becomes_an_adapter_or_a_whole_model(adapted, model, tmp_path):
     assert main(["export", str(adapted), str(tmp_path / "adapter")]) == 0
     assert adapter_contents(tmp_path / "adapter") == adapter_contents(adapted / "final")
