@@ -46,7 +46,7 @@ def demo(tmp_path_factory):
         output=tmp_path_factory.mktemp("demo") / "demo",
         warm_up=WarmUpConfig(num_demo_steps=150),
         rollouts=replace(defaults.rollouts, problems_per_step=4),
-        loop=LoopConfig(num_steps=3),
+        loop=replace(defaults.loop, num_steps=3),
         evaluation=EvaluationConfig(num_problems=16),
     )
     print_result(asyncio.run(run_demo(config)))

@@ -55,7 +55,7 @@ def test_a_run_writes_its_numbers_and_continues_with_more_steps(tmp_path, capsys
 
 
 def test_a_run_whose_rewards_are_all_equal_stops_with_a_sentence(tmp_path, capsys):
-    assert lookup(tmp_path, **{"--loop.num-steps": "9"}) == 1
+    assert lookup(tmp_path, **{"--loop.num-steps": "9", "--loop.max-empty-steps": "3"}) == 1
     printed = capsys.readouterr()
     assert "step 2 (3 of 9)  reward 0" in printed.out
     assert "3 steps in a row trained nothing; of the last one, 2 of 2 groups have equal rewards" in printed.err

@@ -14,7 +14,9 @@ from unbroken.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupConfig(RunConfig):
-    """With the defaults, 50 steps of 16 tasks take about a minute and a half on two cores."""
+    """With the defaults, 50 steps of 16 tasks take about a minute and a half on two cores. Steps without a row to train
+    end no run: the task can be solved.
+    """
 
     output: Path = Path("runs/demo")
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
@@ -28,5 +30,5 @@ class LookupConfig(RunConfig):
             optimizer=OptimizerConfig(learning_rate=5e-4, betas=(0.9, 0.99), warmup_updates=10), num_minibatches=2
         )
     )
-    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=50))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(num_steps=50, max_empty_steps=None))
     evaluation: EvaluationConfig = field(default_factory=lambda: EvaluationConfig(num_problems=256))

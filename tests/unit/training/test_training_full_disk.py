@@ -63,7 +63,7 @@ class FullCheckpoints(Checkpoints):
     def save(self, *arguments, **keywords) -> None:
         with self.full.at("checkpoint"):
             super().save(*arguments, **keywords)
-            wait([self._writing])  # what else is written meanwhile has room
+            wait([self._writing] if self._writing else [])  # what else is written meanwhile has room
 
 
 class FullMetrics(MetricsWriter):
