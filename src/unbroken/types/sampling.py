@@ -17,7 +17,7 @@ TEMPERATURE_RANGE = (0.01, 100.0)
 
 MAX_STOP_STRINGS = 256
 """All are searched after every id, while the other rows wait."""
-MAX_STRUCTURE = 2**18
+MAX_STRUCTURE = 2**20
 """Most characters of a structured output. A grammar of 60 MB would occupy an engine for minutes."""
 
 
