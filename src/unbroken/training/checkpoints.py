@@ -8,7 +8,7 @@ of a line that may be there already, and later lines go: each step is in the met
 
 Servers may have weights of steps that are lost with a killed run. They take no older version, so the run goes on with a
 version above theirs (`Steps.resume`). The first checkpoint is that of the first step, and is waited for before its
-weights are published: without any, new weights of this run could not be told from those of another.
+weights are published: without any, new weights of this run could not be distinguished from those of another.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ async def test_a_key_opens_no_other_session(tmp_path: Path) -> None:
 
 
 async def test_with_the_url_of_a_session_an_agent_reaches_its_own_turns_and_no_other_route(tmp_path: Path) -> None:
-    """On a gateway with a control key, as `unbroken gateway` and `serve --sessions` have one unless told otherwise."""
+    """On a gateway with a control key, which all have but those with `--no-control-key`."""
     store = open_store(str(tmp_path))
     async with running_gateway(scripted(REPLY), store, api_key="control") as gateway:
         mine, other = await gateway.create(), await gateway.create()

@@ -1,4 +1,4 @@
-"""`unbroken view` on a folder that somebody else made: nothing outside it is read, what is broken is shown as that."""
+"""`unbroken view` on a folder of another person: nothing outside it is read, what is broken is shown as that."""
 
 from __future__ import annotations
 

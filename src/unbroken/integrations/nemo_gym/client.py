@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 
 from unbroken.errors import EnvServerError, InvalidInputError, RewardError, missing_extra
 from unbroken.ledger.numbers import to_finite_float32
-from unbroken.outside import MAX_ANSWER_BYTES, read_json
 from unbroken.rollout.failures import format_error
+from unbroken.untrusted import MAX_ANSWER_BYTES, read_json
 
 _CLOSE_TIMEOUT_S = 5.0
 

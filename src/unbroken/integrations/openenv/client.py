@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unbroken.errors import EnvServerError, InvalidInputError, missing_extra
-from unbroken.outside import MAX_ANSWER_BYTES, read_json
 from unbroken.rollout.failures import format_error
+from unbroken.untrusted import MAX_ANSWER_BYTES, read_json
 
 _BUSY = "CAPACITY_REACHED"
 _RETRY_S = 0.5

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.outside import open_inside, read_json
+from unbroken.untrusted import open_inside, read_json
 
 FOLDER = "rollouts"
 FORMAT = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.outside import open_inside, read_json
+from unbroken.untrusted import open_inside, read_json
 
 _MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
 _MAX_PROBLEMS = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.outside import open_inside, read_json
+from unbroken.untrusted import open_inside, read_json
 
 RECIPE_FILE = "recipe.json"
 _MAX_BYTES = 10 << 20

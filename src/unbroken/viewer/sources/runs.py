@@ -13,8 +13,8 @@ from typing import Any
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.store.sqlite_reading import is_running
-from unbroken.outside import open_inside
 from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.untrusted import open_inside
 from unbroken.viewer.sources.numbers import make_columns, read_numbers
 from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource

@@ -17,10 +17,10 @@ from typing import Any
 from unbroken.ledger.nodes import BridgeKind, Path, Position
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.tree import TokenTree
-from unbroken.outside import check_json
 from unbroken.rendering.encoding.token_texts import TokenTexts
 from unbroken.runs.records.paths import describe_path, find_runs
 from unbroken.types import NO_VERSION
+from unbroken.untrusted import check_json
 from unbroken.viewer.sources.steps import BROKEN, check_record, make_broken, summarize
 from unbroken.viewer.sources.trajectories import describe_trajectory
 

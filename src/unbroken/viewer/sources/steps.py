@@ -62,7 +62,7 @@ class StepFiles:
 
 
 def read_head(path: Path, line: bytes) -> dict[str, Any]:
-    """Read the first line of a file; raises `InvalidInputError` if it is none."""
+    """Read the first line of a file; raises `InvalidInputError` if it is not the line of a step."""
     try:
         head = parse_line(line)
         if head.get("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""Reads what others wrote, with limits: JSON of a server, files of a folder that somebody sent."""
+"""Reads data that is not trusted, with limits: JSON of a server, files of a folder of another person."""
 
 from __future__ import annotations
 
