@@ -13,7 +13,7 @@ from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
 
 def load(reference: str, *, seed: int = 0, **arguments: Any) -> PackageProblems:
     """The problems of an environment with these arguments."""
-    return PackageProblems(reference, PackageSettings(arguments=arguments), seed=seed)
+    return PackageProblems(reference, PackageSettings(arguments=arguments, logs=Path("agents")), seed=seed)
 
 
 async def sample(

@@ -47,7 +47,7 @@ def test_what_was_given_after_the_last_sampled_id_is_left_out():
         (two_turns(fork=True), DropReason.FORKED),
         (trajectory(1.0, completion=None), DropReason.NOTHING_SAMPLED),
         (trajectory(None, status=TrajectoryStatus.FAILED), TrajectoryStatus.FAILED),
-        (trajectory(None, status=TrajectoryStatus.TIMEOUT), TrajectoryStatus.TIMEOUT),
+        (trajectory(0.0, status=TrajectoryStatus.TIMEOUT), None),
         (trajectory(None, status=TrajectoryStatus.ABORTED), TrajectoryStatus.ABORTED),
         (trajectory(0.0, status=TrajectoryStatus.MAX_TURNS), None),
         (trajectory(0.0, status=TrajectoryStatus.TRUNCATED), None),
