@@ -31,6 +31,8 @@ class Event(StrEnum):
     """A message of a server's client in a role that the template does not write (`server.roles`)."""
     TOLERANCE = "tolerances"
     """A difference between a reply and what an agent sent back for it, which was tolerated (`ledger.matching`)."""
+    ABORTED = "aborted"
+    """Ids of turns that were aborted and not recorded, in sessions with a limit of ids."""
 
 
 class Counters:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from unbroken.counters import Event
 from unbroken.errors import StoreError
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.pending import PendingTurn
@@ -32,8 +33,7 @@ from unbroken.server.turns import OpenTurn, Question
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
 
-_ABORTED_IDS = "aborted/sampled_ids"
-"""The counter of ids that were sampled for turns that were not recorded, in sessions with a limit of ids."""
+_ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from unbroken.counters import Counters, Event
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
@@ -129,6 +130,7 @@ async def logged_names(directory, *, objective, reference=None, max_staleness=0)
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), objective=objective, reference=reference),
             publisher=Nowhere(),
             metrics=metrics,
+            checkpoints=Checkpoints(directory / "checkpoints"),
             config=LoopConfig(num_steps=1, max_staleness=max_staleness),
         )
     (line,) = (directory / "metrics.jsonl").read_text().splitlines()
