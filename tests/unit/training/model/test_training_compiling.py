@@ -111,5 +111,5 @@ def test_a_model_that_does_not_name_its_blocks_is_refused(monkeypatch):
 
 
 def test_replayed_routing_is_refused():
-    with pytest.raises(InvalidInputError, match="compile must be False with routing_replay or .*, got True"):
+    with pytest.raises(InvalidInputError, match=r"compile must be False with routing_replay or .*, got True"):
         TrainerConfig(compile=True, routing_replay=True)
