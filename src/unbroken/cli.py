@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unbroken: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # its reader went away, as `| head` does; the flush at exit would fail too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        raise
+        pipe = select.poll()
+        pipe.register(sys.stdout.fileno(), 0)  # an error is reported without being asked for
+        if not pipe.poll(0):
+            raise
+        # Its reader went away, as `| head` does; the flush at exit would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -384,9 +384,8 @@ def test_the_blocks_of_sessions_run(workplace: Path, monkeypatch: pytest.MonkeyP
         )
         assert len(names["rows"]) == 3
         shell = block("docs/gateway.md", "curl -s $SERVER/v1/chat/completions")
-        created = names["Client"](url, api_key=os.environ["UNBROKEN_KEY"]).sessions.create(
-            {"sampling": {"max_tokens": 8}}
-        )
+        with names["Client"](url, api_key=os.environ["UNBROKEN_KEY"]) as client:
+            created = client.sessions.create({"sampling": {"max_tokens": 8}})
         assert '"choices"' in run_shell(f"SERVER={url}; KEY={created['api_key']}\n{shell}")
 
 
