@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from support.engine_subjects import PROMPT_IDS, Subject, ask, sample_one
+from support.engine_subjects import PROMPT_IDS, SCRIPTED_QUEUE_S, Subject, ask, sample_one
 from unbroken.errors import EngineError, SamplingError
-from unbroken.types import FinishReason, SampleChunk
+from unbroken.types import FinishReason, SampleChunk, SampleRequest
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -73,6 +73,26 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(subject:
     assert not running.done()
     await subject.engine.resume()
     assert (await running).completion_ids.tolist() == free.completion_ids.tolist()
+
+
+async def test_the_time_in_the_queue_is_reported_without_the_time_of_sampling(subject: Subject) -> None:
+    before = await sample_one(subject, ask("a", max_tokens=2))
+    await subject.engine.pause()
+    whole = asyncio.create_task(sample_one(subject, ask("b", max_tokens=100)))
+    streamed = asyncio.create_task(_collect(subject, ask("c", max_tokens=100)))
+    await asyncio.sleep(SCRIPTED_QUEUE_S + 0.1)
+    await subject.engine.resume()
+    chunks = await streamed
+    assert [chunk.queue_s is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    for sequence in (await whole, SampleChunk.join(chunks, temperature=1.0)):
+        assert sequence.queue_s is not None
+        assert SCRIPTED_QUEUE_S <= sequence.queue_s < 5
+    assert before.queue_s is not None
+    assert 0 <= before.queue_s <= SCRIPTED_QUEUE_S
+
+
+async def _collect(subject: Subject, request: SampleRequest) -> list[SampleChunk]:
+    return [chunk async for chunk in subject.engine.stream(request)]
 
 
 async def test_leaving_a_stream_aborts_its_request(subject: Subject) -> None:

@@ -84,6 +84,11 @@ async def test_completions_have_logprobs_versions_and_their_prompt(engine: HttpE
         assert (sequence.rollout_logprobs <= 0).all()
 
 
+async def test_a_server_that_does_not_report_its_queue_has_no_time_in_it(engine: HttpEngine) -> None:
+    assert (await engine.sample(ask(max_tokens=2))).sequences[0].queue_s is None
+    assert [chunk.queue_s async for chunk in engine.stream(ask(max_tokens=1))][-1] is None
+
+
 async def test_a_stream_joined_is_the_same_as_the_whole(engine: HttpEngine) -> None:
     request = ask(max_tokens=9, temperature=0.0, num_top_logprobs=2)
     (whole,) = (await engine.sample(request)).sequences

@@ -11,13 +11,15 @@ import numpy as np
 
 from support.architectures import tiny_model
 from unbroken.engines.base import Engine
-from unbroken.engines.scripted import ScriptedEngine
+from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.types import SampledSequence, SampleRequest, SamplingParams, token_ids
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 256
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
+SCRIPTED_QUEUE_S = 0.25
+"""What the scripted engine reports as the time in its queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,9 @@ class Subject:
 
 
 def scripted() -> Subject:
-    def script(prompt_ids: Any) -> list[int]:
-        return np.random.default_rng(int(prompt_ids.sum())).integers(0, VOCAB_SIZE, CONTEXT_LENGTH).tolist()
+    def script(prompt_ids: Any) -> ScriptedReply:
+        ids = np.random.default_rng(int(prompt_ids.sum())).integers(0, VOCAB_SIZE, CONTEXT_LENGTH)
+        return ScriptedReply(completion_ids=token_ids(ids), queue_s=SCRIPTED_QUEUE_S)
 
     engine = ScriptedEngine(script, context_length=CONTEXT_LENGTH, vocab_size=VOCAB_SIZE)
     return Subject(engine=engine, num_sampled=lambda: engine.num_sampled, weights=[])

@@ -12,6 +12,7 @@ import httpx
 
 from support.servers import asgi_client, encode, scripted_engine, server_tokenizer
 from unbroken.engines.base import Engine
+from unbroken.engines.scripted import ScriptedReply
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.sessions import Sessions
@@ -19,6 +20,7 @@ from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
+from unbroken.types import token_ids
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "What is in cell 4?"}
@@ -34,19 +36,20 @@ TOOLS: Any = [
 CALL = '<tool_call>\n{"name": "look", "arguments": {"cell": 4}}\n</tool_call><|im_end|>'
 
 
-def replies(*texts: str) -> Callable[[Any], list[int]]:
+def replies(*texts: str, queue_s: float | None = None) -> Callable[[Any], ScriptedReply]:
     """A script of texts in the order of the requests; the last one again and again."""
     left = list(texts)
 
-    def reply(_: Any) -> list[int]:
-        return encode(left.pop(0) if len(left) > 1 else left[0])
+    def reply(_: Any) -> ScriptedReply:
+        ids = encode(left.pop(0) if len(left) > 1 else left[0])
+        return ScriptedReply(completion_ids=token_ids(ids), queue_s=queue_s)
 
     return reply
 
 
-def scripted(*texts: str) -> Any:
+def scripted(*texts: str, queue_s: float | None = None) -> Any:
     """A scripted engine that answers with these texts."""
-    return scripted_engine(replies(*texts))
+    return scripted_engine(replies(*texts, queue_s=queue_s))
 
 
 @dataclass

@@ -46,6 +46,7 @@ def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
         version_spans=_read_spans(value["policy_versions"]),
         routed_experts=read_experts(value.get("routed_experts")),
+        queue_s=value.get("queue_s"),
     )
 
 
@@ -63,6 +64,7 @@ def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
         temperature=value["temperature"],
         top_logprobs=_read_top_logprobs(value["top_logprobs"]),
         routed_experts=read_experts(value.get("routed_experts")),
+        queue_s=value.get("queue_s"),
     )
 
 

@@ -17,6 +17,7 @@ from unbroken.gateway.settings import SessionSettings
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Node
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
+from unbroken.rollout.trajectory import sum_queue_s
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
@@ -90,10 +91,11 @@ async def get_session(session_id: str, request: Request) -> Response:
     """Look at a session."""
     sessions = _get_sessions(request)
     record, state, num_in_flight = await sessions.view(session_id)
-    engine_s = sessions.get_engine_s(session_id)
-    return json_response(
-        {**_format_record(record), **_summarise(state), "in_flight": num_in_flight, "engine_s": engine_s}
-    )
+    times = {
+        "engine_s": sessions.get_engine_s(session_id),
+        "queue_s": sum_queue_s(recorded.turn for recorded in state.turns),
+    }
+    return json_response({**_format_record(record), **_summarise(state), "in_flight": num_in_flight, **times})
 
 
 @router.get(

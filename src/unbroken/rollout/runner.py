@@ -27,7 +27,7 @@ from unbroken.rollout.prompts import Prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.times import Stopwatch
-from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus, sum_queue_s
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _T = TypeVar("_T")
@@ -143,6 +143,7 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         close_error=close_error,
         wall_time_s=clock.read(),
         engine_s=sum(turn.sampled_s - turn.sampling_s for turn in clock.turns),
+        queue_s=sum_queue_s(conversation.turns),
         times=tuple(clock.turns),
     )
 

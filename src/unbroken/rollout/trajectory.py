@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -61,6 +61,13 @@ class Turn:
     cut_by: Limit | None
 
 
+def sum_queue_s(turns: Iterable[Turn]) -> float | None:
+    """How long turns together waited in the engine's queue; None without turns, or if the engine did not report one."""
+    waits = [turn.sequence.queue_s for turn in turns]
+    known = [wait for wait in waits if wait is not None]
+    return sum(known) if known and len(known) == len(waits) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The record of one episode. `ledger.export.export_samples(trajectory.tree, advantage)` turns it into rows."""
@@ -88,6 +95,8 @@ class Trajectory:
     wall_time_s: float
     engine_s: float = 0.0
     """How much of it was waiting for the engine, in its queue and while it sampled."""
+    queue_s: float | None = None
+    """See `sum_queue_s`."""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):

@@ -108,6 +108,9 @@ class SampledSequence:
     routed_experts: RoutedExperts | None = None
     """[P + C - 1, L, K] if requested, for the P ids of the prompt and the completion without its last id, which the
     model did not compute; None for an aborted request."""
+    queue_s: float | None = None
+    """Seconds from the engine's acceptance of the request until it began to compute this completion; None if the engine
+    does not report it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -136,6 +139,8 @@ class SampledSequence:
             raise InvariantError(f"version_spans cover {end} of {num_ids} completion_ids: every id needs a version")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvariantError(f"temperature must be finite and > 0, got {self.temperature}")
+        if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
+            raise InvariantError(f"queue_s must be finite and >= 0, or None, got {self.queue_s}")
         _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
 
     @staticmethod
@@ -175,6 +180,8 @@ class SampleChunk:
     """Set in the last chunk, for the whole completion."""
     routed_experts: RoutedExperts | None = None
     """Set in the last chunk if requested, as in `SampledSequence`."""
+    queue_s: float | None = None
+    """Set in the last chunk, as in `SampledSequence`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
@@ -210,6 +217,7 @@ class SampleChunk:
             version_spans=last.version_spans,
             temperature=temperature,
             routed_experts=last.routed_experts,
+            queue_s=last.queue_s,
             top_logprobs=TopLogprobs(
                 token_ids=np.concatenate([top.token_ids for top in tops]),
                 logprobs=np.concatenate([top.logprobs for top in tops]),

@@ -12,6 +12,7 @@ import pytest
 from support.servers import listening, make_app, scripted_engine
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
+from unbroken.engines.scripted import ScriptedReply
 from unbroken.errors import (
     ContextOverflowError,
     EngineError,
@@ -46,6 +47,17 @@ async def test_it_is_an_engine_that_answers_as_its_server_does() -> None:
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await engine.sample(ask("c"))
+
+
+async def test_the_time_in_the_queue_is_that_of_the_servers_engine() -> None:
+    for queue_s in (0.5, None):
+        inner = scripted_engine(lambda prompt_ids, wait=queue_s: ScriptedReply(completion_ids=[5, 6], queue_s=wait))
+        async with listening(make_app(inner)) as url:
+            engine = await HttpEngine.connect([url])
+            (whole,) = (await engine.sample(ask("a"))).sequences
+            chunks = [chunk async for chunk in engine.stream(ask("b"))]
+            assert whole.queue_s == chunks[-1].queue_s == queue_s
+            await engine.close()
 
 
 async def test_it_refuses_before_it_asks() -> None:

@@ -34,9 +34,9 @@ ANSWER = "It is 17.<|im_end|>"
 
 
 @asynccontextmanager
-async def gateway_client(folder: Path, *replies: str) -> AsyncIterator[AsyncClient]:
+async def gateway_client(folder: Path, *replies: str, queue_s: float | None = None) -> AsyncIterator[AsyncClient]:
     async with (
-        running_gateway(scripted(*replies), folder) as gateway,
+        running_gateway(scripted(*replies, queue_s=queue_s), folder) as gateway,
         hosted(gateway.app) as url,
         AsyncClient(url) as client,
     ):
@@ -90,6 +90,13 @@ async def test_an_attempt_is_a_trajectory_with_the_ids_that_were_sampled(tmp_pat
         "status/completed": 1,
     }
     assert again["outcome"] == {"reward": 5.0, "metrics": {}, "status": "completed"}
+
+
+async def test_the_time_in_the_queue_of_an_attempt_is_that_of_its_turns(tmp_path: Path) -> None:
+    async with gateway_client(tmp_path, CALL, ANSWER, queue_s=0.5) as client:
+        assert (await attempt(client, look_and_answer)).queue_s == 1.0
+    async with gateway_client(tmp_path, CALL, ANSWER) as client:
+        assert (await attempt(client, look_and_answer)).queue_s is None
 
 
 async def test_what_attempts_sampled_is_counted_before_their_group_ends(tmp_path: Path) -> None:

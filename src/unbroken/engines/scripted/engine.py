@@ -316,6 +316,7 @@ class ScriptedEngine:
             routed_experts=None
             if reply.routed_experts is None or finish_reason is FinishReason.ABORT
             else reply.routed_experts[: len(request.prompt_ids) + len(versions) - 1],
+            queue_s=reply.queue_s,
         )
 
     async def _wait_for_turn(self, running: _RunningRequest) -> None:

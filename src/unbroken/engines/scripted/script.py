@@ -21,6 +21,8 @@ class ScriptedReply:
     """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
     routed_experts: RoutedExperts | None = None
     """[P + C - 1, L, K] of the prompt and the reply, for requests that want them; cut with the reply."""
+    queue_s: float | None = None
+    """What the engine reports as the time in its queue."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))

@@ -181,7 +181,7 @@ class ContinuousBatch:
                 self._forward.cache.copy_prefix(claim.copy_from, claim.slot, claim.num_cached)
                 table.copy_experts(claim.copy_from, claim.slot, claim.num_cached)
             self.stats.num_reused += claim.num_cached
-            row.begin_version(0, self.policy_version)
+            row.begin(self.policy_version)
             if self._waiting and _num_shared(row, self._waiting[0]) >= claim.num_cached + MIN_COPY:
                 self._prefill()
 

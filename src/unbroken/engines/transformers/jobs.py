@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from unbroken.engines.transformers.answers import Answer, Feed
@@ -32,8 +34,14 @@ class Row:
         self.rng = rng
         self.prompt_keys = job.prompt_keys
         self.prompt_length = len(self.prompt_keys)
+        self._queue_s: float | None = None
         self._versions: list[tuple[int, int]] = []
         self._tops: list[tuple[TokenIds, Logprobs]] = []
+
+    def begin(self, policy_version: int) -> None:
+        """Note that this completion leaves the queue now, and is sampled with this policy version."""
+        self._queue_s = time.perf_counter() - self.job.queued_s
+        self.begin_version(0, policy_version)
 
     def begin_version(self, num_sampled: int, policy_version: int) -> None:
         """Note that ids from completion id `num_sampled` on have this policy version."""
@@ -69,6 +77,7 @@ class Row:
             version_spans=self._spans(len(completion_ids)),
             temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
             routed_experts=None if finish_reason is FinishReason.ABORT else routed_experts,
+            queue_s=self._queue_s,
         )
         self.job.finish_row(self, all_ids[: self.prompt_length], sequence)
 
@@ -104,6 +113,7 @@ class Job:
         images: PromptImages | None = None,
     ) -> None:
         self.request = request
+        self.queued_s = time.perf_counter()
         self.sight = None if images is None else Sight(images=images)
         self.stop_ids = frozenset(request.params.stop_token_ids)
         self.prompt_keys = request.prompt_ids if images is None else images.keys
@@ -136,6 +146,7 @@ class Job:
                 finish_reason=sequence.finish_reason,
                 version_spans=sequence.version_spans,
                 routed_experts=sequence.routed_experts,
+                queue_s=sequence.queue_s,
             )
             self.feed.put(chunk)
         if self.is_done:

@@ -92,7 +92,8 @@ def convert_result(
             sequences=(SampledSequence.aborted(request.params),) * request.n,
             image_sha256s=request.image_sha256s,
         )
-    done = {completion.index: _sequence(completion, request, policy_version) for completion in output.outputs}
+    queue_s = _read_queue_s(output) if request.n == 1 else None  # of several, vLLM keeps one completion's times
+    done = {completion.index: _sequence(completion, request, policy_version, queue_s) for completion in output.outputs}
     none = SampledSequence.aborted(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
@@ -117,9 +118,9 @@ def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
 
 
 def convert_chunk(
-    completion: CompletionOutput, request: SampleRequest, policy_version: int | None = None
+    output: RequestOutput, completion: CompletionOutput, request: SampleRequest, policy_version: int | None = None
 ) -> SampleChunk:
-    """Convert what one completion sampled since its last output; `policy_version` as in `convert_result`."""
+    """Convert what a completion of an `output` sampled since its last one; `policy_version` as in `convert_result`."""
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     ended = completion.finish_reason is not None
     return SampleChunk(
@@ -130,6 +131,7 @@ def convert_chunk(
         finish_reason=_finish_reason(completion) if ended else None,
         version_spans=_version_spans(completion, policy_version) if ended else (),
         routed_experts=_read_routing(completion, request) if ended else None,
+        queue_s=_read_queue_s(output) if ended else None,
     )
 
 
@@ -150,7 +152,9 @@ def make_empty_scores(num_top_logprobs: int) -> ScoredSequence:
     return ScoredSequence(logprobs=_NO_LOGPROBS, top_logprobs=TopLogprobs.empty(num_top_logprobs))
 
 
-def _sequence(completion: CompletionOutput, request: SampleRequest, policy_version: int | None) -> SampledSequence:
+def _sequence(
+    completion: CompletionOutput, request: SampleRequest, policy_version: int | None, queue_s: float | None
+) -> SampledSequence:
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     return SampledSequence(
         completion_ids=token_ids(completion.token_ids),
@@ -160,7 +164,16 @@ def _sequence(completion: CompletionOutput, request: SampleRequest, policy_versi
         temperature=request.params.temperature or 1.0,
         top_logprobs=tops,
         routed_experts=_read_routing(completion, request),
+        queue_s=queue_s,
     )
+
+
+def _read_queue_s(output: RequestOutput) -> float | None:
+    """How long the request was in vLLM's queue; None if vLLM keeps no statistics, or it never left the queue."""
+    times = output.metrics
+    if times is None or not times.queued_ts or not times.scheduled_ts:
+        return None
+    return max(float(times.scheduled_ts - times.queued_ts), 0.0)
 
 
 def _read_routing(completion: CompletionOutput, request: SampleRequest) -> RoutedExperts | None:

@@ -183,7 +183,7 @@ class VllmEngine(ControlledEngine):
                 async for output in outputs:
                     conversion.check_prompt(output, request)
                     for completion in output.outputs:
-                        chunk = conversion.convert_chunk(completion, request, adapter.policy_version)
+                        chunk = conversion.convert_chunk(output, completion, request, adapter.policy_version)
                         if chunk.finish_reason is not None:
                             ended.add(chunk.index)
                         yield chunk

@@ -176,7 +176,7 @@ async def _record_attempt(
 ) -> Trajectory:
     started = time.perf_counter()
     ending = await _attempt(agent, gateway, session, limits)
-    engine_s = (await gateway.get(session.session_id)).get("engine_s", 0.0)
+    sampled = await gateway.get(session.session_id)  # before it ends: the times are not stored
     outcome = {"status": ending.status.value, "reward": ending.reward, "metrics": dict(ending.metrics)}
     finished = await _finish(gateway, session.session_id, outcome)
     ending = _complete(ending, finished.get("outcome") or {}, is_scored_later=is_scored_later)
@@ -199,7 +199,8 @@ async def _record_attempt(
         counters=recorded.counters,
         error=ending.error,
         wall_time_s=time.perf_counter() - started,
-        engine_s=engine_s,
+        engine_s=sampled.get("engine_s", 0.0),
+        queue_s=sampled.get("queue_s"),
     )
 
 

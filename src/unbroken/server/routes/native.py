@@ -181,7 +181,7 @@ async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGene
                 "top_logprobs": _format_top_logprobs(chunk.top_logprobs),
                 "finish_reason": None if chunk.finish_reason is None else chunk.finish_reason.value,
                 "policy_versions": list_version_spans(chunk),
-                **_format_experts(chunk),
+                **_format_optional(chunk),
             }
             prompt = {}
 
@@ -194,13 +194,15 @@ def _format_sequence(sequence: SampledSequence) -> dict[str, Any]:
         "finish_reason": sequence.finish_reason.value,
         "policy_versions": list_version_spans(sequence),
         "temperature": sequence.temperature,
-        **_format_experts(sequence),
+        **_format_optional(sequence),
     }
 
 
-def _format_experts(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+def _format_optional(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
+    """What not every engine reports."""
     experts = sampled.routed_experts
-    return {} if experts is None else {"routed_experts": write_experts(experts)}
+    fields = {"routed_experts": None if experts is None else write_experts(experts), "queue_s": sampled.queue_s}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _format_scored(scored: ScoredSequence) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class RolloutNumbers:
     """[trajectories]"""
     engine_s: _Floats
     """[trajectories] waiting for the engine, in its queue and while it sampled."""
+    queue_s: _Floats
+    """[trajectories whose engine reports it] `Trajectory.queue_s`"""
     group_sizes: _Floats
     """[groups] members that were compared with each other; 0 if too few were left."""
     group_stds: _Floats
@@ -70,6 +72,7 @@ class RolloutNumbers:
             tool_calls=_floats(_num_tool_calls(member) for member in members),
             rollout_s=_floats(member.wall_time_s for member in members),
             engine_s=_floats(member.engine_s for member in members),
+            queue_s=_floats(wait for member in members if (wait := member.queue_s) is not None),
             group_sizes=_floats(len(group) if len(group) >= MIN_GROUP_SIZE else 0 for group in left),
             group_stds=_floats(_std(_floats(member.reward for member in group)) for group in compared),
             counters=counters,
@@ -107,6 +110,7 @@ def rollout_metrics(numbers: RolloutNumbers, *, collect_s: float) -> Metrics:
         **_statistics("rollout/turns", numbers.turns, "mean", "max"),
         **_statistics("seconds/rollout", numbers.rollout_s, "mean", "max"),
         **_statistics("seconds/engine", numbers.engine_s, "mean", "max"),
+        **_statistics("seconds/queue", numbers.queue_s, "mean", "max"),
         "groups/num": len(numbers.group_sizes),
         "groups/num_compared": len(numbers.group_stds),
         "groups/num_zero_variance": int((numbers.group_stds == 0).sum()),

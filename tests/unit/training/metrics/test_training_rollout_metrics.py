@@ -11,11 +11,12 @@ import pytest
 
 from support.fake_renderer import CALL, CALL_END, END, encode
 from support.models import tiny_qwen3
-from support.rollouts import play
+from support.rollouts import MORE, play
 from support.rows import group, trajectory
+from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
-from unbroken.engines.scripted import ScriptedEngine
+from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
@@ -97,6 +98,20 @@ def test_statistics_of_nothing_are_none():
     assert metrics["reward/mean"] is metrics["groups/size_mean"] is metrics["rollout/turns_max"] is None
     assert metrics["rollout/num_trajectories"] == metrics["groups/num"] == 0
     assert metrics_of([group(FAILED)])["reward/mean"] is None
+
+
+async def test_the_time_in_the_queue_is_a_metric_of_those_rollouts_whose_engine_reports_it():
+    async def play_turns(*waits):
+        replies = [ScriptedReply(completion_ids=[*encode("hello"), END], queue_s=wait) for wait in waits]
+        return await play(ScriptedEnv([MORE] * (len(waits) - 1)), ScriptedEngine(replies))
+
+    known, other = await play_turns(0.5, 0.25), await play_turns(0.25)
+    partly, unknown = await play_turns(0.5, None), await play_turns(None)
+    assert (known.queue_s, partly.queue_s, unknown.queue_s, FAILED.queue_s) == (0.75, None, None, None)
+    metrics = metrics_of([group(known, partly, other, FAILED)], [group(unknown)])
+    assert (metrics["seconds/queue_mean"], metrics["seconds/queue_max"]) == (0.5, 0.75)
+    metrics = metrics_of([group(unknown)])
+    assert metrics["seconds/queue_mean"] is metrics["seconds/queue_max"] is None
 
 
 async def test_tool_calls_and_turns_are_counted_whether_they_parse_or_not():
