@@ -16,7 +16,6 @@ from pathlib import Path
 
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
-from unbroken.demo.warm_up import write_warm_model
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.reinforce import reinforce
 
@@ -34,6 +33,8 @@ class Config(LookupConfig):
 
 async def run(config: Config) -> None:
     """Warm up a model, unless the run has one already, and train it."""
+    from unbroken.demo.warm_up import write_warm_model  # with torch: once the settings are known to be right
+
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():

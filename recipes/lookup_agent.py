@@ -17,11 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
-
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import LookupTask, lookup_tool, style_of
-from unbroken.demo.warm_up import write_warm_model
 from unbroken.rollout.agents.session import AgentSession, AgentTask
 from unbroken.runs.collector import Problems
 from unbroken.runs.processes import main_process_first
@@ -41,6 +38,8 @@ class Config(LookupConfig):
 
 async def attempt(session: AgentSession, *, task: LookupTask) -> float:
     """Let the model call the tool until it answers; returns the reward."""
+    from openai import AsyncOpenAI  # here, because it takes longer to import than all else that a typo waits for
+
     tools: Any = [lookup_tool(task).schema]
     messages: list[Any] = [{"role": "user", "content": session.task["prompt"]}]
     async with AsyncOpenAI(base_url=session.openai_base_url, api_key=session.api_key, max_retries=10) as client:
@@ -69,6 +68,8 @@ def lookup_attempts(name: str, seed: int) -> Problems:
 
 async def run(config: Config) -> None:
     """Warm up a model, unless the run has one already, and train it."""
+    from unbroken.demo.warm_up import write_warm_model  # with torch: once the settings are known to be right
+
     model = config.model or config.output / "model"
     with main_process_first():
         if not model.exists():

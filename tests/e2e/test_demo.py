@@ -12,11 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.browser import CHROMIUM, Browser
-from unbroken.demo.config import LookupConfig
+from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.report import print_result
 from unbroken.demo.run import run_demo
-from unbroken.demo.warm_up import WarmUpConfig
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples

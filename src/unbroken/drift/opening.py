@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from unbroken.demo.warm_up import WarmUpConfig, write_warm_model
+from unbroken.demo.config import WarmUpConfig
+from unbroken.demo.warm_up import write_warm_model
 from unbroken.drift.config import EngineChoice
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine

@@ -3,9 +3,10 @@ import random
 
 import pytest
 
+from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
 from unbroken.demo.tiny_model import END_OF_TURN
-from unbroken.demo.warm_up import Piece, Teacher, WarmUpConfig, make_drill
+from unbroken.demo.warm_up import Piece, Teacher, make_drill
 from unbroken.errors import InvalidInputError
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from unbroken.runs.config import EngineConfig, EngineKind
 from unbroken.runs.models import find_context_length
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 TASK = """
 model = "nobody/nothing"
 loop.num_steps = 1
@@ -47,7 +49,7 @@ import json, sys
 from unbroken.cli import main
 for words in json.loads(sys.argv[1]):
     assert main(words) == 1
-    loaded = {"torch", "transformers", "accelerate", "datasets"} & sys.modules.keys()
+    loaded = {"torch", "transformers", "accelerate", "datasets", "openai"} & sys.modules.keys()
     print(f"loaded: {sorted(loaded)}", file=sys.stderr)
 """
 
@@ -56,18 +58,36 @@ def test_a_mistake_in_a_config_is_found_before_torch_is_loaded(tmp_path: Path) -
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
     commands = []
-    for name, (text, options, _) in MISTAKES.items():
+    for name, (text, options, message) in MISTAKES.items():
         file = tmp_path / f"{name}.toml"
         if text is not None:
             file.write_text(text)
-        commands.append(["train", str(file), *options])
-    words = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+        commands.append(([str(file), *options], message))
+    _expect_without_torch(tmp_path, commands)
+
+
+def test_a_mistake_in_an_option_of_a_python_recipe_is_found_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(f'recipe = "{RECIPES}/lookup.py"\nwarm_up.seed = 1\n')
+    commands = [(["own.toml"], "own.toml: warm_up.seed must be a field of the recipe")]
+    for name in ("lookup.py", "lookup_agent.py", "guess.py"):
+        recipe = str(RECIPES / name)
+        commands += [
+            ([recipe, "--loop.num-step", "3"], "did you mean --loop.num-steps or"),
+            ([recipe, "--seed", "x"], "--seed must be a valid integer, got 'x'"),
+        ]
+    commands.append(([str(RECIPES / "guess.py")], "model must be given, by --model or in the recipe's TOML"))
+    _expect_without_torch(tmp_path, commands)
+
+
+def _expect_without_torch(folder: Path, commands: Sequence[tuple[list[str], str]]) -> None:
+    """Each `train` command fails with its message, and in all that time nothing heavy is loaded."""
+    words = [sys.executable, "-c", SEVERAL, json.dumps([["train", *words] for words, _ in commands])]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, check=False)
     lines = done.stderr.splitlines()
     assert done.returncode == 0, done.stderr
-    for (name, (_, _, message)), error, loaded in zip(MISTAKES.items(), lines[::2], lines[1::2], strict=True):
-        assert message in error, name
-        assert loaded == "loaded: []", name
+    for (options, message), error, loaded in zip(commands, lines[::2], lines[1::2], strict=True):
+        assert message in error, options
+        assert loaded == "loaded: []", options
 
 
 @tool
