@@ -10,6 +10,7 @@
     │   │   └── UnknownImageError      a reference to an image that is not stored
     │   └── RewardError          a reward that is not one finite number per trajectory
     ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
+    │   └── StopTokenError       no id ends a turn of this template
     ├── InvariantError           ids, masks, logprobs or versions that contradict each other (I1 to I7)
     │   └── EchoError            an engine reports another prompt than it was sent (I3)
     ├── EngineError              the engine stopped or does not support the call
@@ -112,6 +113,18 @@ class RewardError(InvalidInputError):
 
 class TemplateError(UnbrokenError):
     """The tokenizer has no chat template, it does not compile, or it refuses these messages."""
+
+
+class StopTokenError(TemplateError):
+    """No id ends a turn of some kind: it would be sampled up to `max_tokens`, and count as truncated."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__(
+            f"stop_token_ids must have an id that ends a turn of {kinds}, got none: the tokenizer's eos_token and the "
+            "ids of generation_config.json are missing, or the template also writes them inside a turn that goes on. "
+            "Pass the id that the model samples last: stop_token_ids=[...] of TemplateRenderer or load_renderer, "
+            "rollouts.sampling.stop_token_ids in a run, or eos_token_id in generation_config.json"
+        )
 
 
 class InvariantError(UnbrokenError):

@@ -306,6 +306,27 @@ ONE_END_FOR_REASONING_AND_TURN = (
     "{%- if add_generation_prompt -%}<|begin|>assistant{%- endif -%}"
 )
 """No token says whether the reasoning or the turn ended."""
+CALLS_BEFORE_A_TURN_OF_TEXT = (
+    "{%- for m in messages -%}"
+    "{%- if m.tool_calls -%}<|assistant|>{%- for c in m.tool_calls -%}<|call|>{{ c.function | tojson }}<|/call|>"
+    "{%- endfor -%}<|end|>{%- endif -%}"
+    "{%- if m.content is not none -%}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|><think>\n{%- endif -%}"
+)
+"""As DeepSeek-R1's: calls end a turn, and content that is not None, even an empty text, is another one."""
+CALLS_UNDER_A_HEADER_OF_THEIR_OWN = (
+    "{%- for m in messages -%}{{ m.role }}<|role|>\n{{ m.content or '' }}<|end|>\n\n"
+    "{%- if m.tool_calls -%}function call<|role|>\n{{ m.tool_calls[0].function | tojson }}<|end|>\n\n{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}assistant<|role|>\n{%- endif -%}"
+)
+"""As GigaChat 3's: the turn goes on after an end, and no token says whether it does."""
+ANOTHER_END_WITHOUT_CONTENT = (
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function | tojson }}{%- endfor -%}"
+    "{{ '<|calls|>' if m.content is none else '<|end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""Only a turn whose content is None ends with `<|calls|>`."""
 CALLS_IN_A_TURN_OF_THEIR_OWN = (
     "{%- for m in messages -%}{%- if m.content -%}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{%- endif -%}"
     "{%- if m.tool_calls -%}<|start|>{{ m.role }}\n<calls>{{ m.tool_calls[0].function | tojson }}</calls><|end|>\n"

@@ -95,6 +95,8 @@ class _Stop:
 
 def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
     said_in_last, said_in_full = (_find_end_of_marks(text, marks) for text in (last, full))
+    first = next((match for match in control.find(last, said_in_last) if match.token in ends.stops), None)
+    last = last if first is None else last[: first.stop]  # sampling ends there, though the template may write more
     in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
     ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
     if ends.headers or not ends_itself:

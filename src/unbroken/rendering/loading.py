@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ def load_template_renderer(
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    stop_token_ids: Sequence[int] = (),
     history: HistoryPolicy | str = HistoryPolicy.EXACT,
     parser: str | None = None,
     images: ImageInputs | None = None,
@@ -30,6 +31,7 @@ def load_template_renderer(
             adds its stop ids; a tokenizer has none.
         chat_template: a template, or the name of one of the tokenizer's, instead of the default one.
         template_kwargs: variables of the template, such as `enable_thinking`.
+        stop_token_ids: more ids that end a turn.
         history: the policy where the template rewrites earlier turns.
         parser: the call format of completions, instead of the detected one.
         images: how images are loaded and expanded; by default with the model's own processor, if it can be loaded.
@@ -49,7 +51,7 @@ def load_template_renderer(
         tokenizer,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
-        stop_token_ids=load_stop_token_ids(model_or_tokenizer),
+        stop_token_ids=(*stop_token_ids, *load_stop_token_ids(model_or_tokenizer)),
         history=history,
         parser=parser,
         images=images,

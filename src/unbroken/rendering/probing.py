@@ -27,6 +27,8 @@ class ProbedTemplate:
     """All ids that may end an assistant turn in a rendering."""
     stop_token_ids: tuple[int, ...]
     """Those of the template and the tokenizer, and those given by the caller, if none stands inside a turn."""
+    without_stop: str
+    """The kinds of turns that none of these ends, such as "text"; empty if each ends."""
     generation_prompt: str
     """The text that opens an assistant turn; empty if the template does not write one on its own."""
     reasoning: ReasoningDelimiters | None
@@ -55,11 +57,15 @@ def probe_template(
     message_format = find_message_format(template)
     probe = TurnEndProbe(template, message_format, control)
     ends = _find_turn_ends(probe)
+    others = _collect_other_ids(tokenizer, stop_token_ids) - _get_ids(control, probe.tokens_inside)
+    stops = others | _get_ids(control, ends.stops if isinstance(ends, TurnEnds) else ())
+    kinds = ends.without_stop if isinstance(ends, TurnEnds) else ()
     return ProbedTemplate(
         message_format=message_format,
         ends=ends,
         turn_end_ids=_get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ()),
-        stop_token_ids=_collect_stop_ids(tokenizer, stop_token_ids, control, ends, inside=probe.tokens_inside),
+        stop_token_ids=tuple(sorted(stops)),
+        without_stop="" if others else ", ".join(kinds) or ("" if stops else "any kind"),
         generation_prompt=probe.find_generation_prompt(),
         reasoning=find_reasoning_delimiters(template, message_format, control),
         reasoning_markup=find_reasoning_markup(template, message_format, control),
@@ -77,16 +83,9 @@ def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
     return frozenset(i for token in tokens if (i := control.get_id(token)) is not None)
 
 
-def _collect_stop_ids(
-    tokenizer: Any, given: Sequence[int], control: AddedTokens, ends: TurnEnds | Refusal, *, inside: Collection[str]
-) -> tuple[int, ...]:
-    """Collect the ids that end a turn, without those that the template also writes inside one."""
+def _collect_other_ids(tokenizer: Any, given: Sequence[int]) -> frozenset[int]:
+    """Collect the ids that end a turn by the word of the tokenizer or the caller."""
     for token_id in given:
         if not 0 <= token_id < len(tokenizer):
             raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
-    ids = set(given)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if isinstance(ends, TurnEnds):
-        ids |= _get_ids(control, ends.stops)
-    return tuple(sorted(ids - _get_ids(control, inside)))
+    return frozenset([*given, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.errors import InvalidInputError, StopTokenError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
@@ -110,6 +110,7 @@ class TemplateRenderer:
         self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock)
         self._bridges = self._make_bridge_builder(probed, policy, placeholder)
         response_template = getattr(tokenizer, "response_template", None)
+        self._without_stop = probed.without_stop
         self._parser = self._choose_parser(parser, probed, source=source, response_template=response_template)
         self._constraint = self._make_constraint(probed)
         self._facts = self._make_facts(probed, source)
@@ -294,7 +295,12 @@ class TemplateRenderer:
         """The ids that end a turn: the template's, the tokenizer's end of text, and those given to the constructor.
 
         None of them stands inside a turn as the template renders it.
+
+        Raises:
+            StopTokenError: a turn of some kind would not end.
         """
+        if self._without_stop:
+            raise StopTokenError(self._without_stop)
         return self._facts.stop_token_ids
 
     def bridge_to_next_turn(

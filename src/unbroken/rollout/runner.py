@@ -73,6 +73,7 @@ async def run_rollout(
 
     Raises:
         InvalidInputError: `audit_every` is not a whole number >= 0.
+        StopTokenError: no id would end a turn.
     """
     check_audit_every(audit_every)
     policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, audit_every)
@@ -97,6 +98,7 @@ async def run_group(
 
     Raises:
         InvalidInputError: `n` is less than 1, or `audit_every` is not a whole number >= 0.
+        StopTokenError: no id would end a turn.
     """
     check_audit_every(audit_every)
     if n < 1:
@@ -313,6 +315,9 @@ class _Policy:
     sampling: SamplingParams
     trajectory_id: str
     audit_every: int
+
+    def __post_init__(self) -> None:
+        self.renderer.get_stop_token_ids()  # raises before anything is opened if no id would end a turn
 
     def make_audits(self, counters: Counters, limits: Limits) -> ShadowAudits:
         return ShadowAudits(self.renderer, counters, every=self.audit_every, timeout_s=limits.close_timeout_s)

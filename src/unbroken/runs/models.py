@@ -26,7 +26,7 @@ from unbroken.runs.config import (
     RunConfig,
 )
 from unbroken.training.config import Reference
-from unbroken.types import encode_image_settings
+from unbroken.types import SamplingParams, encode_image_settings
 
 
 def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_images: bool) -> ImageInputs | None:
@@ -156,12 +156,15 @@ def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
     return own or model
 
 
-def load_model_renderer(source: str | Path, config: RendererConfig, *, images: ImageInputs | None = None) -> Renderer:
+def load_model_renderer(
+    source: str | Path, config: RendererConfig, sampling: SamplingParams, *, images: ImageInputs | None = None
+) -> Renderer:
     """Load the renderer of a model; raises `TemplateError` if its chat template is missing or does not compile."""
     return load_renderer(
         source,
         renderer=config.name,
         template_kwargs=config.template_kwargs,
+        stop_token_ids=sampling.stop_token_ids,
         history=config.history,
         parser=config.parser,
         images=images,

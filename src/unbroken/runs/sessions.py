@@ -58,7 +58,8 @@ async def open_sessions(
 
         def make_renderer(options: Mapping[str, Any]) -> Renderer:
             template_kwargs = {**config.renderer.template_kwargs, **options}
-            return load_model_renderer(model, replace(config.renderer, template_kwargs=template_kwargs), images=images)
+            renderer = replace(config.renderer, template_kwargs=template_kwargs)
+            return load_model_renderer(model, renderer, config.rollouts.sampling, images=images)
 
         location = sessions.store or str(config.output / "sessions" / f"process-{rank.index}")
         key = secrets.token_urlsafe(24)

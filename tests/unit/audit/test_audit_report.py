@@ -14,7 +14,7 @@ from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
 from unbroken.audit.output.html import to_html
 from unbroken.audit.output.text import to_text
-from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, TemplateKind, Verdict
+from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
 from unbroken.audit.table import find_templates, make_table, name_template
@@ -184,8 +184,15 @@ def test_without_any_control_token_the_model_s_tokenizer_is_asked_for(tmp_path: 
 def test_a_recognised_token_that_is_also_inside_turns_is_no_reason_to_ask_for_a_tokenizer(tmp_path: Path) -> None:
     source = templates.QWEN_THINKING.replace("</think>", "<|im_end|>").replace("<think>", "<|im_start|>think")
     report = audit_alone(source, tmp_path)
-    assert report.kind.kind is TemplateKind.UNDERIVABLE
-    assert report.verdict is Verdict.UNFIT
+    assert report.verdict in (Verdict.FIT, Verdict.PARTLY_FIT)
+    assert report.turn_ends.stops_inside == ()
+
+
+def test_a_template_whose_calls_end_a_turn_before_its_text_is_judged_where_sampling_ends(tmp_path: Path) -> None:
+    report = audit_alone(templates.CALLS_BEFORE_A_TURN_OF_TEXT, tmp_path)
+    assert report.fuzz.num_wrong == 0
+    assert report.fuzz.num_exact > 0
+    assert report.turn_ends.stops_inside == ()
 
 
 def test_a_template_that_raises_is_not_usable_also_without_a_tokenizer(tmp_path: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from itertools import product
 
-from unbroken.audit.conversations import TOOL_NAMES, TOOLS, make_call
 from unbroken.audit.report import ClosedTurn, TurnEndFinding
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message
@@ -16,41 +13,22 @@ from unbroken.types import TokenIds, token_ids
 _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "How far is it?"},)
 _FOLLOWING: tuple[Message, ...] = ({"role": "user", "content": "Go on."},)
 _CUT = "It is about"
-_MARKS = ("Zq8Thought", "Zq8Text", "Zq8Argument")
-_MARK = re.compile("|".join(_MARKS))
 
 
 def find_turn_ends(subject: Subject) -> TurnEndFinding:
     """Find the ends, the stop ids, and the bridges after turns that did not end by themselves."""
     stops = subject.get_tokens(subject.renderer.get_stop_token_ids())
     ends, control = subject.facts.turn_ends, subject.facts.control_tokens
-    inside = tuple(stop for stop in stops if stop.text in set(_find_control_tokens_inside(subject)))
     if isinstance(ends, Refusal):
-        return TurnEndFinding(ends=(), stops=stops, are_headers=False, closed=(), stops_inside=inside)
+        return TurnEndFinding(ends=(), stops=stops, are_headers=False, closed=(), stops_inside=())
     ids = [i for text in sorted(ends.tokens) if (i := control.get_id(text)) is not None]
     return TurnEndFinding(
         ends=subject.get_tokens(ids),
         stops=stops,
         are_headers=bool(ends.headers),
         closed=tuple(_close_cut_turns(subject, ids)),
-        stops_inside=inside,
+        stops_inside=tuple(stop for stop in stops if stop.text in ends.inside),
     )
-
-
-def _find_control_tokens_inside(subject: Subject) -> Iterator[str]:
-    """Find the control tokens that more of the same turn follows: text, or another call."""
-    for reasoning, content, num_calls in product((False, True), (False, True), range(3)):
-        turn: Message = {"role": "assistant", "content": _MARKS[1] if content else ""}
-        if reasoning:
-            turn["reasoning_content"] = _MARKS[0]
-        if num_calls:
-            turn["tool_calls"] = [
-                make_call(TOOL_NAMES[k], f"callzqe{k}z", {"query": f"{_MARKS[2]}{k}"}) for k in range(num_calls)
-            ]
-        text = subject.render_text([*_HISTORY, turn], tools=TOOLS) or ""
-        places = [match.start() for match in _MARK.finditer(text)]
-        if places:
-            yield from (m.token for m in subject.facts.control_tokens.find(text, places[0], places[-1]))
 
 
 def _close_cut_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:

@@ -8,7 +8,7 @@ renderer = load_renderer("path/to/model", renderer="pkg:qwen3.5", template_kwarg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from unbroken.errors import InvalidInputError, missing_extra
@@ -36,6 +36,7 @@ def load_renderer(
     renderer: str = "auto",
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    stop_token_ids: Sequence[int] = (),
     history: HistoryPolicy | str = HistoryPolicy.EXACT,
     parser: str | None = None,
     images: ImageInputs | None = None,
@@ -44,7 +45,8 @@ def load_renderer(
 
     `renderer` is `auto`, `template`, or `pkg:` and one of `package_renderer_names()`. The other arguments are those of
     `load_template_renderer`. With `pkg:`, `chat_template`, `parser` and `images` must be left out, `template_kwargs`
-    are those that the renderer knows, and the history `exact` is the package's `thinking_retention="all"`.
+    are those that the renderer knows, `stop_token_ids` are not used, and the history `exact` is the package's
+    `thinking_retention="all"`.
 
     Raises:
         InvalidInputError: a name is unknown, the package is missing, the model has no fast tokenizer, or the renderer
@@ -56,6 +58,7 @@ def load_renderer(
             model_or_tokenizer,
             chat_template=chat_template,
             template_kwargs=template_kwargs,
+            stop_token_ids=stop_token_ids,
             history=history,
             parser=parser,
             images=images,

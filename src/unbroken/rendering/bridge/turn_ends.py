@@ -10,11 +10,13 @@ Worked through for five templates (A is the turn's text, the next message follow
     Kimi-K3     A<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>          stop <|end_of_msg|>
 
 A stop may not also stand inside a turn of reasoning, text and calls, as Kimi-K3's `<|close|>` does after the reasoning:
-sampling would end there. A template without another token at the end of a turn has no proven stop, and is refused.
+sampling would end there. Stops are found for each kind of turn. A kind that ends only with a token that also stands
+inside turns, as Solar's text ends like its reasoning, has none: the tokenizer or the caller must name one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +43,12 @@ class TurnEnds:
     """All of them; the first one after a turn's text begins the end of the turn."""
     stops: frozenset[str]
     """Those that the model samples last, for `SamplingParams.stop_token_ids`: none of them stands inside a turn."""
+    without_stop: tuple[str, ...] = ()
+    """The kinds of turns that end with none of the stops, such as "text": only a stop from elsewhere ends them."""
+    inside: frozenset[str] = frozenset()
+    """The control tokens that stand inside turns, before their end."""
     ambiguous: frozenset[str] = frozenset()
-    """Those that stand inside a turn as well, so that they do not say whether a turn has ended."""
+    """The ends that begin a longer end and stand inside a turn as well: a turn that was cut there has not ended."""
     endings: frozenset[str] = frozenset()
     """The texts from the first of the tokens to the stop, with all that the template writes between them."""
     sequence: tuple[str, ...]
@@ -67,8 +73,7 @@ class TurnEndProbe:
     def find_turn_ends(self) -> TurnEnds:
         """Find the tokens that end a turn.
 
-        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message, or if a turn
-        ends only with tokens that also stand inside turns.
+        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message.
         """
         next_tokens = {role: self._find_tokens_before_next(role) for role in ("user", "tool", "system")}
         if not next_tokens["user"]:
@@ -102,24 +107,27 @@ class TurnEndProbe:
         """Keep the stops that stand only at the end of a turn, and find one for each example that is left without."""
         impossible = self.tokens_inside if found.headers else self.tokens_inside | self._openers
         stops = set(found.stops - impossible)
+        without_stop, whole_ends = [], set()
         for example in self._examples:
-            written = [match.token for tail in example.tails for match in self._control.find(tail)]
-            if not written or not stops.isdisjoint(written):
+            at_end, *before_next = [[match.token for match in self._control.find(tail)] for tail in example.tails]
+            written = at_end or [token for tail in before_next for token in tail]
+            if len(at_end) == 1:
+                whole_ends.add(at_end[0])
+            if not written or not stops.isdisjoint([*written, *itertools.chain(*before_next)]):
                 continue
             possible = next((token for token in written if token not in impossible), None)
             if possible is None:
-                raise BridgeRefusedError(
-                    RefusalReason.UNDERIVABLE,
-                    f"a turn of {example.description} ends with {written[0]!r}, which also stands inside a turn: "
-                    "sampling that stops there would cut turns short",
-                )
-            stops.add(possible)
+                without_stop.append(example.description)
+            else:
+                stops.add(possible)
         tokens = (found.tokens - self._openers if not found.headers else found.tokens) | stops
         return replace(
             found,
             tokens=tokens,
             stops=frozenset(stops),
-            ambiguous=(tokens & self.tokens_inside) - set(found.last_turn_ends.values()),
+            without_stop=tuple(dict.fromkeys(without_stop)),
+            inside=self.tokens_inside,
+            ambiguous=(tokens & self.tokens_inside) - set(found.last_turn_ends.values()) - whole_ends,
             endings=frozenset(self._find_endings(tokens, stops)),
         )
 

@@ -9,6 +9,10 @@ A template that writes text and calls of one message as two turns, each with its
 
     Nemotron    T<SPECIAL_12>\n<SPECIAL_11>Assistant\n<TOOLCALL>[..]</TOOLCALL><SPECIAL_12>
                  `- not inside --------------------´
+    R1          <｜tool▁calls▁begin｜>..<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜Assistant｜>T<｜end▁of▁sentence｜>
+                                                       `- not inside ------------------´
+
+Reasoning is never a turn of its own: its end stands inside, also where the answer has a second header.
 """
 
 from __future__ import annotations
@@ -72,9 +76,10 @@ class TurnExamples:
         """Render all turns; those that the template refuses are left out."""
         reasons = (False, True) if self._message_format.reasoning_key is not None else (False,)
         calls = range(_MAX_CALLS + 1) if self._message_format.renders_calls else (0,)
-        parts = [each for each in itertools.product(reasons, (True, False), calls) if each[1] or each[2]]
+        parts = itertools.product(reasons, (PROBE_CONTENT, "", None), calls)
         prompt = self.render([USER], add_generation_prompt=True)
-        rendered = [turn for each in parts if (turn := self._render_turn(prompt, *each)) is not None]
+        turns = (self._render_turn(prompt, *each) for each in parts if each[1] or each[2])
+        rendered = [turn for turn in turns if turn is not None]
         before = len(self.render([USER]))
         header = min((turn.text[before : turn.start] for turn in rendered), key=len, default="").strip()
         return tuple(self._build_example(turn, header) for turn in rendered)
@@ -92,24 +97,27 @@ class TurnExamples:
         return frozenset(found)
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
-        """Render a probe; empty if the template refuses it."""
+        """Render a probe; empty if the template refuses it. Content that is None stays None: some templates need it."""
+        converted = [
+            {**new, "content": None} if given["content"] is None else new
+            for given, new in zip(messages, self._message_format.convert(messages), strict=True)
+        ]
         try:
-            return self._template.render(
-                self._message_format.convert(messages), tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt
-            )
+            return self._template.render(converted, tools=PROBE_TOOLS, add_generation_prompt=add_generation_prompt)
         except TemplateError:
             return ""
 
-    def _render_turn(self, prompt: str, reasons: bool, has_text: bool, num_calls: int) -> _RenderedTurn | None:
-        message = build_turn(reasons=reasons, has_text=has_text, num_calls=num_calls)
+    def _render_turn(self, prompt: str, reasons: bool, content: str | None, num_calls: int) -> _RenderedTurn | None:
+        message = {**build_turn(reasons=reasons, num_calls=num_calls), "content": content}
         text = self.render([USER, message])
         texts = _find_texts(text, num_calls)
         if texts is None:
             return None
         start = count_shared(text, prompt)
+        start = next((m.start for m in self._control.find(text) if m.start < start < m.stop), start)
         is_after_user = start > text.rfind(PROBE_USER) + len(PROBE_USER)
         return _RenderedTurn(
-            description=_describe(reasons, has_text, num_calls),
+            description=_describe(reasons, bool(content), num_calls),
             message=message,
             text=text,
             start=start if is_after_user else texts.start,
@@ -117,18 +125,20 @@ class TurnExamples:
         )
 
     def _build_example(self, turn: _RenderedTurn, header: str) -> TurnExample:
-        inside = self._leave_out_second_header(turn.text[turn.start : turn.stop], header)
+        num_calls = len(turn.message.get("tool_calls", ()))
+        inside = self._leave_out_second_header(turn.text[turn.start : turn.stop], header, num_calls)
         return TurnExample(
             description=turn.description,
             inside=frozenset(match.token for match in self._control.find(inside)),
             tails=(turn.text[turn.stop :], *self._find_tails_before_next(turn.message)),
         )
 
-    def _leave_out_second_header(self, turn: str, header: str) -> str:
-        """Leave out the end of a turn and the header of a second one after the text, if the template writes them."""
-        after_text = turn.find(PROBE_CONTENT) + len(PROBE_CONTENT)
-        second = turn.find(header, after_text) if header and PROBE_CONTENT in turn else -1
-        ends = list(self._control.find(turn, after_text, max(second, 0)))
+    def _leave_out_second_header(self, turn: str, header: str, num_calls: int) -> str:
+        """Leave out the end of a turn and the header of a second one after text or calls, if both are in `turn`."""
+        texts = (PROBE_CONTENT, f"{PROBE_ARGUMENT}{num_calls - 1}")
+        after = min((at + len(each) for each in texts if (at := turn.find(each)) >= 0), default=len(turn))
+        second = turn.find(header, after) if header else -1
+        ends = list(self._control.find(turn, after, max(second, 0)))
         if not ends or turn[ends[-1].stop : second].strip():
             return turn
         return turn[: ends[-1].start] + turn[second + len(header) :]

@@ -69,7 +69,7 @@ class SamplerOpener:
 
     def load_renderer(self, images: ImageInputs | None) -> Renderer:
         """Load the model's renderer; raises as `load_model_renderer`."""
-        return load_model_renderer(self.source, self.config.renderer, images=images)
+        return load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
 
     def check_lengths(self, renderer: Renderer) -> None:
         """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""

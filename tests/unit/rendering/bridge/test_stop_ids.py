@@ -9,7 +9,7 @@ from support.corpus import corpus_templates
 from support.tokenizers import make_tokenizer
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
+from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.message_format import PROBE_TOOLS, probe_call
 from unbroken.rendering.template import TemplateRenderer
@@ -66,15 +66,6 @@ def test_i7_the_end_of_several_ids_is_written_from_where_the_model_left_it(
     assert (bridge.closing, written) == (closing, text)
     closed = renderer._encoder.decode(bridge.bridge_ids[: bridge.num_closing].tolist())
     assert closed == ("" if closing is Closing.NONE else END)
-
-
-def test_a_template_whose_turns_end_like_their_reasoning_is_refused_by_name() -> None:
-    renderer = renderer_of(templates.ONE_END_FOR_REASONING_AND_TURN, stop_token_ids=())
-    ends = renderer.facts.turn_ends
-    assert isinstance(ends, Refusal)
-    assert ends.reason is RefusalReason.UNDERIVABLE
-    assert "'<|end|>', which also stands inside a turn" in ends.detail
-    assert stops_of(renderer) == set()
 
 
 def test_stop_ids_that_are_given_and_stand_inside_a_turn_are_left_out() -> None:
