@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:
         pipe = select.poll()
-        pipe.register(sys.stdout.fileno(), 0)  # an error is reported without being asked for
+        with suppress(io.UnsupportedOperation):  # standard output is an object of Python: no pipe
+            pipe.register(sys.stdout.fileno(), 0)  # an error is reported without being asked for
         if not pipe.poll(0):
             raise
         # Its reader went away, as `| head` does; the flush at exit would fail too.

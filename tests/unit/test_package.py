@@ -1,5 +1,8 @@
 import ast
 import importlib
+import io
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import unbroken
+import unbroken.runs.command
 from unbroken.cli import main
 
 
@@ -106,6 +110,25 @@ def test_wrong_usage_is_status_2(arguments, capsys):
         main(arguments)
     assert done.value.code == 2
     assert "usage: unbroken" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "unbroken", "train", "--env", "envs.py:Echo", "--help"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_connection_that_breaks_is_its_own_error_where_the_output_is_no_file(monkeypatch):
+    def run(arguments):
+        raise BrokenPipeError("the server went away")
+
+    monkeypatch.setattr(unbroken.runs.command, "run_train", run)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(BrokenPipeError, match="the server went away"):
+        main(["train", "recipe.toml"])
 
 
 def test_an_error_of_ours_is_one_line_and_status_1(capsys, tmp_path):
