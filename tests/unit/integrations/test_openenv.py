@@ -139,6 +139,10 @@ async def test_a_server_that_is_not_there_is_named():
             ['{"type": "observation", "data": {"observation": {}, "reward": "much"}}'],
             "must give a finite number as reward, got 'much'",
         ),
+        (
+            ['{"type": "observation", "data": {"observation": {}, "done": "false"}}'],
+            "must give true or false as done, got 'false'",
+        ),
         (['{"type": "observation", "data": {"observation": {}, "done": true}}'], "ended the episode at its reset"),
     ],
 )

@@ -129,8 +129,14 @@ def _read_answer(answer: Any, url: str) -> StepResult:
     return StepResult(
         observation=data["observation"],
         reward=_read_reward(data.get("reward"), url),
-        done=bool(data.get("done", False)),
+        done=_read_done(data.get("done"), url),
     )
+
+
+def _read_done(done: Any, url: str) -> bool:
+    if done is not None and not isinstance(done, bool):
+        raise EnvServerError(f"the OpenEnv server {url} must give true or false as done, got {done!r}")
+    return bool(done)
 
 
 def _read_reward(reward: Any, url: str) -> float | None:
