@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.samples import TrajectoryRows
+from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, SampledSequence, TrainingSample
 
 TWO_IDS = sampled(7, 8)
@@ -103,6 +104,16 @@ def trajectory(
 def group(*members: Trajectory) -> TrajectoryGroup:
     """Siblings."""
     return TrajectoryGroup(group_id="g", trajectories=members)
+
+
+def make_collect(trainer: Trainer) -> Callable[[], Awaitable[list[TrajectoryGroup]]]:
+    """Make a function that samples the group of a step: three rewards, by the trainer's weights."""
+
+    async def collect() -> list[TrajectoryGroup]:
+        versions = [trainer.policy_version] * 2
+        return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
+
+    return collect
 
 
 def _make_tree(prompt: Sequence[int], completion: SampledSequence | None) -> TokenTree:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from support.models import tiny_qwen3
-from support.rows import group, trajectory
-from support.sequences import sampled
+from support.rows import make_collect
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
@@ -88,10 +87,6 @@ async def run(directory: Path, client: AsyncClient, full: Full) -> Trainer:
     config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
     trainer = Trainer(tiny_qwen3(vocab_size=len(server_tokenizer())), config)
 
-    async def collect():
-        versions = [trainer.policy_version] * 2
-        return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
-
     checkpoints = FullCheckpoints(directory / "checkpoints", every=1)
     publisher = FullPublisher([client], directory / "weights")
     engine = await HttpEngine.connect([client.base_url])
@@ -99,7 +94,7 @@ async def run(directory: Path, client: AsyncClient, full: Full) -> Trainer:
         with FullMetrics(directory) as metrics:
             metrics.full = checkpoints.full = publisher.full = full
             await train(
-                collect,
+                make_collect(trainer),
                 trainer=trainer,
                 publisher=publisher,
                 metrics=metrics,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from support.models import tiny_qwen3
-from support.rows import group, random_rows, trajectory
-from support.sequences import sampled
+from support.rows import make_collect, random_rows
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.runs.config import CheckpointConfig
 from unbroken.training.checkpoints import Checkpoints, LastStep
@@ -219,13 +218,9 @@ class SlowCheckpoints(Checkpoints):
 async def run_slowly(tmp_path, checkpoints, on_step, *, num_steps: int = 4) -> Trainer:
     trainer = make_trainer()
 
-    async def collect():
-        versions = [trainer.policy_version] * 2
-        return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
-
     with MetricsWriter(tmp_path) as metrics:
         await train(
-            collect,
+            make_collect(trainer),
             trainer=trainer,
             publisher=None,
             metrics=metrics,
