@@ -78,6 +78,17 @@ class CommandWord(FunctionName):
         return CommandWord(path) if is_file else self
 
 
+class ModelName(FunctionName):
+    """The folder of a model or its name on the hub. In a TOML file it is a folder beside that file, if there is one."""
+
+    __slots__ = ()
+
+    def relative_to(self, folder: Path) -> ModelName:
+        """The path of the folder, if there is one; otherwise the name as it is."""
+        path = folder / self
+        return ModelName(path) if path.is_dir() else self
+
+
 def load_function(reference: FunctionName, *, field: str, kinds: tuple[type[Any], ...] = ()) -> Any:
     """Load the function, or an object of one of `kinds`; an `InvalidInputError` begins with `field`."""
     source, _, name = reference.rpartition(":")

@@ -13,7 +13,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.folder import lock_folder
 from unbroken.runs.python_files import load_module
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings.build import describe, read_options
 from unbroken.runs.settings.values import format_value
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -117,6 +117,18 @@ def test_values_are_listed_as_they_can_be_given(name):
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InvalidInputError, match=r"nowhere.py: there is no such file"):
         load_recipe(tmp_path / "nowhere.py")
+
+
+def test_a_model_is_a_folder_beside_the_toml_file_if_there_is_one(tmp_path, monkeypatch):
+    (tmp_path / "tasks" / "mine").mkdir(parents=True)
+    (tmp_path / "here" / "mine").mkdir(parents=True)
+    (tmp_path / "here" / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    text = 'model = "{0}"\n[[rewards]]\nmodel = "{0}"\n'
+    for name, expected in (("mine", str(tmp_path / "tasks" / "mine")), ("other", "other"), ("me/mine", "me/mine")):
+        found = load_recipe(recipe(tmp_path / "tasks", text.format(name), "task.toml"))
+        assert (found.values["model"], found.values["rewards"][0].model) == (expected, expected)
+    assert read_options(["--model", "mine"], found.section) == {"model": "mine"}
 
 
 def test_a_second_run_in_the_folder_of_one_that_runs_is_refused(tmp_path, capsys):

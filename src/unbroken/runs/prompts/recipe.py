@@ -41,7 +41,7 @@ from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments, select_tools
 from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, is_package
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
-from unbroken.runs.python_files import FunctionName, load_object
+from unbroken.runs.python_files import FunctionName, ModelName, load_object
 from unbroken.types import SamplingParams
 
 TRAIN = "train"
@@ -67,7 +67,7 @@ class Config(RunConfig):
     """A data set and reward functions, an environment, or an agent; and tools."""
 
     output: Path = Path("runs/prompts")
-    model: str
+    model: ModelName
     """The model's folder or its name on the hub."""
     data: DataConfig | None = None
     """May be left out with an environment that makes its own problems."""

@@ -32,7 +32,7 @@ from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
 from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.runs.python_files import load_object
+from unbroken.runs.python_files import ModelName, load_object
 from unbroken.training.objective.samples import keep_trainable
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RewardConfig:
 
     function: Path | None = None
     """Written file.py:name."""
-    model: str | None = None
+    model: ModelName | None = None
     """Instead of a function: a sequence classifier with one output, a folder or its name on the hub, which scores whole
     conversations in its own chat template."""
     batch_size: int = 8

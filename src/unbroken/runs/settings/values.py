@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.python_files import CommandWord, FunctionName
+from unbroken.runs.python_files import CommandWord, FunctionName, ModelName
 
 
 def parse_word(hint: Any, text: str, *, name: str) -> Any:
@@ -128,6 +128,7 @@ def format_type(hint: Any) -> str:
         Path: "PATH",
         FunctionName: "NAME",
         CommandWord: "TEXT",
+        ModelName: "TEXT",
     }.get(hint, "TOML")
 
 
