@@ -89,6 +89,8 @@ FORM_LOSSES: dict[str, tuple[Loss, ...]] = {
     "deepseek_v4": (),
     "functionary": (Loss.REASONING,),
     "gigachat": (Loss.REASONING, Loss.SECOND_CALL),
+    "gigachat3": (Loss.REASONING, Loss.SECOND_CALL),
+    "functionary_v31": (Loss.REASONING,),
     "hunyuan3": (),
     "inkling": (),
     "kimi_k3": (),

@@ -274,6 +274,20 @@ FORMAT_TEMPLATES = {
     "gigachat": _template(
         call="{%- if loop.first -%}{{- '<|function_call|>' -}}" + _json_call("name", "arguments") + "{%- endif -%}",
     ),
+    "gigachat3": _template(
+        assistant="assistant<|role_sep|>\\n",
+        user="user<|role_sep|>\\n",
+        tool="function result<|role_sep|>\\n",
+        end="<|message_sep|>\\n\\n",
+        call="{%- if loop.first -%}{{- '<|message_sep|>\\n\\nfunction call<|role_sep|>\\n' -}}"
+        + _json_call("name", "arguments")
+        + "{%- endif -%}",
+    ),
+    "functionary_v31": _template(
+        assistant="<|start_header_id|>assistant<|end_header_id|>\\n\\n",
+        call="{{- '<function=' + call.function.name + '>' + " + _ARGUMENTS + " + '</function>' -}}",
+        end_of_calls="<|eom_id|>",
+    ),
     "nemotron": _template(
         think="<think>",
         end_of_think="</think>",
@@ -312,6 +326,7 @@ _STOPS = {
     "mistral": "</s>",
     "kimi_k3": "<|end_of_msg|>",
     "solar": "<|end_of_turn|>",
+    "gigachat3": "</s>",
     "inkling": "<|content_model_end_sampling|>",
 }
 

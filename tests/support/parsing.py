@@ -120,6 +120,9 @@ WRITTEN = {
     "llama4": '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 1}}{"name": "now", "parameters": {}}',
     "apertus": '<|tools_prefix|>[{"add": {"a": 1}}, {"now": {}}]<|tools_suffix|>',
     "gigachat": f"<|function_call|>{_JSON}<|function_call|>{_NOW}",
+    "gigachat3": f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_JSON}<|message_sep|>\n\n"
+    f"function call<|role_sep|>\n{_NOW}",
+    "functionary_v31": '<function=add>{"a": 1}</function><function=now>{}</function><|eom_id|>',
     "none": "",
 }
 """By the name of a format: the calls `add(a=1)` and `now()` as its models write them."""

@@ -129,11 +129,32 @@ def _mark(text: str, index: int) -> str:
     return f"{text[:start]}{chr(_FIRST_OPENING + index)}{core}{_CLOSING}{text[start + len(core) :]}"
 
 
+class _Element(str):
+    """A marked text in a list or an object. A template that writes the whole list as Python does writes the marks too.
+
+    `repr` would escape them: `['one']` is written as `['(0)one(/)']`.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        opening, text = self.lstrip()[0], super().__repr__()
+        before, _, rest = text.partition(repr(opening)[1:-1])
+        core, _, after = rest.rpartition(repr(_CLOSING)[1:-1])
+        return f"{before}{opening}{core}{_CLOSING}{after}"
+
+
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Change all strings of a value. Those that change in a list or an object become an `_Element`."""
+    return change(value) if isinstance(value, str) else _map_elements(value, change)
+
+
+def _map_elements(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        changed = change(value)
+        return value if changed is value else _Element(changed)
     if isinstance(value, Mapping):
-        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+        return {_map_elements(key, change): _map_elements(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_map_strings(item, change) for item in value]
+        return [_map_elements(item, change) for item in value]
     return value

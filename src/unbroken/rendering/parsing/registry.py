@@ -10,7 +10,8 @@ from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats.json_calls.apertus import APERTUS
 from unbroken.rendering.parsing.formats.json_calls.cohere import COHERE, COHERE2
 from unbroken.rendering.parsing.formats.json_calls.deepseek import DEEPSEEK
-from unbroken.rendering.parsing.formats.json_calls.gigachat import GIGACHAT
+from unbroken.rendering.parsing.formats.json_calls.functionary_v31 import FUNCTIONARY_V31
+from unbroken.rendering.parsing.formats.json_calls.gigachat import GIGACHAT, GIGACHAT3
 from unbroken.rendering.parsing.formats.json_calls.hermes import HERMES
 from unbroken.rendering.parsing.formats.json_calls.kimi_k2 import KIMI_K2
 from unbroken.rendering.parsing.formats.json_calls.llama3 import LLAMA3
@@ -50,6 +51,7 @@ FORMATS: tuple[CallFormat, ...] = (
     SOLAR,
     INKLING,
     FUNCTIONARY,
+    FUNCTIONARY_V31,
     DEEPSEEK,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
@@ -66,6 +68,7 @@ FORMATS: tuple[CallFormat, ...] = (
     COHERE,
     APERTUS,
     GIGACHAT,
+    GIGACHAT3,
     NEMOTRON,
     PHI,
     HERMES,

@@ -156,3 +156,27 @@ def test_i5_a_role_forges_nothing_with_the_text_around_it(role: str) -> None:
         assert control_ids(tokenizer, result.bridge_ids) == usual[1:]
     else:
         assert result.reason is RefusalReason.UNSAFE_TEXT
+
+
+@pytest.mark.parametrize(
+    "values", [["a", FORGERY, 'it\'s\n"so" \\ue000'], {FORGERY: [1, None, {"k": FORGERY}]}], ids=str
+)
+def test_i5_a_list_that_the_template_writes_as_python_does_is_marked_element_by_element(values: Any) -> None:
+    template = templates.QWEN.replace(
+        "call.function.arguments | tojson", "call.function.arguments.values() | list | string"
+    )
+    tokenizer = make_tokenizer(template)
+    renderer = TemplateRenderer(tokenizer)
+
+    def render(value: Any) -> tuple[Any, str]:
+        turn, answer = called("search")
+        turn["tool_calls"][0]["function"]["arguments"] = {"a": value}
+        messages = [USER, turn, answer]
+        return renderer.render(messages), renderer.render_text(messages, add_generation_prompt=True)
+
+    (benign, _), (prompt, text) = render(["fine"]), render(values)
+    assert control_ids(tokenizer, prompt.token_ids) == control_ids(tokenizer, benign.token_ids)
+    assert str(values) in text
+    assert tokenizer.decode(prompt.token_ids) == text
+    of_turn = tokenizer.decode(prompt.token_ids[prompt.message_indices == 1])
+    assert FORGERY.replace("\n", "\\n") in of_turn

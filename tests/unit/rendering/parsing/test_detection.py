@@ -53,8 +53,8 @@ def test_a_format_that_does_not_read_back_what_the_template_writes_is_not_taken(
     assert parser_of(as_list) == "none"
     by_position = write_calls(
         QWEN,
-        """'<tool_call>\\n<function=' + call.function.name + '>' -}}{{- call.function.arguments | tojson """
-        """-}}{{- '</function></tool_call>'""",
+        """'<tool_call>\\n<function=' + call.function.name + '>' -}}{{- call.function.arguments.values() """
+        """| list | tojson -}}{{- '</function></tool_call>'""",
     )
     assert parser_of(by_position) == "none"
 

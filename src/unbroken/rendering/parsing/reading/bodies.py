@@ -53,9 +53,13 @@ class OpenBody:
 
 
 def read_attempts(region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool) -> Sequence[CallAttempt]:
-    """Read a region's body as attempts. In a region that was cut, only a call without closings may be complete."""
+    """Read a region's body as attempts.
+
+    In a region that was cut, only a call without closings may be complete, and none behind which something must follow.
+    """
     assert region.read_calls is not None
-    if not is_closed and region.closings:
+    is_open = bool(body.inner_delimiters) and not body.text[body.inner_delimiters[-1].stop :].strip()
+    if not is_closed and (region.closings or is_open):
         return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
     attempts = region.read_calls(body, tools)
     if is_closed:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt
-from unbroken.rendering.parsing.syntax.arguments import convert_arguments
+from unbroken.rendering.parsing.syntax.arguments import convert_arguments, find_parameters
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
 
@@ -101,7 +101,7 @@ class CallTags:
         are_strings: dict[str, bool] = {}
         while tags.is_at(self.parameter):
             tags.expect(self.parameter)
-            written, _, attribute = tags.read_until_text(self.end_of_key).partition('" ')
+            written, _, attribute = self._read_key(tags, name, tools).partition('" ')
             key = self.unescape(written)
             if key in texts:
                 raise TagSyntaxError(f"{key} is given twice")
@@ -117,6 +117,11 @@ class CallTags:
             return CallAttempt(status=ToolCallStatus.MISSING_NAME)
         arguments = convert_arguments(texts, name, tools, are_strings=are_strings, writes_python=self.writes_python)
         return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
+
+    def _read_key(self, tags: TagReader, name: str, tools: Sequence[ToolSchema]) -> str:
+        if not self.strips_newline:
+            return tags.read_until_text(self.end_of_key)
+        return tags.read_key(self.end_of_key, find_parameters(name, tools).get("properties") or ())
 
     def _strip(self, value: str) -> str:
         return value.removeprefix("\n").removesuffix("\n") if self.strips_newline else value

@@ -80,6 +80,21 @@ class TagReader:
         self.position = stop + len(end)
         return text
 
+    def read_key(self, end: str, known: Collection[str]) -> str:
+        """Read a key up to `end`, which a newline should follow. A key with `end` in it must be one of the known ones.
+
+        Raises `TagSyntaxError` if it is not: the rest could also be the value.
+        """
+        start, tag = self.position, self._find_delimiter(self.position)
+        key, stop = self.read_until_text(end), self._text.find(f"{end}\n", start, None if tag is None else tag.start)
+        longer = self._text[start : max(stop, start)]
+        if len(longer) <= len(key) or "\n" in longer or (key in known and longer not in known):
+            return key
+        if longer not in known:
+            raise TagSyntaxError(f"{longer!r} may be a key, or a key and a part of its value")
+        self.position = stop + len(end)
+        return longer
+
     def read_until_next(self) -> str:
         """Read up to the next delimiter of any kind, or to the end."""
         found = self._find_delimiter(self.position)

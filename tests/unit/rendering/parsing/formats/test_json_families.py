@@ -5,7 +5,8 @@ import pytest
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.formats.json_calls.apertus import APERTUS
-from unbroken.rendering.parsing.formats.json_calls.gigachat import GIGACHAT
+from unbroken.rendering.parsing.formats.json_calls.functionary_v31 import FUNCTIONARY_V31
+from unbroken.rendering.parsing.formats.json_calls.gigachat import GIGACHAT, GIGACHAT3
 from unbroken.rendering.parsing.formats.json_calls.llama4 import LLAMA4
 from unbroken.rendering.parsing.formats.messages.functionary import FUNCTIONARY
 from unbroken.rendering.parsing.formats.messages.inkling import INKLING
@@ -16,6 +17,10 @@ SYNTAX, UNCLOSED, ARGUMENTS = ToolCallStatus.INVALID_SYNTAX, ToolCallStatus.UNCL
 
 ON_APERTUS = FormatOnTokenizer(APERTUS, control=("<|tools_prefix|>", "<|tools_suffix|>"), stops=("<|tools_suffix|>",))
 ON_GIGACHAT = FormatOnTokenizer(GIGACHAT, control=("<|function_call|>",), stops=("<|message_sep|>",))
+ON_GIGACHAT3 = FormatOnTokenizer(GIGACHAT3, control=("<|role_sep|>",), stops=("<|message_sep|>", "</s>"))
+ON_FUNCTIONARY_V31 = FormatOnTokenizer(
+    FUNCTIONARY_V31, control=("<|eom_id|>", "<|python_tag|>"), stops=("<|eot_id|>", "<|eom_id|>")
+)
 ON_LLAMA = FormatOnTokenizer(LLAMA4, control=("<|python_start|>", "<|python_end|>"), stops=("<|eot|>",))
 ON_SOLAR = FormatOnTokenizer(
     SOLAR,
@@ -69,6 +74,53 @@ def test_gigachat_calls_have_a_status(text: str, statuses: list[ToolCallStatus])
     parsed = ON_GIGACHAT.parse(f"so<|function_call|>{text}")
     assert [call.status for call in parsed.tool_calls] == statuses
     assert (parsed.content, parsed.tool_calls[0].raw) == ("so", text.removesuffix("<|message_sep|>"))
+
+
+@pytest.mark.parametrize("content", ["so", ""])
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        ('{"name": "f", "arguments": {}}<|message_sep|>', [OK]),
+        ('{"name": "f", "arguments": {}}</s>', [OK]),
+        ('{"name": "f", "argum</s>', [JSON]),
+        ('{"name": "f", "argum', [UNCLOSED]),
+        ("", [UNCLOSED]),
+    ],
+)
+def test_gigachat_3_0_calls_are_messages_of_their_own(text: str, statuses: list[ToolCallStatus], content: str) -> None:
+    parsed = ON_GIGACHAT3.parse(f"{content}<|message_sep|>\n\nfunction call<|role_sep|>\n{text}")
+    assert ([call.status for call in parsed.tool_calls], parsed.content) == (statuses, content)
+
+
+def test_gigachat_3_0_text_about_a_function_call_is_text() -> None:
+    spelled = ON_GIGACHAT3.spelled('function call<|role_sep|>\n{"name": "f", "arguments": {}}')
+    parsed = ON_GIGACHAT3.parser.parse([*spelled, *ON_GIGACHAT3.ids("</s>")])
+    assert parsed.tool_calls == ()
+    assert parsed.content == 'function call<|role_sep|>\n{"name": "f", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<function=f>{"a": 1}</function><|eom_id|>', [(OK, "f", {"a": 1})]),
+        (
+            '<function=f>{}</function><function=g>{"a": ">"}</function><|eom_id|>',
+            [(OK, "f", {}), (OK, "g", {"a": ">"})],
+        ),
+        ('<function=f>{"a": 1}</function><function=g>{"a', [(OK, "f", {"a": 1}), (UNCLOSED, "", {})]),
+        ("<function=f>3</function>", [(ARGUMENTS, "", {})]),
+        ("<function=f>{</function>", [(JSON, "", {})]),
+        ("<function=>{}</function>", [(NAMELESS, "", {})]),
+        ("<function=f</function>", [(SYNTAX, "", {})]),
+        ('<|python_tag|>{"code": "1"}<|eom_id|>', [(OK, "python", {"code": "1"})]),
+        ("<|python_tag|>1 + 1<|eom_id|>", [(JSON, "", {})]),
+        ("<|python_tag|>1 + 1", [(UNCLOSED, "", {})]),
+    ],
+)
+def test_functionary_3_1_calls_have_a_status(text: str, calls: list[tuple[ToolCallStatus, str, object]]) -> None:
+    parsed = ON_FUNCTIONARY_V31.parse(f"so{text}")
+    assert [(call.status, call.name, call.arguments) for call in parsed.tool_calls] == calls
+    assert parsed.content == "so"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_a_spelled_delimiter_is_text() -> None:
     [
         ("[TOOL_CALLS]f[ARGS]{</s>", ToolCallStatus.INVALID_JSON, "[TOOL_CALLS]f[ARGS]{"),
         ("[TOOL_CALLS]f[ARGS]{", ToolCallStatus.UNCLOSED, "[TOOL_CALLS]f[ARGS]{"),
+        ("[TOOL_CALLS]f[ARGS]", ToolCallStatus.UNCLOSED, "[TOOL_CALLS]f[ARGS]"),
+        ("[TOOL_CALLS]f[ARGS] \n", ToolCallStatus.UNCLOSED, "[TOOL_CALLS]f[ARGS] \n"),
         ("[TOOL_CALLS]f[ARGS]3</s>", ToolCallStatus.INVALID_ARGUMENTS, "[TOOL_CALLS]f[ARGS]3"),
         ("[TOOL_CALLS] [ARGS]{}</s>", ToolCallStatus.MISSING_NAME, "[TOOL_CALLS] [ARGS]{}"),
         ("[TOOL_CALLS]f[ARGS]{}[CALL_ID]x</s>", ToolCallStatus.INVALID_SYNTAX, "[TOOL_CALLS]f[ARGS]{}[CALL_ID]x"),

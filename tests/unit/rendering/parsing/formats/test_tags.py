@@ -51,6 +51,26 @@ def test_qwen3_coder_calls_have_a_status(inner: str, status: ToolCallStatus, arg
     assert (call.status, call.arguments, call.raw) == (status, arguments, inner)
 
 
+@pytest.mark.parametrize(
+    ("inner", "properties", "status", "arguments"),
+    [
+        ("<parameter=a>b>\nx\n</parameter>", ("a>b",), OK, {"a>b": "x"}),
+        ("<parameter=a>b>\nx\n</parameter>", ("a", "a>b"), OK, {"a>b": "x"}),
+        ("<parameter=a><i>\nx</i>\n</parameter>", ("a",), OK, {"a": "<i>\nx</i>"}),
+        ("<parameter=a>b>\nx\n</parameter>", ("c",), SYNTAX, {}),
+        ("<parameter=a>b>\nx\n</parameter>", (), SYNTAX, {}),
+        ("<parameter=a>\nx > y>\nz\n</parameter>", (), OK, {"a": "x > y>\nz"}),
+        ("<parameter=a>x > y</parameter>\n<parameter=b>\n1\n</parameter>", (), OK, {"a": "x > y", "b": 1}),
+    ],
+)
+def test_a_qwen3_coder_parameter_whose_name_ends_in_doubt_is_that_of_the_tool_or_refused(
+    inner: str, properties: tuple[str, ...], status: ToolCallStatus, arguments: dict[str, Any]
+) -> None:
+    tools = [tool("f", **{name: {"type": "string"} for name in properties})]
+    (call,) = QWEN.parse(qwen(f"<function=f>\n{inner}\n</function>"), tools=tools).tool_calls
+    assert (call.status, call.arguments) == (status, arguments)
+
+
 def test_glm_keys_and_values_alternate() -> None:
     arguments = "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value> x\n</arg_value>\n"
     text = f"<tool_call>f\n{arguments}"

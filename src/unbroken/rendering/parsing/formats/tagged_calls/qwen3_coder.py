@@ -4,7 +4,8 @@ QWEN3_CODER  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</func
 SEED         <seed:think>hm</seed:think>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n
              </seed:tool_call>
 
-In QWEN3_CODER, one newline before and after a value belongs to the format, other white space to the value. Seed-OSS
+In QWEN3_CODER, one newline before and after a value belongs to the format, other white space to the value. A parameter
+whose name has a `>` in it is read if the tool has one of this name, and is invalid syntax if that is in doubt. Seed-OSS
 writes lists and objects as Python does.
 """
 
