@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from support import templates
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
@@ -132,6 +133,22 @@ def test_what_the_context_cannot_hold_is_refused_before_the_model_is_loaded(tmp_
     shorter = ("--engine.embedded.context-length", "64", "--rollouts.sampling.max-tokens", "65")
     assert "rollouts.sampling.max_tokens must be at most 64" in train(*shorter)
     assert f"shorter than the context of {length} ids, and these rows are too long: 0 (" in train()
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_model_whose_turns_no_id_ends_is_refused_before_it_is_loaded_and_takes_one_from_the_config(
+    tmp_path: Path, capsys
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    template = templates.ONE_END_FOR_REASONING_AND_TURN.replace("<|end|>", "{{ eos_token }}")
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
+    (tmp_path / "task.toml").write_text(TASK)
+    train = partial(_train, tmp_path, model, capsys)
+    assert "stop_token_ids must have an id that ends a turn of text" in train()
+    assert "stop_token_ids" not in train("--rollouts.sampling.stop-token-ids", "5")  # the next error: it has no weights
 
 
 def _train(folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:

@@ -68,8 +68,10 @@ class SamplerOpener:
         return load_image_inputs(self.source, self.config, prompts_have_images=prompts_have_images)
 
     def load_renderer(self, images: ImageInputs | None) -> Renderer:
-        """Load the model's renderer; raises as `load_model_renderer`."""
-        return load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
+        """Load the model's renderer; raises as `load_model_renderer`, and `StopTokenError` if no id ends a turn."""
+        renderer = load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
+        renderer.get_stop_token_ids()
+        return renderer
 
     def check_lengths(self, renderer: Renderer) -> None:
         """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""
