@@ -11,6 +11,7 @@ import numpy as np
 
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.images.inputs import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask
@@ -47,7 +48,7 @@ class Problems:
     """How many different ones there are, for a curriculum; None: without end."""
     has_images: bool = False
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
-    check_prompts: Callable[[Renderer, int], None] | None = None
+    check_prompts: Callable[[Renderer, int, ImageInputs | None], None] | None = None
     """Raises `InvalidInputError` if prompts leave no room in a context of this length, before a model is loaded."""
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ async def open_run(
             stack.push_async_callback(process.close)
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
-        samplers.check_lengths(renderer)
+        samplers.check_lengths(renderer, images)
         policy = load_model(model, config.model_settings, takes_images=images is not None)
         processor = None if images is None else images.processor
         open_one = partial(

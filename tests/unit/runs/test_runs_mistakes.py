@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,15 @@ import pytest
 import torch
 
 from support import templates
+from support.images import CountingProcessor
 from support.served import save_tiny_model
+from support.vision import PAD, picture, vision_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
+from unbroken.images.decoding import ImageLimits, check_image, encode_picture
+from unbroken.images.inputs import ImageInputs
 from unbroken.rendering.loading import load_template_renderer
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.tools import tool
 from unbroken.runs import opening
 from unbroken.runs.config import EngineConfig, EngineKind
@@ -116,6 +122,35 @@ def test_prompts_above_the_context_are_found_by_their_rows(tmp_path: Path) -> No
     assert "prompts.jsonl must have prompts shorter than the context" in str(raised.value)
     with pytest.raises(InvalidInputError, match=r"too long: 0 \("):
         rows.check_prompts([look_up], renderer, all_ids[0] + 1)
+
+
+class AreaProcessor(CountingProcessor):
+    """Gives an image an id for each pixel."""
+
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        return width * height
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_prompts_that_are_too_long_by_their_images_are_found_by_the_headers(tmp_path: Path) -> None:
+    """What is short is not decoded: of one image nothing is left but its header."""
+    (tmp_path / "large.png").write_bytes(encode_picture(picture(40, 40)).data)
+    (tmp_path / "small.png").write_bytes(encode_picture(picture(20, 20)).data[:60])
+    images = [["small.png"], ["large.png"], ["small.png", "small.png"], ["large.png", "large.png"], []]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", "image": each}) + "\n" for each in images))
+    rows = Rows(DataConfig(file=file, images="image"), seed=0)
+    tokens = vision_tokenizer()
+    areas = AreaProcessor(
+        tokens.convert_tokens_to_ids(PAD), num_ids=lambda image, _: math.prod(check_image(image, ImageLimits()))
+    )
+    inputs = ImageInputs(processor=areas)
+    renderer = TemplateRenderer(tokens, images=inputs)
+    rows.check_prompts([], renderer, 5000, inputs)
+    assert areas.num_expanded == 0
+    with pytest.raises(InvalidInputError, match=r"too long: 1 \(16\d\d ids\), 3 \(32\d\d ids\)\. Leave"):
+        rows.check_prompts([], renderer, 1000, inputs)
+    assert areas.num_expanded == 3
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError
+from unbroken.images.inputs import ImageInputs
 from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.order import EpochOrder
 from unbroken.rollout.tools import Tool
-from unbroken.runs.prompts.images import UndecodedRows, find_sources, identify, place_images
+from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -127,11 +128,13 @@ class Rows:
                     f"{names!r}: the tools are {', '.join(known) or 'not given'}"
                 )
 
-    def check_prompts(self, tools: Sequence[Tool], renderer: Renderer, context_length: int) -> None:
+    def check_prompts(
+        self, tools: Sequence[Tool], renderer: Renderer, context_length: int, images: ImageInputs | None = None
+    ) -> None:
         """Raise `InvalidInputError` with the rows whose prompts leave no room in the context.
 
-        An id spells at least a byte, so only prompts of that many bytes are tokenised. Those with images are not: how
-        many ids an image has is known when it is loaded.
+        An id spells at least a byte, so only prompts of that many bytes are tokenised, together with the ids of their
+        images as far as headers tell them: decoding all images would take minutes.
         """
         too_long: dict[int, int] = {}
         num_around: int | None = None  # ids of the template, and more: those of the first prompt
@@ -139,13 +142,15 @@ class Rows:
             messages = self._make_messages(index, row)
             names = None if self._config.tools is None else self._rows[index][self._config.tools]
             schemas = [tool.schema for tool in tools if names is None or tool.name in names]
-            num_bytes = len(json.dumps([messages, schemas], ensure_ascii=False, default=str).encode(errors="replace"))
-            if find_sources(messages) or (num_around is not None and num_bytes + num_around < context_length):
+            text = json.dumps([messages, schemas], ensure_ascii=False, default=lambda _: "")  # without images
+            sources = find_sources(messages)
+            estimate = len(text.encode(errors="replace")) + count_features(sources, images) + (num_around or 0)
+            if estimate < context_length and (sources or num_around is not None):
                 continue
             length = len(renderer.render(messages, tools=schemas).token_ids)
             if length >= context_length:
                 too_long[index] = length
-            elif num_around is None:
+            elif num_around is None and not sources:
                 num_around = length
         if too_long:
             shown = ", ".join(f"{index} ({length} ids)" for index, length in itertools.islice(too_long.items(), 10))

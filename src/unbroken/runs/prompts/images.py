@@ -10,12 +10,14 @@ Messages may mark the places of the column's images by parts without an image, `
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from unbroken.errors import ImageError, MessagesError
+from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader, find_image_parts
 from unbroken.messages import Message, get_image_source
 from unbroken.types import EncodedImage
@@ -73,6 +75,26 @@ def find_sources(messages: Sequence[Message]) -> list[ImageSource]:
 def identify(source: ImageSource) -> str:
     """Identify an image by its content, or by the name and size of its file, which is not read for it."""
     return source.sha256 if isinstance(source, EncodedImage) else f"{source.name} {source.stat().st_size}"
+
+
+def count_features(sources: Sequence[ImageSource], inputs: ImageInputs | None) -> int:
+    """Count the ids of images by their headers alone; 0 for those that have no readable one, or depend on more."""
+    number = 0
+    for source in sources:
+        size = _read_size(source)
+        number += 0 if inputs is None or size is None else inputs.processor.count_features(*size, inputs.settings)
+    return number
+
+
+def _read_size(source: ImageSource) -> tuple[int, int] | None:
+    """Width and height; None for a broken image, which has its error when it is loaded."""
+    from PIL import Image
+
+    try:
+        with Image.open(source if isinstance(source, Path) else io.BytesIO(source.data)) as file:
+            return file.size
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return None
 
 
 def _fill(messages: Sequence[Message], images: Sequence[Any], *, place: str) -> list[Message]:

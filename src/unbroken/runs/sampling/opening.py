@@ -73,7 +73,7 @@ class SamplerOpener:
         renderer.get_stop_token_ids()
         return renderer
 
-    def check_lengths(self, renderer: Renderer) -> None:
+    def check_lengths(self, renderer: Renderer, images: ImageInputs | None) -> None:
         """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""
         length = find_context_length(self.source, self.config.engine)
         if length is None:
@@ -85,7 +85,7 @@ class SamplerOpener:
             )
         for each in self.problems:
             if each.check_prompts is not None:
-                each.check_prompts(renderer, length)
+                each.check_prompts(renderer, length, images)
 
     async def open(
         self,
