@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         from unbroken.runs.recipe import run_recipe
 
         if {"-h", "--help"} & set(options):
-            print(format_help(arguments.recipe))
+            _print_text(format_help(arguments.recipe))
             return 0
         return run_command(
             lambda: run_recipe(arguments.recipe, options),
@@ -53,3 +55,12 @@ def run_train(arguments: argparse.Namespace) -> int:
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error
+
+
+def _print_text(text: str) -> None:
+    """Print; a reader that closes the pipe early, such as `--help | head`, is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Otherwise Python's flush at exit would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
