@@ -11,8 +11,7 @@ class Event(StrEnum):
 
     BRIDGE = "bridges"
     HISTORY = "history"
-    """The template's effect on the history before a bridge (`HistoryEffect`), if it was checked."""
-    SHADOW_AUDIT = "shadow_audits"
+    """The template's effect on the history before a bridge (`HistoryEffect`), if it is known."""
     FORK = "forks"
     REFUSAL = "refusals"
     TRUNCATION = "truncations"

@@ -1,7 +1,7 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
 Names follow the PyPI package `renderers`, so that its renderers can be adapted (`integrations.renderers`). Two things
-differ: a bridge that cannot be proven is a `Refusal` with a reason, where the package returns None, and a parse says
+differ: a bridge that does not hold is a `Refusal` with a reason, where the package returns None, and a parse says
 which ids each tool call came from.
 """
 
@@ -46,12 +46,12 @@ class Closing(StrEnum):
 
 
 class RefusalReason(StrEnum):
-    """Why a bridge could not be proven. The names are metrics and must not change."""
+    """Why there is no bridge. The names are metrics and must not change."""
 
     UNDERIVABLE = "underivable"
     """The template has no control token between an assistant turn and what follows."""
     HISTORY_DEPENDENT = "history_dependent"
-    """The text between the turns depends on the conversation before them."""
+    """The text between the turns is another one for this turn than for a turn with sentinels as its texts."""
     TEMPLATE_RAISES = "template_raises"
     """The template refuses this sequence of roles."""
     DROPS_MESSAGE = "drops_message"
@@ -64,8 +64,6 @@ class RefusalReason(StrEnum):
     """A control token that cannot be encoded as text here (in a call's name, or in text that the template rewrites)."""
     UNSUPPORTED = "unsupported"
     """The renderer does not bridge this. The package `renderers` gives no other reason."""
-    FAILED_AUDIT = "failed_audit"
-    """An audit found a bridge of this kind to be wrong (`shadow_audit`)."""
     REWRITES_HISTORY = "rewrites_history"
     """`HistoryPolicy.TEMPLATE` only: from here on the template renders the history differently."""
 
@@ -89,7 +87,7 @@ def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
 
 
 class HistoryEffect(StrEnum):
-    """The effect of a fresh rendering on everything before the bridge (P2), according to the certificate's panel."""
+    """The effect of a fresh rendering of the conversation on everything before the bridge (P2)."""
 
     KEPT = "kept"
     DROPS_REASONING = "drops_reasoning"
@@ -129,7 +127,7 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """No bridge could be proven. The caller renders the conversation afresh, forks, and counts the reason."""
+    """There is no bridge. The caller renders the conversation afresh, forks, and counts the reason."""
 
     reason: RefusalReason
     detail: str = ""
@@ -371,13 +369,16 @@ class Renderer(Protocol):
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
-        earlier: Sequence[Message] | None = None,
+        earlier: Sequence[Message],
     ) -> BridgeOutcome:
         """The ids between `prompt_ids + completion_ids` and the next completion (I1).
 
         `assistant` is the message of `completion_ids` (`parse_response`), with the call ids that new tool messages
-        answer. `earlier` are the messages before it, of which only the roles are used: a few templates (DeepSeek-V3's)
-        write something else before the first tool result of a conversation, and are refused without `earlier`. The cost
-        does not depend on the history's length.
+        answer, and `earlier` are all messages before it: the bridge is checked on this conversation. The history is
+        rendered as text, but not tokenised.
+
+        Raises:
+            MessagesError: `assistant` or a message of `earlier` is malformed.
+            ToolDefinitionError: the tools are not a list of schemas.
         """
         ...

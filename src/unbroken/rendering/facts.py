@@ -21,6 +21,8 @@ class TemplateFacts:
     control_tokens: AddedTokens
     turn_ends: TurnEnds | Refusal
     """The tokens that end an assistant turn, or why they could not be derived."""
+    turn_end_ids: frozenset[int]
+    """All ids that may end an assistant turn in a rendering."""
     stop_token_ids: tuple[int, ...]
     """Those of the template and the tokenizer, and those given to the renderer."""
     generation_prompt: str

@@ -10,6 +10,7 @@ from unbroken.errors import MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, get_text
 from unbroken.rendering.base import RenderedPrompt
+from unbroken.rendering.bridge.history import RecentPrompts
 from unbroken.rendering.encoding.marks import (
     Span,
     find_outside_strings,
@@ -41,12 +42,18 @@ class PromptRenderer:
     """
 
     def __init__(
-        self, template: ChatTemplate, message_format: MessageFormat, encoder: SafeEncoder, lock: RendererLock
+        self,
+        template: ChatTemplate,
+        message_format: MessageFormat,
+        encoder: SafeEncoder,
+        lock: RendererLock,
+        recent: RecentPrompts,
     ) -> None:
         self._lock = lock
         self._template = template
         self._message_format = message_format
         self._encoder = encoder
+        self._recent = recent
 
     def render_prompt(
         self,
@@ -79,6 +86,8 @@ class PromptRenderer:
         converted = self._message_format.convert(messages)
         render = functools.partial(self._template.render, add_generation_prompt=add_generation_prompt)
         text = render(converted, tools=tools)
+        if add_generation_prompt:
+            self._recent.add(converted, tools, text)
         spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
         if spans is None:
             self._check_harmless(converted, tools)

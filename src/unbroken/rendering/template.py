@@ -1,4 +1,4 @@
-"""A renderer for any Hugging Face chat template: it probes what the template does, and proves or refuses each bridge.
+"""A renderer for any Hugging Face chat template: it probes what the template does, and checks or refuses each bridge.
 
 renderer = TemplateRenderer(tokenizer)
 prompt = renderer.render([{"role": "user", "content": "What is 6 x 7?"}])
@@ -30,7 +30,8 @@ from unbroken.rendering.base import (
     parse_history_policy,
 )
 from unbroken.rendering.bridge.builder import BridgeBuilder
-from unbroken.rendering.bridge.certificates.certificate import CertificateRecord
+from unbroken.rendering.bridge.glue import GlueFinder
+from unbroken.rendering.bridge.history import RecentPrompts
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.facts import TemplateFacts
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
@@ -101,14 +102,14 @@ class TemplateRenderer:
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
-        placeholder = find_placeholder(images, self._encoder.control)
+        find_placeholder(images, self._encoder.control)
         source = get_template_source(tokenizer, chat_template)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         probed = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
-        self._turn_end_ids = probed.turn_end_ids
-        self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock)
-        self._bridges = self._make_bridge_builder(probed, policy, placeholder)
+        self._recent = RecentPrompts()
+        self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock, self._recent)
+        self._bridges = self._make_bridge_builder(probed, policy)
         response_template = getattr(tokenizer, "response_template", None)
         self._without_stop = probed.without_stop
         self._parser = self._choose_parser(parser, probed, source=source, response_template=response_template)
@@ -116,22 +117,26 @@ class TemplateRenderer:
         self._facts = self._make_facts(probed, source)
         self._num_generation_ids = len(self._encoder.encode_plain(probed.generation_prompt))
 
-    def _make_bridge_builder(
-        self, probed: ProbedTemplate, policy: HistoryPolicy, placeholder: str | None
-    ) -> BridgeBuilder | Refusal:
+    def _make_bridge_builder(self, probed: ProbedTemplate, policy: HistoryPolicy) -> BridgeBuilder | Refusal:
         if isinstance(probed.ends, Refusal):
             return probed.ends
-        return BridgeBuilder(
-            template=self._template,
-            message_format=probed.message_format,
-            ends=probed.ends,
-            encoder=self._encoder,
-            lock=self._lock,
-            reasoning=probed.reasoning,
+        glue = GlueFinder(
+            self._template,
+            probed.message_format,
+            probed.ends,
+            self._encoder,
+            self._lock,
             reasoning_markup=probed.reasoning_markup,
+            prompts=self._recent,
+        )
+        return BridgeBuilder(
+            glue,
+            self._encoder,
+            probed.ends,
+            reasoning=probed.reasoning,
             stop_token_ids=frozenset(probed.stop_token_ids),
+            renders_calls=probed.message_format.renders_calls,
             policy=policy,
-            placeholder=placeholder,
         )
 
     def _choose_parser(
@@ -169,6 +174,7 @@ class TemplateRenderer:
             message_format=probed.message_format,
             control_tokens=self._encoder.control,
             turn_ends=probed.ends,
+            turn_end_ids=probed.turn_end_ids,
             stop_token_ids=probed.stop_token_ids,
             generation_prompt=probed.generation_prompt,
             reasoning_markup=probed.reasoning_markup,
@@ -226,7 +232,7 @@ class TemplateRenderer:
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
 
-        This is cheap: the copies share everything that was probed and proven.
+        This is cheap: the copies share everything that was probed.
 
         Raises:
             InvalidInputError: the renderer takes no images.
@@ -311,13 +317,13 @@ class TemplateRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
-        earlier: Sequence[Message] | None = None,
+        earlier: Sequence[Message],
     ) -> BridgeOutcome:
         """The ids between a sampled turn and the next completion; see `Renderer.bridge_to_next_turn`."""
         if isinstance(self._bridges, Refusal):
             return self._bridges
         return self._bridges.build(
-            int(completion_ids[-1]) if len(completion_ids) else -1,
+            completion_ids,
             new_messages,
             assistant=assistant,
             tools=tools,
@@ -326,21 +332,6 @@ class TemplateRenderer:
             images=self._images,
             no_images_because=self._no_images_because,
         )
-
-    def get_turn_end_ids(self) -> frozenset[int]:
-        """All ids that may end an assistant turn in a rendering; see `RevocableRenderer`."""
-        return self._turn_end_ids
-
-    def certificates(self) -> tuple[CertificateRecord, ...]:
-        """The result and the cost of each certificate so far, for audits and logs."""
-        return () if isinstance(self._bridges, Refusal) else self._bridges.certificates()
-
-    def revoke_bridge(
-        self, new_messages: Sequence[Message], *, assistant: Message, tools: Sequence[ToolSchema] = (), detail: str
-    ) -> None:
-        """Refuse bridges like the one between these messages from now on; see `RevocableRenderer`."""
-        if isinstance(self._bridges, BridgeBuilder):
-            self._bridges.revoke(new_messages, assistant=assistant, tools=tools, detail=detail)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool

@@ -16,12 +16,10 @@ from unbroken.ledger.nodes import ForkReason
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
-    Bridge,
     ParsedResponse,
     ParsedToolCall,
     Renderer,
 )
-from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.cutting import CutReason, cut_tool_result
 from unbroken.rollout.env import Continue, EnvStart, Reply, Rewrite
@@ -74,35 +72,19 @@ class Conversation:
         if isinstance(outcome, EnvStart):
             self.tools = outcome.tools
 
-    async def build_next_prompt(
-        self, outcome: EnvStart | Continue | Rewrite, *, audit: AuditOutcome | None = None
-    ) -> Prompt:
-        """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork.
+    async def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
+        """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork."""
+        return await run_in_renderer_thread(self._renderer, functools.partial(self._build_next_prompt, outcome))
 
-        If the `audit` of the last turn's bridge found it wrong, that turn is not continued.
-        """
-        build = functools.partial(self._build_next_prompt, outcome, audit)
-        return await run_in_renderer_thread(self._renderer, build)
-
-    def _build_next_prompt(self, outcome: EnvStart | Continue | Rewrite, audit: AuditOutcome | None) -> Prompt:
+    def _build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
         last = self.turns[-1] if self.turns else None
-        reason = None if last is None else ForkReason.REWRITTEN_HISTORY
         if last is not None and isinstance(outcome, Continue):
-            if audit is not AuditOutcome.MISMATCH:
-                num_new = len(outcome.messages)
-                return self._prompts.extend(
-                    last, self.messages[-num_new:], earlier=self.messages[: -num_new - 1], tools=self.tools
-                )
-            reason = ForkReason.FAILED_AUDIT
+            num_new = len(outcome.messages)
+            return self._prompts.extend(
+                last, self.messages[-num_new:], earlier=self.messages[: -num_new - 1], tools=self.tools
+            )
+        reason = None if last is None else ForkReason.REWRITTEN_HISTORY
         return self._prompts.render(self.messages, tools=self.tools, last=last, reason=reason)
-
-    def get_used_bridge(self, prompt: Prompt, outcome: EnvStart | Continue | Rewrite) -> UsedBridge | None:
-        """Get the bridge in a prompt after `outcome`, for an audit; None if there is no bridge."""
-        if not isinstance(prompt.bridge, Bridge):
-            return None
-        return UsedBridge(
-            bridge=prompt.bridge, messages=tuple(self.messages), num_new=len(outcome.messages), tools=self.tools
-        )
 
     async def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
         """Parse a completion and add it to the tree, the turns and the messages."""

@@ -16,7 +16,6 @@ from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.rendering.base import LoadsImages, Renderer
-from unbroken.rollout.audits import ShadowAudits, check_audit_every
 from unbroken.rollout.conversation import Conversation
 from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.effort import add_effort
@@ -31,8 +30,6 @@ from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGrou
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _T = TypeVar("_T")
-AUDIT_EVERY = 16
-"""By default, one bridged turn in this many is compared with a full rendering."""
 
 _STATUS_BY_LIMIT = {
     Limit.TURN: TrajectoryStatus.TRUNCATED,
@@ -50,7 +47,6 @@ async def run_rollout(
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
-    audit_every: int = AUDIT_EVERY,
     trajectory_id: str | None = None,
 ) -> Trajectory:
     """Run one episode and return its record.
@@ -67,16 +63,10 @@ async def run_rollout(
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
     unique among the running rollouts; by default it is random.
 
-    One bridged turn in `audit_every` is compared with a full rendering of the conversation, in a thread, while the
-    engine samples it (`shadow_audit`); 0 turns audits off. A wrong bridge makes the next prompt fork. The selection of
-    audited turns depends only on `trajectory_id`.
-
     Raises:
-        InvalidInputError: `audit_every` is not a whole number >= 0.
         StopTokenError: no id would end a turn.
     """
-    check_audit_every(audit_every)
-    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex, audit_every)
+    policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
     return await _run_episode(lambda: env, policy, limits)
 
 
@@ -88,7 +78,6 @@ async def run_group(
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
-    audit_every: int = AUDIT_EVERY,
     group_id: str | None = None,
 ) -> TrajectoryGroup:
     """Run n episodes of one problem concurrently, each with its own environment.
@@ -97,15 +86,14 @@ async def run_group(
     `sampling.seed`, each sibling gets a seed derived from it.
 
     Raises:
-        InvalidInputError: `n` is less than 1, or `audit_every` is not a whole number >= 0.
+        InvalidInputError: `n` is less than 1.
         StopTokenError: no id would end a turn.
     """
-    check_audit_every(audit_every)
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
     name = group_id or uuid.uuid4().hex
     policies = [
-        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}", audit_every)
+        _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}")
         for k in range(n)
     ]
     async with asyncio.TaskGroup() as tasks:
@@ -124,11 +112,8 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         ending = _make_failed_ending(raised)
     else:
         try:
-            async with policy.make_audits(counters, limits) as audits:
-                episode = _Episode(
-                    env=env, policy=policy, limits=limits, conversation=conversation, audits=audits, clock=clock
-                )
-                ending = await episode.play_to_end()
+            episode = _Episode(env=env, policy=policy, limits=limits, conversation=conversation, clock=clock)
+            ending = await episode.play_to_end()
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
     return Trajectory(
@@ -167,7 +152,6 @@ class _Episode:
     policy: _Policy
     limits: Limits
     conversation: Conversation
-    audits: ShadowAudits
     clock: Stopwatch
     env_s: float = 0.0
     """How long the environment, its tools and its reward have taken."""
@@ -177,7 +161,6 @@ class _Episode:
         try:
             try:
                 cause = await self._play()
-                await self._wait_for_turn(self.audits.finish())
                 if cause is TrajectoryStatus.ABORTED:
                     return _Ending(cause=cause)
                 given = await self._wait_for_env(self._ask_reward(cause))
@@ -214,19 +197,17 @@ class _Episode:
 
     async def _take_turn(self, outcome: EnvStart | Continue | Rewrite) -> Reply | Limit | TrajectoryStatus:
         """Let the policy reply to the environment, or return the limit or status that ended the episode."""
-        conversation, policy, audits, start_s = self.conversation, self.policy, self.audits, self.clock.read()
+        conversation, policy, start_s = self.conversation, self.policy, self.clock.read()
         outcome = await _load_images(outcome, policy.renderer)
         conversation.add_messages(outcome)
         num_turns = len(conversation.turns)
         limit = self.limits.find_reached(num_turns=num_turns, num_sampled=conversation.num_sampled)
         if limit is not None:
             return limit
-        prompt = await conversation.build_next_prompt(outcome, audit=await audits.finish())
+        prompt = await conversation.build_next_prompt(outcome)
         budget = policy.compute_budget(prompt, conversation, self.limits)
         if budget.max_tokens < 1:
             return budget.limit
-        if audits.is_due(policy.get_request_id(num_turns)):
-            audits.start(conversation.get_used_bridge(prompt, outcome))
         sampling_s = self.clock.read()
         sequence = await policy.sample(prompt, budget, num_turns)
         sampled_s = self.clock.read()
@@ -314,13 +295,9 @@ class _Policy:
     renderer: Renderer
     sampling: SamplingParams
     trajectory_id: str
-    audit_every: int
 
     def __post_init__(self) -> None:
         self.renderer.get_stop_token_ids()  # raises before anything is opened if no id would end a turn
-
-    def make_audits(self, counters: Counters, limits: Limits) -> ShadowAudits:
-        return ShadowAudits(self.renderer, counters, every=self.audit_every, timeout_s=limits.close_timeout_s)
 
     def get_request_id(self, turn: int) -> str:
         return f"{self.trajectory_id}/{turn}"

@@ -24,7 +24,7 @@ from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.loop_thread import LoopThread
-from unbroken.rollout.runner import AUDIT_EVERY, run_group
+from unbroken.rollout.runner import run_group
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.types import SamplingParams, check_reproducible
@@ -50,7 +50,6 @@ def rollout_func(
     renderer: Renderer,
     sampling: SamplingParams,
     limits: Limits,
-    audit_every: int = AUDIT_EVERY,
 ) -> TrlRollouts:
     """Make a `rollout_func` for TRL's GRPOTrainer, which samples one episode for each prompt.
 
@@ -71,7 +70,6 @@ def rollout_func(
         sampling: for each turn, with the trainer's temperature and nothing else that changes the distribution. Each
             rollout derives its own seed from `seed`, if given.
         limits: for each episode.
-        audit_every: as in `run_rollout`.
     """
     return TrlRollouts(
         make_env,
@@ -79,7 +77,6 @@ def rollout_func(
         renderer=renderer,
         sampling=sampling,
         limits=limits,
-        audit_every=audit_every,
     )
 
 
@@ -94,14 +91,12 @@ class TrlRollouts:
         renderer: Renderer,
         sampling: SamplingParams,
         limits: Limits,
-        audit_every: int,
     ) -> None:
         check_reproducible(sampling, whose="TRL's")
         self._make_env = make_env
         self._renderer = renderer
         self._sampling = sampling
         self._limits = limits
-        self._audit_every = audit_every
         self._open: OpenEngine = (lambda: _wrap_engine(engine)) if isinstance(engine, Engine) else engine
         self._exit_stack = AsyncExitStack()
         self._engine: Engine | None = None
@@ -197,7 +192,6 @@ class TrlRollouts:
             renderer=self._renderer,
             sampling=replace(self._sampling, seed=derive_seed(self._sampling.seed, *place)),
             limits=self._limits,
-            audit_every=self._audit_every,
             group_id=name,
         )
 

@@ -1,1 +1,1 @@
-"""The bridge between two turns: found in a window, proven by a certificate, checked by the shadow audit."""
+"""The bridge between two turns: glue found and checked on the conversation itself, and its ids."""

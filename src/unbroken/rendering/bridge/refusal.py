@@ -6,12 +6,8 @@ from unbroken.rendering.base import Refusal, RefusalReason
 
 
 class BridgeRefusedError(Exception):
-    """The bridge cannot be proven.
+    """There is no bridge here."""
 
-    `because_of` are texts that change it: it may be proven for histories without them.
-    """
-
-    def __init__(self, reason: RefusalReason, detail: str, *, because_of: frozenset[str] = frozenset()) -> None:
+    def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason.value}: {detail}")
-        self.because_of = because_of
         self.refusal = Refusal(reason=reason, detail=detail)

@@ -51,6 +51,12 @@ def mark_suspicious_strings(value: Any, is_suspicious: Callable[[str], bool]) ->
 
 def read_marks(marked: str, plain: str) -> list[Span] | None:
     """Find the spans of marked text in `plain`, in order; None if the template treated marked text differently."""
+    read = remove_marks(marked)
+    return read[1] if read is not None and read[0] == plain else None
+
+
+def remove_marks(marked: str) -> tuple[str, list[Span]] | None:
+    """The text without its marks, and the spans of marked text in it; None if the marks are not in pairs."""
     spans: list[Span] = []
     pieces: list[str] = []
     length = last = 0
@@ -59,17 +65,15 @@ def read_marks(marked: str, plain: str) -> list[Span] | None:
         pieces.append(marked[last : match.start()])
         length += match.start() - last
         last = match.end()
-        if match.group() != _CLOSING:
-            if opened is not None:
-                return None
+        if (match.group() == _CLOSING) is (opened is None):
+            return None
+        if opened is None:
             opened = (length, ord(match.group()) - _FIRST_OPENING)
         else:
-            if opened is None:
-                return None
             spans.append(Span(start=opened[0], stop=length, index=opened[1]))
             opened = None
     pieces.append(marked[last:])
-    return spans if opened is None and "".join(pieces) == plain else None
+    return ("".join(pieces), spans) if opened is None else None
 
 
 def find_outside_strings(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,17 +11,11 @@ from types import CodeType
 from typing import Any
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import meta
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
-from unbroken.rendering.jinja.conditions import Conditions, mark_conditions
-from unbroken.rendering.jinja.dataflow import find_reads
 from unbroken.rendering.jinja.environment import TemplateEnvironment
-from unbroken.rendering.jinja.literals import find_integers, find_literals
-from unbroken.rendering.jinja.reads import TemplateReads
-from unbroken.rendering.jinja.tool_effect import find_tool_effect
-from unbroken.rendering.jinja.tool_expressions import ToolEffect
 
 _NUM_PIECES = 256
 """How many pieces of a rendering are joined before its length is compared with the limit."""
@@ -57,48 +50,15 @@ class TemplateLimitError(TemplateError):
     """A rendering is larger than `TemplateLimits` or the memory allow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compiled:
-    """What is the same for all variables and times."""
-
-    code: CodeType
-    literals: tuple[str, ...]
-    integers: tuple[int, ...]
-    names: frozenset[str]
-
-
 _NUM_SOURCES = 32
 """Remembered: a server has a template for each set of options that its clients ask for, all of one source."""
 
 
 @lru_cache(maxsize=_NUM_SOURCES)
-def _compile(source: str) -> _Compiled:
+def _compile(source: str) -> CodeType:
+    """The code of a template, which is the same for all variables and times."""
     environment = TemplateEnvironment(now=datetime.min)
-    tree = environment.parse(source)
-    return _Compiled(
-        literals=find_literals(tree),
-        integers=find_integers(tree),
-        names=frozenset(node.name for node in tree.find_all(nodes.Name)),
-        code=environment.compile(tree),
-    )
-
-
-@lru_cache(maxsize=2 * _NUM_SOURCES)
-def _compile_marked(source: str, reaches_all: bool) -> CodeType:
-    environment = TemplateEnvironment(now=datetime.min)
-    environment.tests = {**environment.tests, **Conditions().get_tests()}
-    return environment.compile(mark_conditions(environment.parse(source), reaches_all=reaches_all))
-
-
-@lru_cache(maxsize=_NUM_SOURCES)
-def _parse(source: str) -> nodes.Template:
-    """The tree of a template, which is only read: compiling and marking change the trees that they are given."""
-    return TemplateEnvironment(now=datetime.min).parse(source)
-
-
-@lru_cache(maxsize=_NUM_SOURCES)
-def _find_tool_effect(source: str) -> ToolEffect:
-    return find_tool_effect(_parse(source))
+    return environment.compile(environment.parse(source))
 
 
 class ChatTemplate:
@@ -121,7 +81,6 @@ class ChatTemplate:
         """
         self._limits = limits or TemplateLimits()
         self._variables = dict(variables)
-        self._reads: TemplateReads | None = None
         if len(source) > self._limits.max_source_characters:
             raise TemplateError(
                 f"the chat template must have at most {self._limits.max_source_characters} characters "
@@ -130,7 +89,7 @@ class ChatTemplate:
         self.source = source
         self._environment = TemplateEnvironment(now=now or datetime.now())
         try:
-            self._compiled = _compile(source)
+            code = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}. "
@@ -142,7 +101,7 @@ class ChatTemplate:
                 f"the chat template does not compile: {type(error).__name__}: {error}. "
                 "Nest its expressions and blocks less, or pass another one as chat_template="
             ) from None
-        self._program = _make_program(self._environment, self._compiled.code)
+        self._program = _make_program(self._environment, code)
         self._check_one_message()
 
     def render(
@@ -176,37 +135,6 @@ class ChatTemplate:
             limit = f"{self._limits.max_output_characters} characters (TemplateLimits.max_output_characters)"
             raise self._limit_error(f"it writes more than {limit}", messages, tools)
         return text
-
-    def literals(self) -> tuple[str, ...]:
-        """The string constants that the template may compare message text with; see `find_literals`."""
-        return self._compiled.literals
-
-    def integers(self) -> tuple[int, ...]:
-        """The integer constants above 2; see `find_integers`."""
-        return self._compiled.integers
-
-    def mentions(self, name: str) -> bool:
-        """Whether the template names a variable, even if only to set it."""
-        return name in self._compiled.names
-
-    def reads(self) -> TemplateReads:
-        """The reads of a conversation that may change the text after a turn; see `find_reads`."""
-        if self._reads is None:
-            self._reads = find_reads(_parse(self.source), self._variables)
-        return self._reads
-
-    def tool_effect(self) -> ToolEffect:
-        """What of the tools may change the text after a turn; see `find_tool_effect`."""
-        return _find_tool_effect(self.source) if self.mentions("tools") else ToolEffect.NOTHING
-
-    def mark_conditions(self, *, reaches_all: bool) -> tuple[ChatTemplate, Conditions]:
-        """The same template, with conditions that can be recorded and forced; see `mark_conditions` of the module."""
-        conditions = Conditions()
-        environment = self._environment.overlay()
-        environment.tests = {**environment.tests, **conditions.get_tests()}
-        marked = copy.copy(self)
-        marked._program = _make_program(environment, _compile_marked(self.source, reaches_all))
-        return marked, conditions
 
     def find_variables(self) -> frozenset[str]:
         """Find the names of the variables that the template reads and does not set itself."""

@@ -1,0 +1,354 @@
+r"""Finds the glue between a sampled turn and the next generation prompt, by rendering the conversation itself.
+
+The glue is what the template writes after the turn: the end of the turn, the new messages, the generation prompt. With
+H the messages before the turn, A the turn and M the new messages, two texts are rendered:
+
+    H + S + M   ..assistant\nIt isWq7Text<|im_end|>\n<|im_start|>tool\n(0)42(/)<|im_end|>\n<|im_start|>assistant\n
+                                        `-------------------------- the glue -----------------------------´
+    H + A + M   ..assistant\nIt is<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n
+
+S is the turn with a sentinel at the end of each of its texts, because A may say anything, ends of turns included: after
+the sentinels, the first token that ends a turn is the end of this one. The texts of M have marks around them
+(`encoding.marks`), which show where text from outside is. The glue of the first text, without its marks, is right if
+all of this holds:
+
+- the second text, which is the real conversation, ends with it;
+- before it, the second text has as many ends of turns as the first, or more by at most those that A spells;
+- each text of M stands in it once, and they stand in order.
+
+Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
+compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, for the third condition.
+
+The second text also says whether a fresh rendering would have kept the prompt and the turn (P2, `history`). If it
+rewrites them, messages before the turn may have moved behind it: that is checked with sentinels as their texts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import MessagesError, TemplateError
+from unbroken.messages import REASONING_KEYS, Message, ToolSchema, iterate_strings
+from unbroken.rendering.base import HistoryEffect, RefusalReason
+from unbroken.rendering.bridge.history import HistoryEffects, RecentPrompts
+from unbroken.rendering.bridge.refusal import BridgeRefusedError
+from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.encoding.marks import (
+    OUTSIDE_INDEX,
+    Span,
+    find_outside_strings,
+    mark_messages,
+    mark_suspicious_strings,
+    remove_marks,
+)
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
+from unbroken.rendering.jinja.chat_template import ChatTemplate
+from unbroken.rendering.lock import RendererLock
+from unbroken.rendering.message_format import MessageFormat
+
+_NUM_SHOWN = 60
+"""How many characters of a text an explanation shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glue:
+    """The text from the end of a turn to the end of the next generation prompt."""
+
+    text: str
+    end_token: str
+    """The control token that it begins with, which ends the turn."""
+    spans: Sequence[Span]
+    """The text from outside in it."""
+    history: HistoryEffect | None
+    """The effect of a fresh rendering on everything before it; None if the template refuses to render that alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversation:
+    """A conversation in the template's message format, and the turn as it was given."""
+
+    before: list[dict[str, Any]]
+    turn: dict[str, Any]
+    new: list[dict[str, Any]]
+    tools: Sequence[ToolSchema]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sentinels:
+    """Texts that no message has: they begin with `word`."""
+
+    word: str
+    of_end: tuple[str, ...]
+    """The turn ends after the last of them: those of its last call, and that of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A rendered text, cut at the end of the turn: `before` + `glue`."""
+
+    before: str
+    glue: str
+    end_token: str
+
+
+class GlueFinder:
+    """Finds the glue for one template. Any number of threads may use it."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        message_format: MessageFormat,
+        ends: TurnEnds,
+        encoder: SafeEncoder,
+        lock: RendererLock,
+        *,
+        reasoning_markup: tuple[str, str],
+        prompts: RecentPrompts,
+    ) -> None:
+        self._template = template
+        self._format = message_format
+        self._encoder = encoder
+        self._lock = lock
+        self._end_tokens = sorted(ends.tokens, key=len, reverse=True)
+        self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
+        self._prompts = prompts
+        self._effects = HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
+
+    def find(
+        self,
+        assistant: Message,
+        new_messages: Sequence[Message],
+        *,
+        earlier: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        sampled_text: Callable[[], str],
+    ) -> Glue:
+        """Find the glue after the turn `assistant`, sampled as `sampled_text`; `earlier` are the messages before it.
+
+        Raises:
+            BridgeRefusedError: the template refuses the conversation, or one of the conditions does not hold.
+        """
+        try:
+            new = self._format.convert(new_messages)
+        except MessagesError as error:
+            raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
+        before, [turn] = self._format.convert(earlier), self._format.convert([assistant])
+        conversation = _Conversation(before=before, turn=turn, new=new, tools=tools)
+        messages = [*before, turn, *new]
+        try:
+            real = self._render(messages, tools=tools)
+            cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
+            full = real[: len(real) - len(cut.glue)]
+            history = self._effects.find(
+                messages, len(before), full, tools=tools, glue=cut.glue, sampled_text=sampled_text
+            )
+            if history is HistoryEffect.REWRITTEN:
+                self._check_nothing_moved(conversation, real)
+        except TemplateError as error:
+            raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
+        self._prompts.add(messages, tools, real)
+        return Glue(text=cut.glue, end_token=cut.end_token, spans=spans, history=history)
+
+    def _render(
+        self, messages: list[dict[str, Any]], *, tools: Sequence[ToolSchema], add_generation_prompt: bool = True
+    ) -> str:
+        with self._lock:
+            return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
+        """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
+        may_forge = self._encoder.may_forge
+        turn, sentinels = self._build_sentinel_turn(conversation, real)
+        if "tool_calls" in turn:
+            turn = {**turn, "tool_calls": mark_suspicious_strings(turn["tool_calls"], may_forge)}
+        new = mark_messages(conversation.new, may_forge)
+        try:
+            marked = self._render(
+                [*conversation.before, turn, *new], tools=mark_suspicious_strings(conversation.tools, may_forge)
+            )
+            cut = self._cut(marked, sentinels)
+        except (TemplateError, BridgeRefusedError):
+            return None
+        if (read := remove_marks(cut.glue)) is None:
+            return None
+        glue, spans = read
+        if self._explain_difference(conversation, real, cut.before, glue) is not None:
+            return None
+        shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
+        texts = [(index, text) for index, message in enumerate(conversation.new) for text in _get_texts(message)]
+        if shown != [index for index, text in texts if text.strip()]:
+            return None
+        if len(shown) < len(texts):  # a blank text has no mark
+            self._check_each_stands_once(conversation, turn, sentinels, real)
+        return _Cut(before=cut.before, glue=glue, end_token=cut.end_token), spans
+
+    def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
+        """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
+        turn, sentinels = self._build_sentinel_turn(conversation, real)
+        text = self._render([*conversation.before, turn, *conversation.new], tools=conversation.tools)
+        cut = self._cut(text, sentinels)
+        if (difference := self._explain_difference(conversation, real, cut.before, cut.glue)) is not None:
+            raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
+        self._check_each_stands_once(conversation, turn, sentinels, real)
+        outside = [{"tool_calls": turn.get("tool_calls")}, *conversation.new]
+        if any(map(self._encoder.may_forge, find_outside_strings(outside, conversation.tools))):
+            raise BridgeRefusedError(
+                RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
+            )
+        return cut, []
+
+    def _build_sentinel_turn(self, conversation: _Conversation, real: str) -> tuple[dict[str, Any], _Sentinels]:
+        """The turn with a sentinel at the end of each text.
+
+        Content without words gets one only if there are no calls, to mark the end of the turn. Names and ids of calls
+        stay, because some templates write them into the headers of tool results.
+        """
+        word = _choose_word("W", real)
+        turn = {**conversation.turn}
+        for key in REASONING_KEYS:
+            if isinstance(turn.get(key), str):
+                turn[key] += f"{word}Reasoning"
+        sentinels: list[str] = []
+        calls = turn.get("tool_calls") if self._format.renders_calls else None
+        if calls:
+            changed = [_add_sentinels(call, f"{word}Call{number}") for number, call in enumerate(calls)]
+            turn["tool_calls"] = [call for call, _ in changed]
+            sentinels += changed[-1][1]
+        if not calls or any(map(str.strip, _get_texts(turn))):
+            turn["content"] = _add_to_content(turn["content"], f"{word}Text")
+            sentinels.append(f"{word}Text")
+        return turn, _Sentinels(word=word, of_end=tuple(sentinels))
+
+    def _cut(self, text: str, sentinels: _Sentinels) -> _Cut:
+        """Cut a text at the first token that ends a turn after the sentinels.
+
+        Some templates leave out the text of a turn that has calls; its last call must be there.
+        """
+        if sentinels.of_end[0] not in text:
+            raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template leaves out the turn or its last call")
+        text_stop = max(text.find(each) + len(each) for each in sentinels.of_end if each in text)
+        match = self._end_pattern.search(text, text_stop)
+        if match is None:
+            raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
+        before, glue = text[: match.start()], text[match.start() :]
+        if sentinels.word in glue:
+            raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn stands after the end of the turn")
+        if remove_marks(text[text_stop : match.start()]) is None:
+            raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
+        return _Cut(before=before, glue=glue, end_token=match.group())
+
+    def _explain_difference(self, conversation: _Conversation, real: str, before: str, glue: str) -> str | None:
+        """How the rendering of the real turn differs from the one with sentinels in its place; None if it does not."""
+        if not real.endswith(glue):
+            same = _count_common_suffix(real, glue)
+            where = len(glue) - same
+            return (
+                "the text after the turn depends on what the turn says: "
+                f"..{real[: len(real) - same][-_NUM_SHOWN:]!r} instead of ..{glue[:where][-_NUM_SHOWN:]!r}, "
+                f"before {glue[where:][:_NUM_SHOWN]!r}"
+            )
+        num_more = self._count_ends(real[: len(real) - len(glue)]) - self._count_ends(before)
+        num_own = sum(map(self._count_ends, iterate_strings(conversation.turn)))
+        if 0 <= num_more <= num_own:
+            return None
+        return (
+            f"the rendering has {num_more:+d} ends of turns before the new messages compared with one that has "
+            f"sentinels as the texts of the turn, and the turn itself spells {num_own}"
+        )
+
+    def _count_ends(self, text: str) -> int:
+        return sum(map(text.count, self._end_tokens))
+
+    def _check_each_stands_once(
+        self, conversation: _Conversation, turn: dict[str, Any], sentinels: _Sentinels, real: str
+    ) -> None:
+        """Check with sentinels as texts that each text of the new messages stands in the glue once, in order."""
+        word = _choose_word("X", real)
+        names: list[str] = []
+        probes = [_replace_texts(message, word, names) for message in conversation.new]
+        text = self._render([*conversation.before, turn, *probes], tools=conversation.tools)
+        glue = self._cut(text, sentinels).glue
+        found = re.findall(rf"{word}New\d+z", glue)
+        if found != names:
+            places = [names.index(name) for name in found]
+            raise BridgeRefusedError(
+                RefusalReason.DROPS_MESSAGE,
+                f"the template drops, repeats or reorders new messages: of their texts 0 to {len(names) - 1} it writes "
+                f"{places} after the turn",
+            )
+
+    def _check_nothing_moved(self, conversation: _Conversation, real: str) -> None:
+        """Check with sentinels as their texts that no message before the turn stands after it."""
+        turn, sentinels = self._build_sentinel_turn(conversation, real)
+        names: list[str] = []
+        word = _choose_word("X", real)
+        probes = [_replace_texts(message, word, names) for message in conversation.before]
+        text = self._render([*probes, turn, *conversation.new], tools=conversation.tools)
+        glue = self._cut(text, sentinels).glue
+        if any(name in glue for name in names):
+            raise BridgeRefusedError(
+                RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
+            )
+
+
+def _choose_word(letter: str, text: str) -> str:
+    """The beginning of sentinels, which `text` does not contain."""
+    return next(word for number in itertools.count(7) if (word := f"{letter}q{number}") not in text)
+
+
+def _get_texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a converted message's content."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _replace_texts(message: Mapping[str, Any], word: str, names: list[str]) -> dict[str, Any]:
+    """The message with a new sentinel, which is added to `names`, as each text of its content."""
+
+    def next_name() -> str:
+        names.append(f"{word}New{len(names)}z")
+        return names[-1]
+
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": next_name()}
+    parts = [{**part, "text": next_name()} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+def _add_to_content(content: Any, sentinel: str) -> Any:
+    if isinstance(content, str):
+        return content + sentinel
+    return [*content[:-1], {"type": "text", "text": (content[-1]["text"] if content else "") + sentinel}]
+
+
+def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """The call with a sentinel at the end of each argument, or as its only one; and the sentinels."""
+    function = call["function"]
+    given = function.get("arguments")
+    arguments = (_parse_object(given) if isinstance(given, str) else given) or {prefix: ""}
+    sentinels = [f"{prefix}z{number}z" for number in range(len(arguments))]
+    values = {
+        key: value + sentinel if isinstance(value, str) else sentinel
+        for (key, value), sentinel in zip(arguments.items(), sentinels, strict=True)
+    }
+    changed = json.dumps(values, ensure_ascii=False) if isinstance(given, str) else values
+    return {**call, "function": {**function, "arguments": changed}}, sentinels
+
+
+def _parse_object(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count_common_suffix(left: str, right: str) -> int:
+    pairs = zip(reversed(left), reversed(right), strict=False)
+    return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

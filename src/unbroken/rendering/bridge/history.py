@@ -1,0 +1,156 @@
+r"""Finds whether a fresh rendering of a conversation would have kept everything before a bridge (P2).
+
+An exact bridge (P1) leaves that open (R is reasoning, A the turn's text):
+
+    prompt and turn                      the same, once a user message follows           effect
+    ..assistant\nA                       ..assistant\nA<|im_end|>\n<|im_start|>user..    KEPT
+    ..assistant\n<think>\nR\n</think>A   ..assistant\nA<|im_end|>\n<|im_start|>user..    DROPS_REASONING
+
+The rendering of the conversation up to the end of the turn is compared with the one of the messages before the turn,
+which was rendered when the last bridge was built, and with the turn as it was sampled. Only where that differs (a model
+that writes `{"a":1}` where the template writes `{"a": 1}`), the turn is rendered too.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unbroken.errors import TemplateError
+from unbroken.messages import REASONING_KEYS, ToolSchema
+from unbroken.rendering.base import HistoryEffect
+
+_MAX_CHARACTERS = 2**25
+"""Of all texts that are remembered: about 80 conversations of 100k tokens."""
+
+Render = Callable[..., str]
+"""`ChatTemplate.render`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    messages: list[dict[str, Any]]
+    tools: Sequence[ToolSchema]
+    text: str
+
+
+class RecentPrompts:
+    """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
+        """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
+        key = _get_key(messages)
+        with self._lock:
+            self._forget(key)
+            self._prompts[key] = _Prompt(messages=messages, tools=list(tools), text=text)
+            self._num_characters += len(text)
+            while self._num_characters > _MAX_CHARACTERS:
+                self._forget(next(iter(self._prompts)))
+
+    def find(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> str | None:
+        """The text of these messages; None if it is not remembered."""
+        with self._lock:
+            prompt = self._prompts.get(_get_key(messages))
+        if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
+            return None
+        return prompt.text
+
+    def _forget(self, key: int) -> None:
+        if (prompt := self._prompts.pop(key, None)) is not None:
+            self._num_characters -= len(prompt.text)
+
+
+def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Conversations of one length with equal last messages share a key, and one of them is rendered again."""
+    return hash((len(messages), *(str(message) for message in messages[-2:])))
+
+
+class HistoryEffects:
+    """Compares renderings of one template."""
+
+    def __init__(
+        self, render: Render, prompts: RecentPrompts, end_pattern: re.Pattern[str], reasoning_markup: tuple[str, str]
+    ) -> None:
+        self._render = render
+        self._prompts = prompts
+        self._end_pattern = end_pattern
+        opening, closing = map(re.escape, reasoning_markup)
+        self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
+        self._reasoning = re.compile(rf"{opening}(?:(?!{opening}).)*?{closing}\s*|{opening}\s*", re.DOTALL)
+        self._open_reasoning = re.compile(rf"{opening}\s*\Z")
+
+    def find(
+        self,
+        messages: list[dict[str, Any]],
+        turn: int,
+        full: str,
+        *,
+        tools: Sequence[ToolSchema],
+        glue: str,
+        sampled_text: Callable[[], str],
+    ) -> HistoryEffect | None:
+        """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
+
+        None if the template refuses to render the messages before the turn alone.
+        """
+        try:
+            prompt = self._prompts.find(messages[:turn], tools)
+            if prompt is None:
+                prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
+            if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
+                return effect
+            return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
+        except TemplateError:
+            return None
+
+    def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
+        """Compare the turn with its sampled text; None if they differ in more than reasoning."""
+        before = self._open_reasoning.sub("", prompt[-200:])
+        before = prompt[: len(prompt) - min(len(prompt), 200)] + before
+        if not full.startswith(before):
+            return None
+        turn, sampled = full[len(before) :], prompt[len(before) :] + sampled_text()
+        if self._is_whole(turn, sampled):
+            return HistoryEffect.KEPT
+        if self._is_whole(self._reasoning.sub("", turn), self._reasoning.sub("", sampled)):
+            return HistoryEffect.DROPS_REASONING
+        return None
+
+    def _compare_rendered(
+        self,
+        prompt: str,
+        full: str,
+        messages: list[dict[str, Any]],
+        turn: int,
+        *,
+        tools: Sequence[ToolSchema],
+        glue: str,
+    ) -> HistoryEffect:
+        last = self._render(messages[: turn + 1], tools=tools, add_generation_prompt=False)
+        if full.startswith(prompt) and self._is_whole(full, last):
+            return HistoryEffect.KEPT
+        bare = [{key: value for key, value in message.items() if key not in REASONING_KEYS} for message in messages]
+        prompt, last, full = (
+            self._empty_reasoning.sub("", text)
+            for text in (
+                self._render(bare[:turn], tools=tools, add_generation_prompt=True),
+                self._render(bare[: turn + 1], tools=tools, add_generation_prompt=False),
+                self._render(bare, tools=tools, add_generation_prompt=True).removesuffix(glue),
+            )
+        )
+        is_kept = full.startswith(prompt) and self._is_whole(full, last)
+        return HistoryEffect.DROPS_REASONING if is_kept else HistoryEffect.REWRITTEN
+
+    def _is_whole(self, text: str, ended: str) -> bool:
+        """Whether `ended` is the text and nothing else than the end of the turn."""
+        rest = ended[len(text) :].lstrip() if ended.startswith(text) else "not its end"
+        return not rest or self._end_pattern.match(rest) is not None
