@@ -58,7 +58,6 @@ def play(tokenizer, renderer):
             engine=ScriptedEngine(script, **engine_options),
             renderer=renderer,
             sampling=SamplingParams(max_tokens=max_tokens),
-            audit_every=1,
             limits=limits or Limits(),
         )
 
@@ -180,7 +179,6 @@ async def test_b10_i8_what_happens_is_counted_by_reason(play):
         "bridges/derived": 2,
         "history/kept": 2,
         "parse_failures/invalid_json": 1,
-        "shadow_audits/match": 2,
         "status/completed": 1,
     }
 

@@ -132,7 +132,7 @@ def test_a_malformed_message_is_an_error_and_refused_after_a_turn(
         renderer.render([message])
     prompt_ids = renderer.render(MESSAGES).token_ids
     ids = np.array(tokenizer.encode("three", add_special_tokens=False), dtype=np.int32)
-    outcome = renderer.bridge_to_next_turn(prompt_ids, ids, [message], assistant=TURN)
+    outcome = renderer.bridge_to_next_turn(prompt_ids, ids, [message], assistant=TURN, earlier=MESSAGES)
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.BAD_EXTENSION
 
@@ -169,7 +169,7 @@ def test_i1_whatever_was_sampled_is_parsed_and_extended_or_refused(renderer: Ren
         ids = np.array([rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 20))], dtype=np.int32)
         parsed = renderer.parse_response(ids, prompt_ids=prompt_ids)
         message = parsed.to_message([f"call{k:05d}" for k in range(len(parsed.tool_calls))])
-        outcome = renderer.bridge_to_next_turn(prompt_ids, ids, new, assistant=message)
+        outcome = renderer.bridge_to_next_turn(prompt_ids, ids, new, assistant=message, earlier=MESSAGES)
         assert isinstance(outcome, (Bridge, Refusal))
         if isinstance(outcome, Bridge):
             assert "Go on." in tokenizer.decode(outcome.bridge_ids.tolist())
@@ -194,6 +194,6 @@ def test_a_completion_read_id_by_id_is_the_same_as_read_whole(renderer: Renderer
 def test_what_extends_no_turn_is_refused(renderer: Renderer, tokenizer: Any, new: list[Any]) -> None:
     prompt_ids = renderer.render(MESSAGES).token_ids
     ids = np.array(tokenizer.encode("three", add_special_tokens=False), dtype=np.int32)
-    outcome = renderer.bridge_to_next_turn(prompt_ids, ids, new, assistant=TURN)
+    outcome = renderer.bridge_to_next_turn(prompt_ids, ids, new, assistant=TURN, earlier=MESSAGES)
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.BAD_EXTENSION

@@ -21,11 +21,13 @@ from support.conversations import (
     random_conversation,
 )
 from support.effort import num_cases
+from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 
 # The other templates rewrite each turn, or its generation prompt, once more messages follow.
 EXTENDING = [name for name in FAMILIES if name not in ("stand_in", "tools_in_prompt")]
+HI: list[Message] = [{"role": "user", "content": "hi"}]
 SEEDS = st.integers(0, 2**32)
 MANY = settings(max_examples=num_cases(80), derandomize=True, deadline=None, database=None)
 SOME = settings(max_examples=num_cases(40), derandomize=True, deadline=None, database=None)
@@ -104,7 +106,7 @@ def test_i1_a_template_that_looks_back_gets_no_wrong_bridge_for_what_the_history
     verdicts: Counter[Verdict] = Counter()
     for seed in range(40):
         conversation = random_conversation(random.Random(seed), has_calls=False)
-        verdicts[oracle.judge(conversation, bridge_of(renderer, oracle, conversation, knows_history=True))] += 1
+        verdicts[oracle.judge(conversation, bridge_of(renderer, oracle, conversation))] += 1
     assert verdicts[Verdict.WRONG] == 0
     assert (verdicts[Verdict.REFUSED] == 0) is (name in templates.KNOWN_TO_THE_HISTORY)
 
@@ -190,7 +192,12 @@ def test_i7_a_cut_turn_is_closed_as_the_template_closes_its_text(name: str, seed
     ids, _ = cut
     prompt_ids = renderer.render(conversation.history, tools=TOOLS).token_ids
     bridge = renderer.bridge_to_next_turn(
-        prompt_ids, np.array(ids, np.int32), conversation.new_messages, assistant=conversation.assistant, tools=TOOLS
+        prompt_ids,
+        np.array(ids, np.int32),
+        conversation.new_messages,
+        assistant=conversation.assistant,
+        tools=TOOLS,
+        earlier=conversation.history,
     )
     whole_turn = bridge_of(renderer, oracle, conversation)
     assert isinstance(bridge, Bridge)
@@ -213,13 +220,13 @@ def test_i1_any_sampled_ids_are_only_appended_to_and_parsed_without_an_error(nam
         rng.choice(control) if rng.random() < 0.3 else rng.randrange(vocabulary) for _ in range(rng.randrange(1, 40))
     ]
     completion_ids = np.array(soup, dtype=np.int32)
-    prompt_ids = renderer.render([{"role": "user", "content": "hi"}], tools=TOOLS).token_ids
+    prompt_ids = renderer.render(HI, tools=TOOLS).token_ids
     parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids)
     for call in parsed.tool_calls:
         assert 0 <= call.span[0] < call.span[1] <= len(soup)
     message = parsed.to_message([f"callsoup{k}" for k in range(len(parsed.tool_calls))])
     new = [{"role": "user", "content": "go on"}]
-    bridge = renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=message, tools=TOOLS)
+    bridge = renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=message, tools=TOOLS, earlier=HI)
     if isinstance(bridge, Refusal):
         assert name in ("llama", "stand_in")  # these templates show one call of a turn, or raise at the second
         assert len(message.get("tool_calls", [])) > 1
@@ -228,7 +235,7 @@ def test_i1_any_sampled_ids_are_only_appended_to_and_parsed_without_an_error(nam
     ordinary, opening = [1] * 5, oracle.tokenizer.convert_tokens_to_ids("<think>")
     if bridge.closing is not Closing.REASONING and not message.get("tool_calls") and soup[-1] != opening:
         again = renderer.bridge_to_next_turn(
-            prompt_ids, np.array([*ordinary, soup[-1]], np.int32), new, assistant=message, tools=TOOLS
+            prompt_ids, np.array([*ordinary, soup[-1]], np.int32), new, assistant=message, tools=TOOLS, earlier=HI
         )
         assert again.bridge_ids.tolist() == bridge.bridge_ids.tolist()
         assert again.closing is bridge.closing

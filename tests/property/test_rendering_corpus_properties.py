@@ -127,7 +127,11 @@ def test_the_end_to_end_check_notices_what_the_first_check_is_made_blind_to() ->
         turn_marks=("so",),
     )
     outcome = renderer.bridge_to_next_turn(
-        [], [oracle.stop_id_of(conversation)], conversation.new_messages, assistant=conversation.assistant
+        [],
+        [oracle.stop_id_of(conversation)],
+        conversation.new_messages,
+        assistant=conversation.assistant,
+        earlier=conversation.history,
     )
     assert isinstance(outcome, Bridge)
     assert oracle.extends(conversation, outcome) is True

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from support.conversations import WORDS
 from support.effort import num_cases
+from support.exact_bridges import is_exact
 from support.image_corpus import CORPUS, TOOLS, call, corpus_renderer, result
 from support.images import PAD, TEMPLATE, dot_file, few_ids, image_renderer, said
 from unbroken.images.placeholders import collapse_spans, expand_placeholders
 from unbroken.rendering.base import Bridge
-from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 IMAGES_FIRST = TEMPLATE.replace(
@@ -141,12 +141,11 @@ def test_a_shipped_template_bridges_any_mix_as_it_writes_whole_conversations(nam
     turn, new = TURN, said("user", *data.draw(shown))
     if "tool" in roles and data.draw(st.booleans()):
         turn, new = call(), result(*data.draw(shown))
-    end = np.array([min(renderer.get_turn_end_ids())], dtype=np.int32)
+    end = np.array([min(renderer.facts.turn_end_ids)], dtype=np.int32)
     prompt = renderer.render(before, tools=TOOLS)
     bridge = renderer.bridge_to_next_turn(prompt.token_ids, end, [new], assistant=turn, tools=TOOLS, earlier=before)
     assert isinstance(bridge, Bridge)
-    used = UsedBridge(bridge=bridge, messages=[*before, turn, new], num_new=1, tools=TOOLS)
-    assert audit_bridge(renderer, used).outcome is AuditOutcome.MATCH
+    assert is_exact(renderer, bridge, [*before, turn, new], TOOLS)
 
 
 def test_the_pictures_of_these_tests_are_of_several_sizes() -> None:

@@ -159,7 +159,7 @@ def check_benign(case: Case, num_contents: int) -> int:
         own = case.ids(text)
         assert case.apart(text) == own
         assert case.renderer.render([*history, turn, *new]).token_ids.tolist() == own
-        bridge = bridge_of(case, turn, new)
+        bridge = bridge_of(case, history, turn, new)
         assert isinstance(bridge, Bridge), bridge
         assert own[len(own) - len(bridge.bridge_ids) :] == bridge.bridge_ids.tolist()
         num_checked += len(contents)
@@ -180,7 +180,10 @@ def check_hostile(case: Case, num_contents: int) -> tuple[int, int]:
         prompt = case.renderer.render([*history, turn, *new], tools=tools)
         assert case.control_ids(prompt.token_ids.tolist()) == expected
         assert not case.control_ids(prompt.token_ids[prompt.message_indices != TEMPLATE].tolist())
-        bridge, plain_bridge = bridge_of(case, turn, new), bridge_of(case, plain_turn, plain_new)
+        bridge, plain_bridge = (
+            bridge_of(case, history, turn, new),
+            bridge_of(case, plain_history, plain_turn, plain_new),
+        )
         assert isinstance(bridge, Bridge), bridge
         assert case.control_ids(bridge.bridge_ids.tolist()) == case.control_ids(plain_bridge.bridge_ids.tolist())
         text = case.text([*history, turn, *new], tools)
@@ -192,11 +195,11 @@ def check_hostile(case: Case, num_contents: int) -> tuple[int, int]:
     return num_checked, num_forged
 
 
-def bridge_of(case: Case, turn: Message, new: Sequence[Message]) -> BridgeOutcome:
+def bridge_of(case: Case, history: Sequence[Message], turn: Message, new: Sequence[Message]) -> BridgeOutcome:
     """The bridge after the turn, ended by one of the template's own ends."""
-    ends = case.renderer.get_turn_end_ids() & set(case.renderer.get_stop_token_ids())
+    ends = case.renderer.facts.turn_end_ids & set(case.renderer.get_stop_token_ids())
     return case.renderer.bridge_to_next_turn(
-        np.array([], dtype=np.int32), np.array(sorted(ends)[:1], dtype=np.int32), new, assistant=turn
+        np.array([], dtype=np.int32), np.array(sorted(ends)[:1], dtype=np.int32), new, assistant=turn, earlier=history
     )
 
 

@@ -19,7 +19,6 @@ from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, RefusalReason
-from unbroken.rendering.bridge.shadow_audit import AuditOutcome
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
@@ -169,7 +168,6 @@ def play(script: Script) -> Played:
             renderer=renderer,
             sampling=SamplingParams(max_tokens=script.turn_max_tokens),
             limits=script.limits,
-            audit_every=1,
         )
     )
     assert trajectory.error is None, trajectory.error
@@ -251,7 +249,6 @@ def test_i8_every_event_that_a_turn_followed_is_counted_once_under_its_reason(sc
         Event.PARSE_FAILURE: Counter(failure.status for turn in turns for failure in turn.parsed.failures),
         Event.TOOL_ERROR: Counter(status for outcome in heard for status in outcome.tool_errors),
         Event.FORK: Counter(turn.fork for turn in turns if turn.fork is not None),
-        Event.SHADOW_AUDIT: Counter({AuditOutcome.MATCH: sum(isinstance(answer, Bridge) for answer in answers)}),
         Event.STATUS: Counter([trajectory.status]),
     }
     for event, reasons in wanted.items():

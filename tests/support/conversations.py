@@ -296,10 +296,8 @@ def _with_string_arguments(message: Message) -> Any:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def bridge_of(
-    renderer: TemplateRenderer, oracle: Oracle, conversation: Conversation, *, knows_history: bool = False
-) -> BridgeOutcome:
-    """The bridge after the conversation's turn, sampled whole; with `knows_history` it gets the earlier messages."""
+def bridge_of(renderer: TemplateRenderer, oracle: Oracle, conversation: Conversation) -> BridgeOutcome:
+    """The bridge after the conversation's turn, sampled whole."""
     stop_id = oracle.tokenizer.convert_tokens_to_ids(oracle.family.stop(conversation))
     return renderer.bridge_to_next_turn(
         [],
@@ -307,5 +305,5 @@ def bridge_of(
         conversation.new_messages,
         assistant=conversation.assistant,
         tools=oracle.tools,
-        earlier=conversation.history if knows_history else None,
+        earlier=conversation.history,
     )

@@ -100,7 +100,7 @@ class FakeRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
-        earlier: Sequence[Message] | None = None,
+        earlier: Sequence[Message] = (),
     ) -> BridgeOutcome:
         refusal = next(self._refusals, None)
         if refusal is not None:

@@ -22,7 +22,6 @@ async def play(
     renderer: Renderer | None = None,
     sampling: SamplingParams | None = None,
     limits: Limits | None = None,
-    audit_every: int = 0,
 ) -> Trajectory:
     return await run_rollout(
         env,
@@ -30,7 +29,6 @@ async def play(
         renderer=renderer or FakeRenderer(),
         sampling=sampling or SamplingParams(max_tokens=50),
         limits=limits or Limits(),
-        audit_every=audit_every,
         trajectory_id="t",
     )
 

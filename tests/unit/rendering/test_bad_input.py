@@ -147,11 +147,13 @@ def test_a_bad_new_message_is_a_refusal_and_a_bad_turn_an_error() -> None:
     tokenizer = make_tokenizer(QWEN)
     renderer = TemplateRenderer(tokenizer)
     stop = token_ids([tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    outcome = renderer.bridge_to_next_turn(token_ids([]), stop, [{"role": "user", "content": 3}], assistant=TURN)
+    outcome = renderer.bridge_to_next_turn(
+        token_ids([]), stop, [{"role": "user", "content": 3}], assistant=TURN, earlier=[USER]
+    )
     assert isinstance(outcome, Refusal)
     assert "messages[0].content must be text" in outcome.detail
     with pytest.raises(MessagesError, match="arguments must be a JSON object"):
-        renderer.bridge_to_next_turn(token_ids([]), stop, [USER], assistant=called("no"))
+        renderer.bridge_to_next_turn(token_ids([]), stop, [USER], assistant=called("no"), earlier=[USER])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_the_bridge_of_a_renderer_does_not_change_with_the_clock() -> None:
     tokenizer = make_tokenizer(source)
     renderer = TemplateRenderer(tokenizer, now=datetime(2026, 2, 3))
     stop = token_ids([tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    outcome = renderer.bridge_to_next_turn(token_ids([]), stop, [USER], assistant=TURN)
+    outcome = renderer.bridge_to_next_turn(token_ids([]), stop, [USER], assistant=TURN, earlier=[USER])
     assert isinstance(outcome, Bridge)
     assert tokenizer.decode(outcome.bridge_ids) == "\n<|im_start|>034user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -223,7 +225,7 @@ def test_a_tokenizer_without_special_tokens_renders_and_refuses_bridges() -> Non
     renderer = TemplateRenderer(tokenizer)
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     assert renderer.render([USER]).token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    outcome = renderer.bridge_to_next_turn(token_ids([]), token_ids([0]), [USER], assistant=TURN)
+    outcome = renderer.bridge_to_next_turn(token_ids([]), token_ids([0]), [USER], assistant=TURN, earlier=[USER])
     assert isinstance(outcome, Refusal)
     assert "no control token" in outcome.detail
 
@@ -295,5 +297,6 @@ def test_white_space_and_what_stands_for_it_is_no_control_token() -> None:
         token_ids([tokenizer.convert_tokens_to_ids("<|im_end|>")]),
         [{"role": "user", "content": "two  spaces\n\nand lines"}],
         assistant=TURN,
+        earlier=[USER],
     )
     assert isinstance(outcome, Bridge)

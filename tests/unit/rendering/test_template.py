@@ -14,7 +14,6 @@ from support.corpus import corpus_template
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason, Renderer
-from unbroken.rendering.bridge.window import TURN_ARGUMENT, TURN_TEXT
 from unbroken.rendering.template import TemplateRenderer
 
 USER: Any = {"role": "user", "content": "hi there"}
@@ -32,7 +31,7 @@ def family(name: str, **options: Any) -> tuple[TemplateRenderer, Any]:
 def bridge(renderer: TemplateRenderer, tokenizer: Any, completion: str, new: list[Any], turn: Any = TURN) -> Any:
     prompt_ids = renderer.render([USER]).token_ids
     completion_ids = np.array(tokenizer.encode(completion, add_special_tokens=False), dtype=np.int32)
-    return renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=turn)
+    return renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=turn, earlier=[USER])
 
 
 def text_of_bridge(tokenizer: Any, outcome: Any) -> str:
@@ -199,7 +198,7 @@ def test_what_cannot_extend_a_turn_is_refused_with_its_reason(new: list[Any], tu
 @pytest.mark.parametrize("turn", [CALL_TURN, {**CALL_TURN, "content": "so"}], ids=["call", "call and text"])
 def test_i1_the_words_that_mark_the_turn_in_the_window_do_no_harm_in_a_tool_result(name: str, turn: Any) -> None:
     renderer, tokenizer = family(name)
-    words = f"{TURN_TEXT} {TURN_ARGUMENT}0z"
+    words = "Wq7Text Wq7Call0z0z"
     outcome = bridge(renderer, tokenizer, "yes", [{**ANSWER, "content": words}], turn)
     benign = bridge(renderer, tokenizer, "yes", [ANSWER], turn)
     assert text_of_bridge(tokenizer, outcome) == text_of_bridge(tokenizer, benign).replace("forty-two", words)

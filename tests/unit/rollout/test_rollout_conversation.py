@@ -36,7 +36,6 @@ async def play(outcomes, replies, *, refusals=(), max_tokens=50) -> tuple[Trajec
         renderer=FakeRenderer(refusals=refusals),
         sampling=SamplingParams(max_tokens=max_tokens),
         limits=Limits(),
-        audit_every=0,
     )
     assert trajectory.error is None
     assert len(engine.forks) == sum(turn.fork is not None for turn in trajectory.turns)

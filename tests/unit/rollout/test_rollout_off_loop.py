@@ -57,7 +57,6 @@ async def play(env: Any, engine: ScriptedEngine, *, renderer: Any = None, **limi
         renderer=renderer or FakeRenderer(),
         sampling=SamplingParams(max_tokens=100),
         limits=Limits(**limits),
-        audit_every=0,
     )
 
 

@@ -127,7 +127,7 @@ class PackageRenderer:
         *,
         assistant: Message,
         tools: Sequence[ToolSchema] = (),
-        earlier: Sequence[Message],
+        earlier: Sequence[Message] = (),
     ) -> BridgeOutcome:
         """The package's bridge, if it only appends. It returns the whole history, so its cost grows with that."""
         try:

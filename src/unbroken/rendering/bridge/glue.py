@@ -252,13 +252,14 @@ class GlueFinder:
                 f"..{real[: len(real) - same][-_NUM_SHOWN:]!r} instead of ..{glue[:where][-_NUM_SHOWN:]!r}, "
                 f"before {glue[where:][:_NUM_SHOWN]!r}"
             )
-        num_more = self._count_ends(real[: len(real) - len(glue)]) - self._count_ends(before)
+        real_before = real[: len(real) - len(glue)]
+        num_more = self._count_ends(real_before) - self._count_ends(before)
         num_own = sum(map(self._count_ends, iterate_strings(conversation.turn)))
         if 0 <= num_more <= num_own:
             return None
         return (
-            f"the rendering has {num_more:+d} ends of turns before the new messages compared with one that has "
-            f"sentinels as the texts of the turn, and the turn itself spells {num_own}"
+            f"there are {num_more:+d} ends of turns before the new messages compared with sentinels in the turn, which "
+            f"itself spells {num_own}: it reads ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         )
 
     def _count_ends(self, text: str) -> int:

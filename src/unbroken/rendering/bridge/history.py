@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import TemplateError
-from unbroken.messages import REASONING_KEYS, ToolSchema
+from unbroken.messages import REASONING_KEYS, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect
 
 _MAX_CHARACTERS = 2**25
@@ -121,7 +121,8 @@ class HistoryEffects:
         turn, sampled = full[len(before) :], prompt[len(before) :] + sampled_text()
         if self._is_whole(turn, sampled):
             return HistoryEffect.KEPT
-        if self._is_whole(self._reasoning.sub("", turn), self._reasoning.sub("", sampled)):
+        without = self._empty_reasoning.sub("", turn)
+        if not self._reasoning.search(without) and self._is_whole(without, self._reasoning.sub("", sampled)):
             return HistoryEffect.DROPS_REASONING
         return None
 
@@ -137,7 +138,8 @@ class HistoryEffects:
     ) -> HistoryEffect:
         last = self._render(messages[: turn + 1], tools=tools, add_generation_prompt=False)
         if full.startswith(prompt) and self._is_whole(full, last):
-            return HistoryEffect.KEPT
+            reasoning = (get_reasoning(messages[turn]) or "").strip()
+            return HistoryEffect.KEPT if reasoning in full[len(prompt) :] else HistoryEffect.DROPS_REASONING
         bare = [{key: value for key, value in message.items() if key not in REASONING_KEYS} for message in messages]
         prompt, last, full = (
             self._empty_reasoning.sub("", text)

@@ -65,7 +65,7 @@ def test_a_parser_and_a_history_policy_reach_the_templates_renderer(tokenizer: A
             renderer = load_renderer(qwen, renderer=name, history=history)
             prompt_ids = renderer.render(QUESTION).token_ids
             ids = np.array(qwen.encode("<think>hm</think>3<|im_end|>", add_special_tokens=False), dtype=np.int32)
-            outcome = renderer.bridge_to_next_turn(prompt_ids, ids, QUESTION, assistant=turn)
+            outcome = renderer.bridge_to_next_turn(prompt_ids, ids, QUESTION, assistant=turn, earlier=QUESTION)
             assert isinstance(outcome, kind), (name, history, outcome)
 
 

@@ -60,7 +60,9 @@ def test_i1_its_bridge_after_a_call_is_that_of_the_template(renderer: PackageRen
     assert call.span == (0, len(completion_ids) - 1)
     assistant = parsed.to_message(["call00001"])
     theirs = renderer.bridge_to_next_turn(prompt_ids, completion_ids, [ANSWER], assistant=assistant)
-    ours = TemplateRenderer(tokenizer).bridge_to_next_turn(prompt_ids, completion_ids, [ANSWER], assistant=assistant)
+    ours = TemplateRenderer(tokenizer).bridge_to_next_turn(
+        prompt_ids, completion_ids, [ANSWER], assistant=assistant, earlier=MESSAGES
+    )
     assert isinstance(theirs, Bridge)
     assert theirs.bridge_ids.tolist() == ours.bridge_ids.tolist()
     assert theirs.closing is Closing.NONE

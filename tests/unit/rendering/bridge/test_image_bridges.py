@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.images import PAD, TEMPLATE, dot_file, few_ids, image_part, image_renderer, said, text_part
-from support.tokenizers import make_tokenizer
+from support.exact_bridges import is_exact
+from support.images import PAD, TEMPLATE, dot_file, few_ids, image_renderer, said, text_part
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, HistoryEffect, Refusal, RefusalReason
-from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}
@@ -45,13 +44,6 @@ FIRST_RESULT = TEMPLATE.replace(
     "{{- '<|im_start|>user' + (' (first)' if messages[:loop.index0] | selectattr('role', 'equalto', 'tool') | list "
     "| length == 0 else '') + '\\n<tool_response>",
 )
-SWAPPED = TEMPLATE.replace(
-    "show(message.content) }}",
-    "(show(message.content) if message.content is string or loop.last else '') + "
-    "(show(messages[loop.index0 - 1].content) if not loop.first and messages[loop.index0 - 1].content is not string "
-    "else '') }}",
-)
-"""Writes the parts of a message behind the text of the next one."""
 
 
 def bridge(
@@ -112,36 +104,24 @@ def test_offsets_of_images_count_from_the_first_id_of_the_bridge_also_where_a_cu
         assert set(found.message_indices[span.offset : span.stop].tolist()) == {0}
 
 
-def test_pictures_that_are_numbered_through_the_conversation_are_refused() -> None:
-    renderer, tokenizer = image_renderer(NUMBERED)
-    found = bridge(renderer, tokenizer, [said("user", 1, "b")])
-    assert isinstance(found, Refusal)
-    assert found.reason is RefusalReason.HISTORY_DEPENDENT
-    check_against_rendering(
-        renderer, [said("user", 1)], [said("user", "b")], TURN, bridge(renderer, tokenizer, [said("user", "b")])
-    )
-
-
-def test_text_after_a_turn_that_tells_of_images_in_the_history_is_refused_but_not_for_a_text_model() -> None:
-    renderer, tokenizer = image_renderer(TELLS_OF_IMAGES)
-    found = bridge(renderer, tokenizer, [{"role": "user", "content": "b"}])
-    assert isinstance(found, Refusal)
-    assert found.reason is RefusalReason.HISTORY_DEPENDENT
-    text_model = TemplateRenderer(make_tokenizer(TELLS_OF_IMAGES, eos_token="<|im_end|>"))
-    question: Any = {"role": "user", "content": "a"}
-    sampled = np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
-    prompt_ids = text_model.render([question]).token_ids
-    assert isinstance(text_model.bridge_to_next_turn(prompt_ids, sampled, [question], assistant=TURN), Bridge)
+def test_i1_pictures_that_are_numbered_through_the_conversation_and_text_that_tells_of_them_are_bridged() -> None:
+    before = [said("user", 1, "a"), TURN, said("user", 2, 3)]
+    for template in (NUMBERED, TELLS_OF_IMAGES):
+        renderer, tokenizer = image_renderer(template)
+        sampled = np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
+        prompt_ids = renderer.render(before).token_ids
+        for new in ([said("user", 4, "b")], [{"role": "user", "content": "b"}]):
+            found = renderer.bridge_to_next_turn(prompt_ids, sampled, new, assistant=TURN, earlier=before)
+            check_against_rendering(renderer, before, new, TURN, found)
 
 
 @pytest.mark.parametrize(
     ("template", "new", "turn", "reason"),
     [
         (NOT_IN_TOOLS, [said("tool", 1, tool_call_id="c1", name="look")], CALL, RefusalReason.DROPS_MESSAGE),
-        (TO_FRONT, [said("user", 1, "x")], TURN, RefusalReason.REORDERS_TURN),
-        (SWAPPED, [said("user", 1), said("user", "x")], TURN, RefusalReason.DROPS_MESSAGE),
+        (TO_FRONT, [said("user", 1, "x")], TURN, RefusalReason.DROPS_MESSAGE),
     ],
-    ids=["leaves images out of tool messages", "writes all images at the front", "writes an image in the next message"],
+    ids=["leaves images out of tool messages", "writes all images at the front"],
 )
 def test_images_that_are_left_out_or_moved_are_refused(
     template: str, new: list[Any], turn: Any, reason: RefusalReason
@@ -150,7 +130,6 @@ def test_images_that_are_left_out_or_moved_are_refused(
     found = bridge(renderer, tokenizer, new, turn=turn)
     assert isinstance(found, Refusal)
     assert found.reason is reason
-    assert found in [record.outcome for record in renderer.certificates()]
 
 
 def test_an_image_in_a_result_makes_a_history_one_with_results() -> None:
@@ -162,16 +141,21 @@ def test_an_image_in_a_result_makes_a_history_one_with_results() -> None:
         prompt_ids = renderer.render(before).token_ids
         found = renderer.bridge_to_next_turn(prompt_ids, sampled, [answer], assistant=CALL, earlier=before)
         check_against_rendering(renderer, before, [answer], CALL, found)
-    unknown = renderer.bridge_to_next_turn(prompt_ids, sampled, [answer], assistant=CALL)
-    assert isinstance(unknown, Refusal)
-    assert unknown.reason is RefusalReason.HISTORY_DEPENDENT
 
 
 def test_a_template_that_forgets_earlier_images_rewrites_history() -> None:
     renderer, tokenizer = image_renderer(ONLY_LAST)
-    found = bridge(renderer, tokenizer, [said("user", 1, "x")])
-    assert isinstance(found, Bridge)
-    assert found.history is HistoryEffect.REWRITTEN
+    sampled = np.array(tokenizer.encode("Sure<|im_end|>", add_special_tokens=False), dtype=np.int32)
+    for before, effect in (
+        ([said("user", 2, "a")], HistoryEffect.REWRITTEN),
+        ([said("user", "a")], HistoryEffect.KEPT),
+    ):
+        prompt_ids = renderer.render(before).token_ids
+        found = renderer.bridge_to_next_turn(
+            prompt_ids, sampled, [said("user", 1, "x")], assistant=TURN, earlier=before
+        )
+        assert isinstance(found, Bridge)
+        assert found.history is effect
 
 
 def test_a_broken_image_and_one_in_the_sampled_turn_are_refused_with_their_place() -> None:
@@ -184,19 +168,6 @@ def test_a_broken_image_and_one_in_the_sampled_turn_are_refused_with_their_place
     found = bridge(renderer, tokenizer, [said("user", "a")], turn=said("assistant", 1))
     assert isinstance(found, Refusal)
     assert found.reason is RefusalReason.BAD_EXTENSION
-
-
-def test_each_structure_of_parts_is_proven_once_whatever_its_texts_and_images_are() -> None:
-    renderer, tokenizer = image_renderer()
-    for k in range(3):
-        bridge(renderer, tokenizer, [said("user", k, f"text {k}")])
-    assert [str(record.shape) for record in renderer.certificates()] == ["text; then user of image, text"]
-    bridge(renderer, tokenizer, [said("user", "text", 1)])
-    bridge(renderer, tokenizer, [said("user", "one", "two")])
-    assert [str(record.shape) for record in renderer.certificates()][1:] == [
-        "text; then user of text, image",
-        "text; then user",
-    ]
 
 
 def test_a_bridge_does_not_look_at_images_of_the_history() -> None:
@@ -214,28 +185,14 @@ def test_a_bridge_does_not_look_at_images_of_the_history() -> None:
     check_against_rendering(renderer, before, new, TURN, found)
 
 
-def test_an_audit_finds_a_bridge_with_another_image_and_confirms_the_right_one() -> None:
+def test_the_judge_tells_a_bridge_with_another_image_from_the_right_one() -> None:
     renderer, tokenizer = image_renderer()
     large = dot_file(0)
     small = next(dot_file(k) for k in range(1, 99) if few_ids(dot_file(k), "{}") != few_ids(large, "{}"))
     same = next(dot_file(k) for k in range(1, 99) if few_ids(dot_file(k), "{}") == few_ids(large, "{}"))
-    new = [{"role": "user", "content": [{"type": "image", "image": large}, text_part("b")]}]
-    found = bridge(renderer, tokenizer, new)
-    assert isinstance(found, Bridge)
-    messages: list[Any] = [said("user", 5), TURN, *new]
-    right = UsedBridge(bridge=found, messages=messages, num_new=1)
-    assert audit_bridge(renderer, right).outcome is AuditOutcome.MATCH
-    for other in (small, same):
-        message: Any = {"role": "user", "content": [{"type": "image", "image": other}, text_part("b")]}
-        wrong = UsedBridge(bridge=found, messages=[*messages[:-1], message], num_new=1)
-        assert audit_bridge(renderer, wrong).outcome is AuditOutcome.MISMATCH
-
-
-def test_a_revoked_kind_of_images_is_not_bridged_again_and_others_are() -> None:
-    renderer, tokenizer = image_renderer()
-    new = [{"role": "user", "content": [image_part(1), text_part("b")]}]
-    renderer.revoke_bridge(new, assistant=TURN, detail="wrong")
-    found = bridge(renderer, tokenizer, [said("user", 2, "c")])
-    assert isinstance(found, Refusal)
-    assert found.reason is RefusalReason.FAILED_AUDIT
-    assert isinstance(bridge(renderer, tokenizer, [said("user", "c", 2)]), Bridge)
+    for image in (large, small, same):
+        new: Any = [{"role": "user", "content": [{"type": "image", "image": image}, text_part("b")]}]
+        found = bridge(renderer, tokenizer, new)
+        assert isinstance(found, Bridge)
+        shown: Any = {"role": "user", "content": [{"type": "image", "image": large}, text_part("b")]}
+        assert is_exact(renderer, found, [said("user", 5), TURN, shown]) is (image == large)

@@ -10,7 +10,6 @@ from support.tokenizers import make_tokenizer
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, Closing
-from unbroken.rendering.bridge.shadow_audit import AuditOutcome, UsedBridge, audit_bridge
 from unbroken.rendering.message_format import PROBE_TOOLS, probe_call
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
@@ -84,31 +83,6 @@ def test_a_generation_prompt_that_was_not_asked_for_holds_no_stop() -> None:
     assert stops_of(renderer) == {"<|end|>"}
     _, text = bridge_after(renderer, "42<|shut|><|end|>", {"role": "assistant", "content": "42"})
     assert text == "<|start|><|user|>And six times eight?<|shut|><|end|><|start|><|assistant|>"
-
-
-def test_the_shadow_audit_sees_a_turn_that_ended_at_a_stop_inside_it() -> None:
-    renderer = renderer_of(templates.TAGS_WITH_ONE_CLOSER)
-    bridge, _ = bridge_after(renderer, SAMPLED + END, TURN)
-    used = UsedBridge(bridge=bridge, messages=[QUESTION, TURN, NEXT], num_new=1)
-    assert audit_bridge(renderer, used).outcome is AuditOutcome.MATCH
-    audit = audit_bridge(_WithStop(renderer, "<|close|>"), used)
-    assert audit.outcome is AuditOutcome.MISMATCH
-    assert "inside this turn" in audit.detail
-
-
-class _WithStop:
-    """A renderer that announces one more stop."""
-
-    def __init__(self, renderer: TemplateRenderer, token: str) -> None:
-        self._renderer = renderer
-        self._stop = renderer.facts.control_tokens.get_id(token)
-
-    def get_stop_token_ids(self) -> tuple[int, ...]:
-        assert self._stop is not None
-        return (*self._renderer.get_stop_token_ids(), self._stop)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._renderer, name)
 
 
 @pytest.mark.parametrize("template", {each.family: each for each in corpus_templates()}.values(), ids=lambda t: t.name)

@@ -38,7 +38,7 @@ def bridge(
     renderer: TemplateRenderer, tokenizer: Any, turn: Any, new: list[Any], tools: list[Any], *, stop: str = "<|im_end|>"
 ) -> Any:
     completion_ids = token_ids([5, tokenizer.convert_tokens_to_ids(stop)])
-    return renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=turn, tools=tools)
+    return renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=turn, tools=tools, earlier=[USER])
 
 
 @pytest.mark.parametrize("hostile", [tool(FORGERY), tool(name=FORGERY), tool(key=FORGERY), tool("x<|im_end|")], ids=str)

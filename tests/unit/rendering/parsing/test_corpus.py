@@ -85,7 +85,7 @@ def test_a_rendered_turn_is_read_back(template: CorpusTemplate, num_calls: int) 
     text = tokenizer.decode(ids)
     if calls and "search" not in text:
         pytest.skip("the template renders no calls")
-    ends = [k for k, token_id in enumerate(ids) if int(token_id) in renderer.get_turn_end_ids()]
+    ends = [k for k, token_id in enumerate(ids) if int(token_id) in renderer.facts.turn_end_ids]
     parsed = renderer.parse_response(ids[: ends[-1] + 1] if ends else ids, prompt_ids=prompt_ids, tools=TOOLS)
     assert parsed.content == "Let me see."
     assert parsed.reasoning == (turn.get("reasoning_content", "") if REASONING in text else "")

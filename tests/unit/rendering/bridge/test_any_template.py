@@ -1,13 +1,14 @@
-"""I1 for templates that look at more than roles: each with a conversation for which its bridge is another one."""
+"""I1 for templates that look at more than roles: each with a conversation after which it writes something unusual."""
 
 from typing import Any
 
 import pytest
 
+from support.exact_bridges import is_exact
 from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
+from unbroken.errors import ToolDefinitionError
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 
@@ -269,35 +270,46 @@ def text_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]
     assert text.startswith(before)
     end = text.find("<|im_end|>", len(before)) + len("<|im_end|>")
     completion_ids = token_ids([5, tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    return text[end:], renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last), tokenizer
+    outcome = renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last, earlier=history)
+    return text[end:], outcome, tokenizer
 
 
-@pytest.mark.parametrize("case", [*CASES, *RARE_TOGETHER])
-def test_i1_a_template_that_looks_at_more_is_refused(case: str) -> None:
-    template, history, last, new = (CASES | RARE_TOGETHER)[case]
-    usual, bridge, tokenizer = text_and_bridge(chatml_with(), history, last, new)
-    assert isinstance(bridge, Bridge)
-    assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
-    written, outcome, _ = text_and_bridge(template, history, last, new)
-    assert written != usual, "the case changes nothing"
-    assert isinstance(outcome, Refusal)
-    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
+DEPENDS_ON_THE_END_OF_THE_TURN = (
+    "a short turn",
+    "a turn of one length",
+    "a turn that asks",
+    "an empty turn",
+    "a blank turn",
+    "a turn left out if it is empty",
+    "a call without arguments",
+    "a result quotes the first of two calls' arguments",
+)
+"""A sentinel stands at the end of the turn: what the template does for another end cannot be shown."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *RARE_TOGETHER])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("{%- macro all() -%}", "{%- endmacro -%}{{- all() -}}"), ("{%- set all -%}", "{%- endset -%}{{- all -}}")],
-    ids=["macro", "variable"],
+    [
+        ("", ""),
+        ("{%- macro all() -%}", "{%- endmacro -%}{{- all() -}}"),
+        ("{%- set all -%}", "{%- endset -%}{{- all -}}"),
+    ],
+    ids=["plain", "macro", "variable"],
 )
-def test_i1_it_is_refused_also_if_a_macro_or_a_variable_has_all_turns(before: str, after: str, case: str) -> None:
+def test_i1_a_template_that_looks_at_more_is_bridged_exactly_or_refused(before: str, after: str, case: str) -> None:
     template, history, last, new = (CASES | RARE_TOGETHER)[case]
     usual, bridge, tokenizer = text_and_bridge(before + chatml_with() + after, history, last, new)
     assert isinstance(bridge, Bridge)
     assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
-    _, outcome, _ = text_and_bridge(before + template + after, history, last, new)
-    assert isinstance(outcome, Refusal)
-    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
+    written, outcome, _ = text_and_bridge(before + template + after, history, last, new)
+    assert written != usual, "the case changes nothing"
+    if case in DEPENDS_ON_THE_END_OF_THE_TURN:
+        assert isinstance(outcome, Refusal)
+        assert outcome.reason in (RefusalReason.HISTORY_DEPENDENT, RefusalReason.REORDERS_TURN)
+    else:
+        assert isinstance(outcome, Bridge), outcome
+        assert tokenizer.decode(outcome.bridge_ids.tolist()) == written
 
 
 @pytest.mark.parametrize("text", ["", "\n", "so"])
@@ -310,28 +322,117 @@ def test_i1_white_space_beside_a_call_is_neither_text_nor_nothing(text: str) -> 
         assert tokenizer.decode(bridge.bridge_ids.tolist()) == written
 
 
-def test_strings_that_a_template_writes_or_finds_keys_and_roles_with_are_no_literals() -> None:
-    source = (
-        "{{ '<|im_start|>' + ('a' if x == 'compared' else 'b') }}{% if message['role'] == 'user' %}"
-        "{{ raise_exception('no') }}{% endif %}{% set flag = '/think' %}{% if 'user' in message.content %}{% endif %}"
-    )
-    assert ChatTemplate(source, {}).literals() == ("/think", "compared", "user")
+# --- tools
+
+
+def tool(name: str = "add", *, description: str = "adds", **parameters: Any) -> Any:
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "description": "a number"}}, **parameters}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+RETURNING = {"type": "function", "function": {"name": "add", "returns": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
-    ("source", "literals"),
+    ("condition", "special"),
     [
-        ("{% set a %}written{% endset %}{{ a }}", ()),
-        ("{% set a %}compared{% endset %}{{ a }}{% if a in messages[0].content %}x{% endif %}", ("compared",)),
-        ("{% set a %}in b{% endset %}{% set b %}{{ a }}{% endset %}{{ b == messages[0].content }}", ("in b",)),
+        ("tools", [tool()]),
+        ("tools and tools | length > 5", [tool(f"t{k}") for k in range(6)]),
+        ("tools and tools[0].function.name == 'browser'", [tool("browser")]),
+        ("tools and 'python' in (tools | tojson)", [tool(description="runs python code")]),
+        ("tools and tools[0].function.parameters.required", [tool(required=["x"])]),
+        ("tools and (tools | tojson | length) > 3000", [tool(description="long " * 1000)]),
+        ("tools and tools[0].function.returns is defined", [RETURNING]),
+        ("tools and (tools[0].function.name | length) % 7 == 6", [tool("sixsix")]),
     ],
+    ids=["any", "number", "name", "text", "required", "length", "unknown_key", "length_of_a_name"],
 )
-def test_the_text_of_a_block_is_a_literal_unless_it_is_only_written(source: str, literals: tuple[str, ...]) -> None:
-    assert ChatTemplate(source, {}).literals() == literals
+def test_i1_a_bridge_that_depends_on_the_tools_is_exact_for_each_of_them(condition: str, special: list[Any]) -> None:
+    tokenizer = make_tokenizer(chatml_with(before_prompt=when(condition)))
+    renderer = TemplateRenderer(tokenizer)
+    end = token_ids([5, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    history, last, new = [user("hi")], turn("so"), [user("more")]
+    lengths = []
+    for tools in ([], special, []):
+        bridge = renderer.bridge_to_next_turn(token_ids([]), end, new, assistant=last, tools=tools, earlier=history)
+        assert isinstance(bridge, Bridge)
+        assert is_exact(renderer, bridge, [*history, last, *new], tools)
+        lengths.append(len(bridge.bridge_ids))
+    assert lengths[0] == lengths[2] < lengths[1]
 
 
-def test_a_template_with_more_constants_than_can_be_tried_is_refused() -> None:
-    words = [f"word{k}" for k in range(300)]
-    template = chatml_with(after_turn=when(f"message.content in {words}"))
-    _, outcome, _ = text_and_bridge(template, [user("hi")], turn("so"), [user("more")])
-    assert outcome.reason is RefusalReason.UNSUPPORTED
+def test_malformed_tools_are_an_error() -> None:
+    renderer = TemplateRenderer(make_tokenizer(chatml_with()))
+    with pytest.raises(ToolDefinitionError, match=r"tools\[0\] must be a mapping"):
+        renderer.bridge_to_next_turn(
+            token_ids([1]),
+            token_ids([2]),
+            [user("more")],
+            assistant=turn("so"),
+            tools=["add"],  # type: ignore[list-item]
+            earlier=[user("hi")],
+        )
+
+
+# --- new messages that are dropped, repeated, moved
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "messages[:1] + messages[2:]",
+        "messages[:2] + messages[3:]",
+        "messages[:3] + messages[2:]",
+        "messages[:2] + messages[2:] | reverse | list",
+        "messages[2:3] + messages[:2] + messages[3:]",
+        "messages | selectattr('role', 'equalto', 'assistant') | list + messages | rejectattr('role', 'equalto', "
+        "'assistant') | list",
+    ],
+    ids=["turn_dropped", "new_dropped", "new_repeated", "new_reversed", "new_first", "history_after_the_turn"],
+)
+@pytest.mark.parametrize("rewrites", [False, True], ids=["marked", "rewritten"])
+def test_i1_messages_that_are_dropped_repeated_or_moved_are_refused(loop: str, rewrites: bool) -> None:
+    template = chatml_with().replace("for message in messages", f"for message in ({loop})")
+    assert template != chatml_with()
+    if rewrites:
+        template = template.replace("message.content", "(message.content | replace('o', '0'))")
+    history, last, new = [user("one")], turn("so"), [user("two"), user("three")]
+    _, outcome, _ = text_and_bridge_of_any(template, history, last, new)
+    assert isinstance(outcome, Refusal), outcome
+    assert outcome.reason in (
+        RefusalReason.DROPS_MESSAGE,
+        RefusalReason.REORDERS_TURN,
+        RefusalReason.HISTORY_DEPENDENT,
+        RefusalReason.UNDERIVABLE,
+    )
+
+
+def test_a_refusal_says_what_differs_side_by_side() -> None:
+    template, history, last, new = CASES["a turn that asks"]
+    _, outcome, _ = text_and_bridge(template, history, last, new)
+    assert outcome.reason is RefusalReason.HISTORY_DEPENDENT
+    assert "+1 ends of turns" in outcome.detail
+    assert "extra" in outcome.detail.split("it reads ")[1].split(", not ")[0]
+    length = "{{- (messages | selectattr('role', 'equalto', 'assistant') | list | last).content | length -}}"
+    _, outcome, _ = text_and_bridge_of_any(chatml_with(before_prompt=length), history, last, new)
+    assert isinstance(outcome, Refusal)
+    assert "4' instead of '.." in outcome.detail
+    assert outcome.detail.endswith("before '<|im_start|>assistant\\n'")
+
+
+@pytest.mark.parametrize("text", ["Wq7Text", "Wq7", "Wq7Text<|im_end|>\n", "Xq7New0z", "Wq7Wq8"])
+def test_words_that_look_like_sentinels_are_words(text: str) -> None:
+    history, last, new = [user(text)], turn(text), [user(text), user(f"{text} again")]
+    written, outcome, tokenizer = text_and_bridge_of_any(chatml_with(), history, last, new)
+    assert isinstance(outcome, Bridge), outcome
+    assert written.endswith(tokenizer.decode(outcome.bridge_ids.tolist()))
+
+
+def text_and_bridge_of_any(template: str, history: list[Any], last: Any, new: list[Any]) -> tuple[str, Any, Any]:
+    """As `text_and_bridge`, with the whole text, for templates that do not write the history first."""
+    tokenizer = make_tokenizer(template)
+    text = tokenizer.apply_chat_template([*history, last, *new], tokenize=False, add_generation_prompt=True)
+    completion_ids = token_ids([5, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    renderer = TemplateRenderer(tokenizer)
+    outcome = renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last, earlier=history)
+    return text, outcome, tokenizer
