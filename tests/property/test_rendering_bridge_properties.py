@@ -22,7 +22,7 @@ from support.conversations import (
 )
 from support.effort import num_cases
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
+from unbroken.rendering.base import Bridge, Closing, Refusal
 from unbroken.rendering.template import TemplateRenderer
 
 # The other templates rewrite each turn, or its generation prompt, once more messages follow.
@@ -86,7 +86,7 @@ def test_i1_holds_for_a_tokenizer_whose_first_word_is_special(name: str, seed: i
 
 
 @pytest.mark.parametrize("name", templates.HISTORY_DEPENDENT)
-def test_i1_a_template_that_looks_back_gets_exact_bridges_or_none(name: str) -> None:
+def test_i1_a_template_that_looks_back_gets_exact_bridges_unless_it_writes_an_earlier_message_again(name: str) -> None:
     family = Family(templates.HISTORY_DEPENDENT[name], has_calls=False)
     tokenizer = family.tokenizer()
     renderer, oracle = TemplateRenderer(tokenizer), Oracle(family, tokenizer)
@@ -95,20 +95,7 @@ def test_i1_a_template_that_looks_back_gets_exact_bridges_or_none(name: str) -> 
         conversation = random_conversation(random.Random(seed), has_calls=False)
         verdicts[oracle.judge(conversation, bridge_of(renderer, oracle, conversation))] += 1
     assert verdicts[Verdict.WRONG] == 0
-    assert verdicts[Verdict.REFUSED] > 0
-
-
-@pytest.mark.parametrize("name", templates.HISTORY_DEPENDENT)
-def test_i1_a_template_that_looks_back_gets_no_wrong_bridge_for_what_the_history_is_known_to_hold(name: str) -> None:
-    family = Family(templates.HISTORY_DEPENDENT[name], has_calls=False)
-    tokenizer = family.tokenizer()
-    renderer, oracle = TemplateRenderer(tokenizer), Oracle(family, tokenizer)
-    verdicts: Counter[Verdict] = Counter()
-    for seed in range(40):
-        conversation = random_conversation(random.Random(seed), has_calls=False)
-        verdicts[oracle.judge(conversation, bridge_of(renderer, oracle, conversation))] += 1
-    assert verdicts[Verdict.WRONG] == 0
-    assert (verdicts[Verdict.REFUSED] == 0) is (name in templates.KNOWN_TO_THE_HISTORY)
+    assert (verdicts[Verdict.REFUSED] > 0) is ("quotes" in name)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +110,7 @@ def test_i1_dates_and_tools_that_move_are_no_reason_to_refuse(template: str) -> 
         assert oracle.judge(conversation, bridge_of(renderer, oracle, conversation)) is Verdict.EXACT
 
 
-def test_i1_names_looked_up_by_id_are_exact_when_ids_are_unique_and_refused_when_the_turns_are_not() -> None:
+def test_i1_names_looked_up_by_id_are_what_the_template_finds_also_when_ids_are_not_unique() -> None:
     family = Family(templates.LOOKS_UP_NAMES_BY_ID)
     tokenizer = family.tokenizer()
     renderer, oracle = TemplateRenderer(tokenizer), Oracle(family, tokenizer)
@@ -135,10 +122,7 @@ def test_i1_names_looked_up_by_id_are_exact_when_ids_are_unique_and_refused_when
         for message in conversation.new_messages:
             if "tool_call_id" in message:
                 message["tool_call_id"] = "same"
-        if len(conversation.assistant.get("tool_calls", [])) > 1:
-            outcome = bridge_of(renderer, oracle, conversation)
-            assert isinstance(outcome, Refusal)
-            assert outcome.reason is RefusalReason.BAD_EXTENSION
+        assert oracle.judge(conversation, bridge_of(renderer, oracle, conversation)) is Verdict.EXACT
 
 
 @pytest.mark.parametrize("change", ["lose the first id", "repeat the first id", "lose the last id", "change one id"])

@@ -226,16 +226,6 @@ HISTORY_DEPENDENT = {
 }
 """Templates whose text between turns depends on the history: no bridge for them may be wrong."""
 
-KNOWN_TO_THE_HISTORY = (
-    "the first tool result has a header of its own",
-    "the header tells the message's number",
-    "the prompt tells how many messages there are",
-    "the prompt obeys a word in the system message",
-    "the prompt obeys an equal text in the first message",
-    "the header counts the conversation's tool results",
-)
-"""Those of `HISTORY_DEPENDENT` that depend on what a history class may know."""
-
 LOOKS_UP_NAMES_BY_ID = QWEN.replace(
     "'\\n<tool_response>\\n' + message.content",
     "'\\n<tool_response>\\n' + lookup.name + message.content",

@@ -164,8 +164,9 @@ class GlueFinder:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
         may_forge = self._encoder.may_forge
         turn, sentinels = self._build_sentinel_turn(conversation, real)
-        if "tool_calls" in turn:
-            turn = {**turn, "tool_calls": mark_suspicious_strings(turn["tool_calls"], may_forge)}
+        if calls := turn.get("tool_calls"):
+            named = mark_suspicious_strings(_remove_arguments(calls), may_forge)
+            turn = {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
         new = mark_messages(conversation.new, may_forge)
         try:
             marked = self._render(
@@ -184,7 +185,7 @@ class GlueFinder:
         if shown != [index for index, text in texts if text.strip()]:
             return None
         if len(shown) < len(texts):  # a blank text has no mark
-            self._check_each_stands_once(conversation, turn, sentinels, real)
+            self._check_each_stands_once(conversation, turn, sentinels, real, glue)
         return _Cut(before=cut.before, glue=glue, end_token=cut.end_token), spans
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
@@ -194,8 +195,8 @@ class GlueFinder:
         cut = self._cut(text, sentinels)
         if (difference := self._explain_difference(conversation, real, cut.before, cut.glue)) is not None:
             raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
-        self._check_each_stands_once(conversation, turn, sentinels, real)
-        outside = [{"tool_calls": turn.get("tool_calls")}, *conversation.new]
+        self._check_each_stands_once(conversation, turn, sentinels, real, cut.glue)
+        outside = [{"tool_calls": _remove_arguments(turn.get("tool_calls") or ())}, *conversation.new]
         if any(map(self._encoder.may_forge, find_outside_strings(outside, conversation.tools))):
             raise BridgeRefusedError(
                 RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
@@ -266,15 +267,17 @@ class GlueFinder:
         return sum(map(text.count, self._end_tokens))
 
     def _check_each_stands_once(
-        self, conversation: _Conversation, turn: dict[str, Any], sentinels: _Sentinels, real: str
+        self, conversation: _Conversation, turn: dict[str, Any], sentinels: _Sentinels, real: str, glue: str
     ) -> None:
-        """Check with sentinels as texts that each text of the new messages stands in the glue once, in order."""
+        """Check with sentinels as texts that each text of the new messages stands in the glue once, in order.
+
+        The template may treat sentinels otherwise than the texts: all that it writes around them is in `glue` too.
+        """
         word = _choose_word("X", real)
         names: list[str] = []
         probes = [_replace_texts(message, word, names) for message in conversation.new]
         text = self._render([*conversation.before, turn, *probes], tools=conversation.tools)
-        glue = self._cut(text, sentinels).glue
-        found = re.findall(rf"{word}New\d+z", glue)
+        around, found = _split_at(self._cut(text, sentinels).glue, rf"{word}New\d+z")
         if found != names:
             places = [names.index(name) for name in found]
             raise BridgeRefusedError(
@@ -282,6 +285,17 @@ class GlueFinder:
                 f"the template drops, repeats or reorders new messages: of their texts 0 to {len(names) - 1} it writes "
                 f"{places} after the turn",
             )
+        texts = [text for message in conversation.new for text in _get_texts(message)]
+        is_same = sum(map(self._count_control, [*around, *texts])) == self._count_control(glue)
+        if not is_same or not _stand_in_order(around, glue):
+            raise BridgeRefusedError(
+                RefusalReason.HISTORY_DEPENDENT,
+                "the text around the new messages depends on what they say: "
+                f"{glue[:_NUM_SHOWN]!r}.. instead of {'..'.join(around)[:_NUM_SHOWN]!r}..",
+            )
+
+    def _count_control(self, text: str) -> int:
+        return sum(1 for _ in self._encoder.control.find(text))
 
     def _check_nothing_moved(self, conversation: _Conversation, real: str) -> None:
         """Check with sentinels as their texts that no message before the turn stands after it."""
@@ -342,12 +356,40 @@ def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any]
     return {**call, "function": {**function, "arguments": changed}}, sentinels
 
 
+def _remove_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The calls without their arguments, which stand before the end of the turn."""
+    return [{**call, "function": {**call["function"], "arguments": None}} for call in calls]
+
+
+def _add_arguments(named: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    return {**named, "function": {**named["function"], "arguments": call["function"]["arguments"]}}
+
+
 def _parse_object(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
         return {}
     return value if isinstance(value, Mapping) else {}
+
+
+def _split_at(text: str, pattern: str) -> tuple[list[str], list[str]]:
+    """The pieces of a text between the matches, and the matches."""
+    pieces = re.split(f"({pattern})", text)
+    return pieces[::2], pieces[1::2]
+
+
+def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
+    """Whether a text begins with the first piece, ends with the last, and has the others between them in order."""
+    if len(pieces) == 1:
+        return text == pieces[0]
+    position, stop = len(pieces[0]), len(text) - len(pieces[-1])
+    for piece in pieces[1:-1]:
+        found = text.find(piece, position, max(stop, 0))
+        if found < 0:
+            return False
+        position = found + len(piece)
+    return text.startswith(pieces[0]) and text.endswith(pieces[-1]) and position <= stop
 
 
 def _count_common_suffix(left: str, right: str) -> int:

@@ -274,7 +274,7 @@ def text_and_bridge(template: str, history: list[Any], last: Any, new: list[Any]
     return text[end:], outcome, tokenizer
 
 
-DEPENDS_ON_THE_END_OF_THE_TURN = (
+DEPENDS_ON_THE_TEXTS = (
     "a short turn",
     "a turn of one length",
     "a turn that asks",
@@ -283,8 +283,10 @@ DEPENDS_ON_THE_END_OF_THE_TURN = (
     "a turn left out if it is empty",
     "a call without arguments",
     "a result quotes the first of two calls' arguments",
+    "a result of digits after many results and a system message",
 )
-"""A sentinel stands at the end of the turn: what the template does for another end cannot be shown."""
+"""Sentinels stand at the end of the turn and as texts of the new messages: what the template does for these texts
+cannot be shown."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *RARE_TOGETHER])
@@ -304,7 +306,7 @@ def test_i1_a_template_that_looks_at_more_is_bridged_exactly_or_refused(before: 
     assert tokenizer.decode(bridge.bridge_ids.tolist()) == usual
     written, outcome, _ = text_and_bridge(before + template + after, history, last, new)
     assert written != usual, "the case changes nothing"
-    if case in DEPENDS_ON_THE_END_OF_THE_TURN:
+    if case in DEPENDS_ON_THE_TEXTS:
         assert isinstance(outcome, Refusal)
         assert outcome.reason in (RefusalReason.HISTORY_DEPENDENT, RefusalReason.REORDERS_TURN)
     else:
@@ -416,7 +418,7 @@ def test_a_refusal_says_what_differs_side_by_side() -> None:
     length = "{{- (messages | selectattr('role', 'equalto', 'assistant') | list | last).content | length -}}"
     _, outcome, _ = text_and_bridge_of_any(chatml_with(before_prompt=length), history, last, new)
     assert isinstance(outcome, Refusal)
-    assert "4' instead of '.." in outcome.detail
+    assert "4' instead of ..'" in outcome.detail
     assert outcome.detail.endswith("before '<|im_start|>assistant\\n'")
 
 
