@@ -216,16 +216,6 @@ class RefusedShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateCost:
-    """The cost of the certificate of one shape; `outcome` is `certified` or the reason of the refusal."""
-
-    shape: str
-    outcome: str
-    num_renderings: int
-    duration_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FuzzFinding:
     """Bridges over random conversations, judged by the template's rendering of the whole; `wrong` has examples."""
 
@@ -237,7 +227,6 @@ class FuzzFinding:
     """The number of conversations that the template itself refuses or shortens, by situation."""
     refused: tuple[RefusedShare, ...]
     wrong: tuple[str, ...]
-    certificates: tuple[CertificateCost, ...]
 
     @property
     def num_refused(self) -> int:

@@ -7,9 +7,8 @@ from itertools import islice
 
 from unbroken.audit.conversations import TOOLS, ConversationMaker
 from unbroken.audit.judge import Judgement, judge_bridge
-from unbroken.audit.report import CertificateCost, FuzzFinding, RefusedShare
+from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
-from unbroken.rendering.base import Refusal
 
 _NUM_EXAMPLES = 3
 
@@ -47,24 +46,9 @@ def find_bridges(
         not_accepted=dict(sorted(not_accepted.items())),
         refused=tuple(_summarise(reason, cases) for reason, cases in sorted(refused.items())),
         wrong=tuple(wrong[:_NUM_EXAMPLES]),
-        certificates=_list_certificates(subject),
     )
 
 
 def _summarise(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
     situations = tuple(sorted({situation for situation, _ in cases}))
     return RefusedShare(reason=reason, num=len(cases), situations=situations, detail=cases[0][1])
-
-
-def _list_certificates(subject: Subject) -> tuple[CertificateCost, ...]:
-    if subject.renderer is not subject.template_renderer:
-        return ()
-    return tuple(
-        CertificateCost(
-            shape=str(record),
-            outcome=record.outcome.reason.value if isinstance(record.outcome, Refusal) else "certified",
-            num_renderings=record.num_renderings,
-            duration_ms=round(1000 * record.duration_s, 1),
-        )
-        for record in subject.template_renderer.certificates()
-    )

@@ -18,7 +18,6 @@ from unbroken.viewer.texts import make_printable
 
 WIDTH, LABEL_WIDTH = 80, 16
 _MAX_TOKENS_SHOWN = 9
-_MAX_SHAPES_SHOWN = 3
 
 KIND_WORDS = {
     TemplateKind.APPEND_ONLY: "append-only: it keeps the history as it is",
@@ -113,7 +112,6 @@ def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     yield "drift", _describe_drift(report)
     yield "parser", _describe_round_trip(report)
     yield "bridges", _describe_bridges(report)
-    yield "certificates", _describe_certificates(report)
 
 
 def _describe_stops(ends: TurnEndFinding) -> Iterator[str]:
@@ -202,19 +200,6 @@ def _describe_bridges(report: AuditReport) -> Iterator[str]:
     if fuzz.num_unjudged:
         yield f"not judged ({fuzz.num_unjudged}): the template ends the turn differently later on"
     yield from (f"wrong: {make_printable(wrong)}" for wrong in fuzz.wrong)
-
-
-def _describe_certificates(report: AuditReport) -> Iterator[str]:
-    costs = report.fuzz.certificates
-    if not costs:
-        yield "-"
-        return
-    total = sum(cost.duration_ms for cost in costs)
-    num_renderings = sum(cost.num_renderings for cost in costs)
-    yield f"{len(costs)} shapes, {num_renderings} renderings, {total:.0f} ms, once each; the slowest:"
-    for cost in sorted(costs, key=lambda cost: -cost.duration_ms)[:_MAX_SHAPES_SHOWN]:
-        refusal = "" if cost.outcome == "certified" else f"{cost.outcome}: "
-        yield f"{cost.num_renderings:4d} renderings {cost.duration_ms:6.0f} ms  {refusal}{cost.shape}"
 
 
 def wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
