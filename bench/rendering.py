@@ -1,4 +1,4 @@
-"""Measures the cost of rendering: bridges, full renderings, the floor, prompts, certificates, constructors.
+"""Measures the cost of rendering: bridges, full renderings, the floor, prompts, constructors.
 
     OMP_NUM_THREADS=1 python bench/rendering.py [--template qwen3 --template mistral] [--quick]
 
@@ -93,7 +93,6 @@ def main() -> None:
                 new = make_text(tokenizer, num_new)
                 print(measure_bridge(renderer, hand_written, tokenizer, history, label, new), flush=True)
         print(measure_prompt(renderer, tokenizer, make_history(tokenizer, 16_000)))
-        print(measure_certificates(renderer))
 
 
 def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
@@ -161,13 +160,6 @@ def measure_prompt(renderer: TemplateRenderer, tokenizer: Any, messages: list[Me
         f"prompts of {num_ids} tokens: render {num_ids / ours_s / 1e3:.0f}k tokens/s, apply_chat_template "
         f"{num_ids / theirs_s / 1e3:.0f}k tokens/s, {ours_s / theirs_s:.2f} times its time"
     )
-
-
-def measure_certificates(renderer: TemplateRenderer) -> str:
-    """List the cost of the proofs behind the bridges above, one for each shape of a turn and the messages after it."""
-    records = renderer.certificates()
-    costs = ", ".join(f"{record.duration_s * 1e3:.0f} ms ({record.num_renderings} renderings)" for record in records)
-    return f"certificates: {costs}"
 
 
 def render_by_transformers(tokenizer: Any, messages: list[Message]) -> Any:

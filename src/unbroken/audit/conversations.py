@@ -51,7 +51,7 @@ class Following(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The shape of a turn and of what follows it, on which a certificate depends."""
+    """The shape of a turn and of what follows it, which the coverage of an audit counts."""
 
     num_calls: int
     has_text: bool
