@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.images.inputs import ImageInputs
 from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, get_text
 from unbroken.rendering.base import RenderedPrompt
-from unbroken.rendering.bridge.history import RecentPrompts
 from unbroken.rendering.encoding.marks import (
     Span,
     find_outside_strings,
@@ -33,6 +35,53 @@ from unbroken.rendering.message_format import MessageFormat
 
 _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""
+
+
+_MAX_CHARACTERS = 2**25
+"""Of all texts that are remembered: about 80 conversations of 100k tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    messages: list[dict[str, Any]]
+    tools: Sequence[ToolSchema]
+    text: str
+
+
+class RecentPrompts:
+    """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
+        """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
+        key = _get_key(messages)
+        with self._lock:
+            self._forget(key)
+            self._prompts[key] = _Prompt(messages=messages, tools=list(tools), text=text)
+            self._num_characters += len(text)
+            while self._num_characters > _MAX_CHARACTERS:
+                self._forget(next(iter(self._prompts)))
+
+    def find(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> str | None:
+        """The text of these messages; None if it is not remembered."""
+        with self._lock:
+            prompt = self._prompts.get(_get_key(messages))
+        if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
+            return None
+        return prompt.text
+
+    def _forget(self, key: int) -> None:
+        if (prompt := self._prompts.pop(key, None)) is not None:
+            self._num_characters -= len(prompt.text)
+
+
+def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Conversations of one length with equal last messages share a key, and one of them is rendered again."""
+    return hash((len(messages), *(str(message) for message in messages[-2:])))
 
 
 class PromptRenderer:

@@ -31,7 +31,6 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.glue import GlueFinder
-from unbroken.rendering.bridge.history import RecentPrompts
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.facts import TemplateFacts
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
@@ -43,7 +42,7 @@ from unbroken.rendering.parsing.call_constraint import CallConstraint
 from unbroken.rendering.parsing.choice import choose_parser
 from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 from unbroken.rendering.probing import ProbedTemplate, probe_template
-from unbroken.rendering.prompt import PromptRenderer
+from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
 from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds
 

@@ -35,7 +35,7 @@ from typing import Any
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import REASONING_KEYS, Message, ToolSchema, iterate_strings
 from unbroken.rendering.base import HistoryEffect, RefusalReason
-from unbroken.rendering.bridge.history import HistoryEffects, RecentPrompts
+from unbroken.rendering.bridge.history import HistoryEffects
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.encoding.marks import (
@@ -50,6 +50,7 @@ from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
+from unbroken.rendering.prompt import RecentPrompts
 
 _NUM_SHOWN = 60
 """How many characters of a text an explanation shows."""

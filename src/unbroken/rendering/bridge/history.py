@@ -14,64 +14,16 @@ that writes `{"a":1}` where the template writes `{"a": 1}`), the turn is rendere
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unbroken.errors import TemplateError
 from unbroken.messages import REASONING_KEYS, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect
-
-_MAX_CHARACTERS = 2**25
-"""Of all texts that are remembered: about 80 conversations of 100k tokens."""
+from unbroken.rendering.prompt import RecentPrompts
 
 Render = Callable[..., str]
 """`ChatTemplate.render`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompt:
-    messages: list[dict[str, Any]]
-    tools: Sequence[ToolSchema]
-    text: str
-
-
-class RecentPrompts:
-    """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
-
-    def __init__(self) -> None:
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
-        self._num_characters = 0
-        self._lock = threading.Lock()
-
-    def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
-        """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
-        key = _get_key(messages)
-        with self._lock:
-            self._forget(key)
-            self._prompts[key] = _Prompt(messages=messages, tools=list(tools), text=text)
-            self._num_characters += len(text)
-            while self._num_characters > _MAX_CHARACTERS:
-                self._forget(next(iter(self._prompts)))
-
-    def find(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> str | None:
-        """The text of these messages; None if it is not remembered."""
-        with self._lock:
-            prompt = self._prompts.get(_get_key(messages))
-        if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
-            return None
-        return prompt.text
-
-    def _forget(self, key: int) -> None:
-        if (prompt := self._prompts.pop(key, None)) is not None:
-            self._num_characters -= len(prompt.text)
-
-
-def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Conversations of one length with equal last messages share a key, and one of them is rendered again."""
-    return hash((len(messages), *(str(message) for message in messages[-2:])))
 
 
 class HistoryEffects:
