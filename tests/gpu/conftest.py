@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 _TORCHS_OWN = "ignore:::torch[.]"
 """What torch's own modules warn of: Inductor of `torch.jit.script_method` and TF32, Dynamo of gradients."""
@@ -18,5 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_precision_of_the_test_before(fresh_accelerate: None) -> None:
-    """An accelerator that a test made in bfloat16 would be that of the next test's trainer."""
+def _nothing_of_the_test_before(fresh_accelerate: None) -> None:
+    """An accelerator that a test made in bfloat16 would be that of the next test's trainer.
+
+    And what torch compiled for the models of other tests counts as recompilations of the same functions, of which it
+    allows eight.
+    """
+    torch._dynamo.reset()
