@@ -1,131 +1,470 @@
-"""Counts the bridges that are exact, refused and wrong: over generated templates, and over those of packages.
+"""Measures bridges beside full renderings: how many are exact, refused and wrong, and what a turn costs.
 
-    python bench/bridges.py [--seeds 0:40] [--conversations 24] [--processes 1]
-    python bench/bridges.py --shipped [--conversations 200] [--seconds 600] [--processes 1]
+    OMP_NUM_THREADS=1 python bench/bridges.py                                   # all parts, an hour
+    OMP_NUM_THREADS=1 python bench/bridges.py --part cost --template qwen3      # part of the names of templates
+    OMP_NUM_THREADS=1 python bench/bridges.py --part generated --seeds 0:5000 --processes 2
 
-Generated templates (`tests/support/template_generator.py`) write more text after a turn on random conditions over what
-a template can read. With `--shipped`, the chat templates that `trl` and `vllm` ship are tried, in rounds of at most
-1,000 conversations with each, until there are as many as asked for or the time is over; each round has other
-conversations and examines the template anew. A bridge is judged by transformers' own rendering of the whole
-conversation: it is *exact* if it is the end of that, character for character and id for id, *refused* with a reason, or
-*wrong*.
-`unbroken audit --table FOLDER` does the same for template files.
+exact      The chat templates that `trl` and `vllm` ship and those in `../shared/templates`, twins left out, with five
+           kinds of tokenizers. transformers' own rendering of the whole conversation is the judge
+           (`tests/support/corpus_oracle.py`): a bridge is *exact* if that ends with it, id for id, *wrong* if not, or
+           if a new message is left out, repeated or moved. Where the judge finds that no bridge is possible, a refusal
+           is right and not counted. `--write` makes the shares the bounds that the tests hold later changes to.
+generated  Random templates that do something unusual on a random condition (`tests/support/template_generator.py`).
+cost       A turn after long histories, beside rendering and tokenising everything; the first bridge of a conversation,
+           beside later ones. Lengths of messages are drawn from distributions. Mistral's vocabulary of 131,072 ids.
+memory     What a bridge allocates, and what a renderer keeps of conversations.
+rollouts   CPU of rendering in 32 conversations at once, as an environment's rollouts have them.
+
+Times are CPU times of the thread (`time.thread_time`), which other work on the machine makes longer, but not by much.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
+import json
 import os
+import random
+import statistics
 import sys
 import time
+import tracemalloc
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-NUM_PER_ROUND = 1000
+from unbroken.messages import Message
+from unbroken.rendering.base import Bridge, Refusal
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.types import token_ids
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+BOUNDS = TESTS / "property" / "coverage.toml"
+KINDS = ("bytes", "bytes, NFKC", "sentencepiece BPE, first", "Unigram with bytes", "Tekken")
+NUM_LATER = 4
+"""Turns after the first that are measured of each conversation."""
+NUM_AT_ONCE = 32
 
 
 def main() -> int:
-    """Print the counts and the wrong bridges; the exit status is 1 if there are any."""
+    """Run the parts; the exit status is 1 if a bridge is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--seeds", default="0:40", help="of the generated templates: from and to (exclusive)")
-    parser.add_argument("--shipped", action="store_true", help="the templates of trl and vllm")
-    parser.add_argument("--conversations", type=int, help="with each template (by default 24, or 200 if --shipped)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no round after this time")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--part", action="append", choices=PARTS, help="by default all of them")
+    parser.add_argument("--template", action="append", help="only those with this in their names, such as trl/qwen3")
+    parser.add_argument("--conversations", type=int, default=100, help="turns to judge of each template (exact)")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of tokenizers (exact); by default all five")
+    parser.add_argument("--write", action="store_true", help=f"write the shares to {BOUNDS.name} (exact, bytes only)")
+    parser.add_argument("--seeds", default="0:5000", help="of the generated templates: from and to (exclusive)")
+    parser.add_argument("--each", type=int, default=12, help="conversations with each generated template")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4_000, 64_000, 128_000], help="in ids (cost)")
+    parser.add_argument("--processes", type=int, default=1, help="for exact and generated")
     arguments = parser.parse_args()
-    first, _, last = arguments.seeds.partition(":")
-    with ProcessPoolExecutor(arguments.processes, initializer=_find_support) as pool:
-        if arguments.shipped:
-            num_wrong = count_shipped(pool, arguments.conversations or 200, arguments.seconds)
-        else:
-            num_wrong = count_generated(pool, range(int(first), int(last)), arguments.conversations or 24)
+    load = os.getloadavg()[0]
+    print(f"load {load:.1f} on {os.cpu_count()} cores{', a busy machine' if load > 1 else ''}")
+    num_wrong = 0
+    for part in arguments.part or PARTS:
+        print(f"\n== {part}", flush=True)
+        start = time.perf_counter()
+        num_wrong += PARTS[part](arguments)
+        print(f"({time.perf_counter() - start:.0f} s)", flush=True)
     return 1 if num_wrong else 0
-
-
-def count_generated(pool: ProcessPoolExecutor, seeds: range, num_conversations: int) -> int:
-    """Try the templates of the seeds, and return the number of wrong bridges."""
-    start, total, kinds = time.perf_counter(), Counter[str](), Counter[str]()
-    for future in as_completed([pool.submit(try_seed, seed, num_conversations) for seed in seeds]):
-        seed, condition, counts, wrong = future.result()
-        total += counts
-        kinds[_name_kind(counts)] += 1
-        for text in wrong[:1]:
-            print(f"seed {seed}: {len(wrong)} wrong, {condition}\n  {text[-600:]}", flush=True)
-    print(
-        f"{len(seeds)} generated templates, {num_conversations} conversations each, {time.perf_counter() - start:.0f} s"
-    )
-    print(f"bridges: {_list_counts(total)}")
-    print(f"templates: {_list_counts(kinds)}")
-    return total["wrong"]
-
-
-def try_seed(seed: int, num_conversations: int) -> tuple[int, str, Counter[str], list[str]]:
-    """Judge the bridges of one generated template."""
-    from support.generated_runs import judge_seed
-
-    template, counts, wrong = judge_seed(seed, num_conversations)
-    return seed, template.condition, counts, wrong
-
-
-def count_shipped(pool: ProcessPoolExecutor, num_conversations: int, seconds: float) -> int:
-    """Try all templates in rounds, and return the number of wrong bridges."""
-    _find_support()
-    from support.corpus import corpus_templates
-
-    start, deadline = time.perf_counter(), time.time() + seconds
-    names = [template.name for template in corpus_templates()]
-    num_rounds = -(-num_conversations // NUM_PER_ROUND)
-    size = -(-num_conversations // num_rounds)
-    totals, refusals = {name: Counter[str]() for name in names}, Counter[str]()
-    jobs = ((name, number) for number in range(num_rounds) for name in names)
-    futures = [pool.submit(try_shipped, name, number, size, deadline) for name, number in jobs]
-    for future in as_completed(futures):
-        name, counts, reasons, wrong = future.result()
-        totals[name] += counts
-        refusals += reasons
-        for text in wrong[:1]:
-            print(f"{name}: {len(wrong)} wrong\n  {text[-600:]}", flush=True)
-    tried = [counts.total() for counts in totals.values()]
-    total = sum(totals.values(), Counter[str]())
-    print(
-        f"{len(names)} templates, {min(tried)} to {max(tried)} conversations each, {time.perf_counter() - start:.0f} s"
-    )
-    print(f"bridges: {_list_counts(total)}")
-    print(f"refusals: {_list_counts(refusals)}")
-    return total["wrong"]
-
-
-def try_shipped(
-    name: str, round_number: int, num_conversations: int, deadline: float
-) -> tuple[str, Counter[str], Counter[str], list[str]]:
-    """Judge the bridges of one template in one round; none after the deadline."""
-    from support.corpus import corpus_template
-    from support.corpus_runs import run_template
-
-    if time.time() > deadline:
-        return name, Counter(), Counter(), []
-    tally = run_template(corpus_template(name), num_conversations, round_number=round_number)
-    return name, Counter(tally.judgements), Counter(tally.refusals), tally.wrong
 
 
 def _find_support() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(TESTS))
 
 
-def _name_kind(counts: Counter[str]) -> str:
-    if counts["wrong"]:
-        return "wrong"
-    accepted = counts.total() - counts["not accepted"]
-    kinds = {0: "always refused", accepted: "always exact"}
-    return kinds.get(counts["exact"], "exact or refused")
+def _pick_templates(parts_of_names: Sequence[str] | None) -> list[Any]:
+    from support.corpus import distinct_templates
+
+    return [
+        template
+        for template in distinct_templates()
+        if not parts_of_names or any(part in template.name for part in parts_of_names)
+    ]
+
+
+def count_exact(arguments: argparse.Namespace) -> int:
+    """Print what became of the turns of each template; returns the number of wrong bridges."""
+    _find_support()
+    kinds = arguments.kind or (["bytes"] if arguments.write else list(KINDS))
+    names = [template.name for template in _pick_templates(arguments.template)]
+    jobs = [(name, kind, arguments.conversations) for name in names for kind in kinds]
+    totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    refusals: Counter[str] = Counter()
+    shares: dict[str, float] = {}
+    for (name, kind, _), (counts, reasons, wrong) in zip(
+        jobs, _map(_judge_template, jobs, arguments.processes), strict=True
+    ):
+        totals[kind] += counts
+        refusals += reasons
+        if kind == kinds[0] and _count_possible(counts):
+            shares[name] = counts["exact"] / _count_possible(counts)
+        if counts["refused"] or counts["wrong"]:
+            print(f"{name} ({kind}): {_list_counts(counts)}; {_list_counts(reasons)}", flush=True)
+        for text in wrong[:1]:
+            print(f"  {text[-600:]}")
+    print(f"{len(names)} templates; exact of the turns that can be bridged, wrong:")
+    for kind, counts in totals.items():
+        share = counts["exact"] / max(_count_possible(counts), 1)
+        print(
+            f"  {kind:30} {share:8.2%} of {_count_possible(counts):6}, {counts['wrong']} wrong; {_list_counts(counts)}"
+        )
+    least = sorted((share, name) for name, share in shares.items())[:5]
+    print(f"the least of a template: {', '.join(f'{share:.0%} {name}' for share, name in least)}")
+    print(f"refusals though possible: {_list_counts(refusals)}")
+    if arguments.write:
+        lines = [f"{json.dumps(name)} = {int(share * 100) / 100}" for name, share in sorted(shares.items())]
+        BOUNDS.write_text(_BOUNDS_COMMENT + "\n".join(lines) + "\n", encoding="utf-8")
+    return sum(counts["wrong"] for counts in totals.values())
+
+
+_BOUNDS_COMMENT = """\
+# Share of the turns that can be bridged that are, by chat template, rounded down. Written by
+# `python bench/bridges.py --part exact --write`: a change that lowers one needs a reason.
+"""
+
+
+def _judge_template(job: tuple[str, str, int]) -> tuple[Counter[str], Counter[str], list[str]]:
+    name, kind, num_conversations = job
+    from support.corpus import corpus_template
+    from support.corpus_runs import run_template
+
+    tally = run_template(corpus_template(name), num_conversations, kind=kind)
+    reasons = Counter({str(reason.value): num for reason, num in tally.refusals.items()})
+    return Counter({str(key.value): num for key, num in tally.judgements.items()}), reasons, tally.wrong
+
+
+def count_generated(arguments: argparse.Namespace) -> int:
+    """Print what became of the turns of generated templates; returns the number of wrong bridges."""
+    _find_support()
+    first, _, last = arguments.seeds.partition(":")
+    jobs = [(seed, arguments.each) for seed in range(int(first), int(last))]
+    total: Counter[str] = Counter()
+    for (seed, _), (condition, counts, wrong) in zip(jobs, _map(_judge_seed, jobs, arguments.processes), strict=True):
+        total += counts
+        for text in wrong[:1]:
+            print(f"seed {seed}: {len(wrong)} wrong, {condition}\n  {text[-600:]}", flush=True)
+    share = total["exact"] / max(_count_possible(total), 1)
+    print(f"{len(jobs)} generated templates, {arguments.each} conversations each: {_list_counts(total)}")
+    print(f"exact of the turns that can be bridged: {share:.2%}; wrong: {total['wrong']}")
+    return total["wrong"]
+
+
+def _judge_seed(job: tuple[int, int]) -> tuple[str, Counter[str], list[str]]:
+    from support.generated_runs import judge_seed
+
+    template, counts, wrong = judge_seed(*job)
+    return template.condition, Counter({str(key.value): num for key, num in counts.items()}), wrong
+
+
+def _map(function: Callable[[Any], Any], jobs: Sequence[Any], num_processes: int) -> Iterator[Any]:
+    if num_processes == 1:
+        yield from map(function, jobs)
+        return
+    with ProcessPoolExecutor(num_processes, initializer=_find_support) as pool:
+        yield from pool.map(function, jobs, chunksize=4)
+
+
+def _count_possible(counts: Counter[str]) -> int:
+    return counts["exact"] + counts["refused"] + counts["wrong"]
 
 
 def _list_counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{num} {name}" for name, num in counts.most_common())
+    return ", ".join(f"{num} {name}" for name, num in counts.most_common()) or "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of CPU after one history."""
+
+    num_ids: int
+    num_messages: int
+    first_s: float
+    later_s: float
+    full_s: float
+
+
+class Subject:
+    """One template with a tokenizer that has a real vocabulary, and conversations that it takes."""
+
+    def __init__(self, name: str) -> None:
+        from support.corpus import TEKKEN, corpus_template
+        from support.corpus_oracle import CorpusOracle, facts_of
+        from support.corpus_runs import TOOLS
+
+        template = corpus_template(name)
+        self.tokenizer = template.tokenizer(kind=TEKKEN)
+        self._facts = facts_of(template)
+        self._oracle = CorpusOracle(template, self.tokenizer, {}, TOOLS)
+        self.tools = TOOLS
+
+    def make_conversation(self, rng: random.Random, num_ids: int) -> Conversation:
+        """Draw a history of about so many ids, with calls if the template shows them."""
+        return Conversation(rng, num_ids, max_calls=min(self._facts.most_calls, 2))
+
+    def bridge(self, renderer: TemplateRenderer, history: list[Message], turn: Message, new: list[Message]) -> Any:
+        """Bridge a turn that ended with the template's usual stop."""
+        from support.corpus_conversations import JudgedConversation
+
+        judged = JudgedConversation(history=history, assistant=turn, new_messages=new, turn_marks=())
+        stop_id = self._oracle.stop_id_of(judged)
+        return renderer.bridge_to_next_turn(
+            token_ids([]), token_ids([stop_id]), new, assistant=turn, tools=self.tools, earlier=history
+        )
+
+    def render(self, messages: list[Message]) -> str | None:
+        """The text of the whole conversation by transformers; None if the template refuses it."""
+        text: str | None = self._oracle.text(messages, generation_prompt=True)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text by transformers."""
+        ids: list[int] = self._oracle.ids(text)
+        return ids
+
+
+class Conversation:
+    """A history of about so many ids, and further turns. Lengths are drawn as agents have them: most are short."""
+
+    def __init__(self, rng: random.Random, num_ids: int, *, max_calls: int) -> None:
+        self._rng = rng
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._turns_left = 0
+        self._size = 0
+        self.history: list[Message] = [{"role": "user", "content": self._write(200)}]
+        while self._size < num_ids * CHARACTERS_PER_ID:
+            turn, new = self.make_turn()
+            self.history += [turn, *new]
+
+    def make_turn(self) -> tuple[Message, list[Message]]:
+        """The next turn and what follows it: results of its calls, or after some of those a question."""
+        turn: Message = {"role": "assistant", "content": ""}
+        if self._rng.random() < 0.3:
+            turn["reasoning_content"] = self._write(150)
+        if self._turns_left == 0 or self._max_calls == 0:
+            self._turns_left = 1 + int(self._rng.expovariate(1 / 4))
+            return {**turn, "content": self._write(80)}, [{"role": "user", "content": self._write(60)}]
+        self._turns_left -= 1
+        names = ["search"] * (self._max_calls if self._rng.random() < 0.2 else 1)
+        calls: list[Any] = []
+        for name in names:
+            self._num_calls += 1
+            arguments = {"a_text": self._write(25), "limit": self._num_calls % 9}
+            calls.append({"name": name, "arguments": arguments})
+        ids = [f"c{self._num_calls - k:08d}" for k in range(len(calls))]
+        turn["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)
+        ]
+        new: list[Message] = [
+            {"role": "tool", "content": self._write(200, most=8_000), "tool_call_id": call_id, "name": "search"}
+            for call_id in ids
+        ]
+        return turn, new
+
+    def _write(self, median: int, most: int = 2_000) -> str:
+        """Text of a log-normal number of ids."""
+        num_ids = min(int(median * self._rng.lognormvariate(0, 1.1)) + 1, most)
+        start = self._rng.randrange(len(TEXT) - most * CHARACTERS_PER_ID)
+        text = TEXT[start : start + num_ids * CHARACTERS_PER_ID].strip() or "x"
+        self._size += len(text)
+        return text
+
+
+CHARACTERS_PER_ID = 4
+TEXT = "".join(
+    (Path(json.__file__).parent.parent / name).read_text("utf-8")
+    for name in ("argparse.py", "asyncio/base_events.py", "typing.py", "subprocess.py")
+)
+
+
+def measure_cost(arguments: argparse.Namespace) -> int:
+    """Print the cost of a turn of each template at each length, and the medians; returns 0."""
+    _find_support()
+    lengths: list[int] = arguments.lengths
+    print(
+        f"{'template':42} {'messages':>8} " + "".join(f"{f'{n // 1000}k: turn, first, full ms':>30}" for n in lengths)
+    )
+    table: list[list[Cost]] = []
+    for template in _pick_templates(arguments.template):
+        costs = _measure_template(template.name, lengths)
+        if isinstance(costs, str):
+            print(f"{template.name:42} {costs}", flush=True)
+            continue
+        table.append(costs)
+        cells = "".join(
+            f"{cost.later_s * 1e3:>12.2f} {cost.first_s * 1e3:>8.2f} {cost.full_s * 1e3:>8.0f}" for cost in costs
+        )
+        growth = costs[-1].later_s / costs[-2].later_s if len(costs) > 1 else 0.0
+        is_steep = len(costs) > 1 and growth > 1.4 * costs[-1].num_messages / costs[-2].num_messages
+        print(
+            f"{template.name:42} {costs[-1].num_messages:>8} {cells}{'  quadratic in messages' if is_steep else ''}",
+            flush=True,
+        )
+    for number, length in enumerate(lengths if table else ()):
+        rows = [costs[number] for costs in table]
+        turn_ms, first_ms, full_ms = (
+            statistics.median(getattr(cost, key) for cost in rows) * 1e3 for key in ("later_s", "first_s", "full_s")
+        )
+        more_ms = statistics.median(cost.first_s - cost.later_s for cost in rows) * 1e3
+        print(
+            f"median of {len(rows)} at {statistics.median(cost.num_ids for cost in rows):,.0f} ids ({length:,} asked "
+            f"for): turn {turn_ms:.2f} ms, full {full_ms:.0f} ms, "
+            f"{statistics.median(cost.full_s / cost.later_s for cost in rows):.0f}x; first {first_ms:.2f} ms, "
+            f"{more_ms:+.2f} ms; the dearest turn {max(cost.later_s for cost in rows) * 1e3:.1f} ms"
+        )
+    return 0
+
+
+def _measure_template(name: str, lengths: Sequence[int]) -> list[Cost] | str:
+    """The costs at each length, or why there are none."""
+    subject = Subject(name)
+    costs: list[Cost] = []
+    for length in lengths:
+        renderer = TemplateRenderer(subject.tokenizer)
+        conversation = subject.make_conversation(random.Random(f"{name} {length}"), length)
+        history = conversation.history
+        turn_s: list[float] = []
+        full_s: list[float] = []
+        num_ids = 0
+        for number in range(1 + NUM_LATER):
+            turn, new = conversation.make_turn()
+            start = time.thread_time()
+            outcome = subject.bridge(renderer, history, turn, new)
+            turn_s.append(time.thread_time() - start)
+            history = [*history, turn, *new]
+            if isinstance(outcome, Refusal):
+                return f"{outcome.reason}: {outcome.detail[:110]}"
+            if number % 2 == 0 and (number == 0 or length < 10_000):
+                start = time.thread_time()
+                text = subject.render(history)
+                num_ids = len(subject.encode(text or ""))
+                full_s.append(time.thread_time() - start)
+        costs.append(
+            Cost(
+                num_ids=num_ids,
+                num_messages=len(history),
+                first_s=turn_s[0],
+                later_s=statistics.median(turn_s[1:]),
+                full_s=statistics.median(full_s),
+            )
+        )
+    return costs
+
+
+def measure_memory(arguments: argparse.Namespace) -> int:
+    """Print what bridges allocate and what is kept of conversations; returns 0."""
+    _find_support()
+    for name in arguments.template or ("trl/qwen3", "trl/llama3_1"):
+        subject = Subject(name)
+        renderer = TemplateRenderer(subject.tokenizer)
+        conversations = [subject.make_conversation(random.Random(seed), 16_000) for seed in range(NUM_AT_ONCE)]
+        long = subject.make_conversation(random.Random(-1), 128_000)
+        size = len(subject.render(long.history) or "")
+        turns = [conversation.make_turn() for conversation in conversations]
+        _bridge_of(subject, renderer, conversations[0].history, *turns[0])
+        gc.collect()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        _bridge_of(subject, renderer, long.history, *long.make_turn())
+        _, peak = tracemalloc.get_traced_memory()
+        gc.collect()
+        kept_of_one = tracemalloc.get_traced_memory()[0] - before
+        for conversation, (turn, new) in zip(conversations, turns, strict=True):
+            _bridge_of(subject, renderer, conversation.history, turn, new)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        print(
+            f"{name}: a bridge after {size / 1e6:.2f} million characters allocates at most {(peak - before) / 1e6:.2f} "
+            f"MB; kept afterwards {kept_of_one / 1e3:.0f} kB, and after {NUM_AT_ONCE} more conversations of 16k ids "
+            f"{kept / 1e3:.0f} kB"
+        )
+    return 0
+
+
+def _bridge_of(
+    subject: Subject, renderer: TemplateRenderer, history: list[Message], turn: Message, new: list[Message]
+) -> Bridge:
+    outcome = subject.bridge(renderer, history, turn, new)
+    assert isinstance(outcome, Bridge), outcome
+    return outcome
+
+
+def measure_rollouts(arguments: argparse.Namespace) -> int:
+    """Print the CPU that rendering takes of 32 conversations at once, by bridges and without; returns 0."""
+    _find_support()
+    num_turns = 8
+    for name in arguments.template or ("trl/qwen3", "trl/llama3_1"):
+        subject = Subject(name)
+        for length in (500, 4_000):
+            renderer = TemplateRenderer(subject.tokenizer)
+            conversations = [subject.make_conversation(random.Random(seed), length) for seed in range(NUM_AT_ONCE)]
+            cpu_s, wall_s, pause_s = asyncio.run(
+                _run_at_once(subject, renderer, conversations, num_turns, bridges=True)
+            )
+            full_cpu_s, full_wall_s, _ = asyncio.run(
+                _run_at_once(subject, renderer, conversations, num_turns, bridges=False)
+            )
+            print(
+                f"{name}: {NUM_AT_ONCE} at once from {length} ids on, {num_turns} turns each: {cpu_s * 1e3:.2f} ms CPU "
+                f"a turn ({wall_s:.2f} s in all, the event loop waited {pause_s * 1e3:.0f} ms at most); rendered and "
+                f"tokenised whole: {full_cpu_s * 1e3:.2f} ms a turn ({full_wall_s:.2f} s in all)"
+            )
+    return 0
+
+
+async def _run_at_once(
+    subject: Subject,
+    renderer: TemplateRenderer,
+    conversations: Sequence[Conversation],
+    num_turns: int,
+    *,
+    bridges: bool,
+) -> tuple[float, float, float]:
+    """CPU seconds a turn, wall seconds in all, and the longest pause of the event loop."""
+    pauses_s = [0.0]
+
+    async def converse(conversation: Conversation) -> None:
+        history = conversation.history
+        for _ in range(num_turns):
+            turn, new = conversation.make_turn()
+            whole = [*history, turn, *new]
+            if bridges:
+                await renderer.renderer_threads.run(lambda: _bridge_of(subject, renderer, history, turn, new))  # noqa: B023
+            else:
+                await renderer.renderer_threads.run(lambda: subject.encode(subject.render(whole) or ""))  # noqa: B023
+            history = whole
+
+    async def watch() -> None:
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            pauses_s.append(time.perf_counter() - start - 0.001)
+
+    start_cpu_s, start_s = time.process_time(), time.perf_counter()
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*map(converse, conversations))
+    watching.cancel()
+    cpu_s = time.process_time() - start_cpu_s
+    return cpu_s / len(conversations) / num_turns, time.perf_counter() - start_s, max(pauses_s)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "exact": count_exact,
+    "generated": count_generated,
+    "cost": measure_cost,
+    "memory": measure_memory,
+    "rollouts": measure_rollouts,
+}
 
 
 if __name__ == "__main__":

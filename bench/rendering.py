@@ -1,13 +1,13 @@
-"""Measures the cost of rendering: bridges, full renderings, the floor, prompts, constructors.
+"""Measures the cost of rendering: prompts, constructors, and bridges beside those that a package has by hand.
 
     OMP_NUM_THREADS=1 python bench/rendering.py [--template qwen3 --template mistral] [--quick]
 
 The tokenizer has the real vocabulary of Mistral's Tekken (131,072 ids) with each template's control tokens. Templates
 are from the package `trl`, and one is like Mistral's. The history consists of calls and 200-token results; the new
-message is another such result, or a tiny one. A full rendering is what a loop without bridges makes in each turn:
-`apply_chat_template` over everything, tokenised. The floor is the plain encoding of the new message's text, which any
-bridge has to do. `renderers` is the bridge that the package of that name has written by hand for the family. Times are
-medians of CPU times; bridge and floor alternate. Requires the extra `dev`.
+message is another such result, or a tiny one. The floor is the plain encoding of the new message's text, which any
+bridge has to do. `renderers` is the bridge that the package of that name has written by hand for the family.
+`bench/bridges.py` has bridges of all templates beside full renderings. Times are medians of CPU times; bridge and floor
+alternate. Requires the extra `dev`.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def main() -> None:
         print(f"\n{name}: {len(tokenizer)} ids, renderer built in {time.perf_counter() - start:.2f} s")
         hand_written, problem = load_hand_written(name, tokenizer)
         print(problem, end="\n" * bool(problem))
-        print(
-            f"{'history':>8} {'new message':>12} {'bridge':>9} {'floor':>9} {'renderers':>10} {'full':>10} {'ratio':>7}"
-        )
+        print(f"{'history':>8} {'new message':>12} {'bridge':>9} {'floor':>9} {'renderers':>10}")
         for num_tokens in lengths:
             history = make_history(tokenizer, num_tokens)
             for label, num_new in (("tiny", 1), ("200 tokens", 200)):
@@ -109,10 +107,10 @@ def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
 def measure_bridge(
     renderer: TemplateRenderer, hand_written: Any, tokenizer: Any, history: list[Message], label: str, result: str
 ) -> str:
-    """Measure the bridge, the floor, the hand-written bridge and a full rendering; returns a line of the table."""
+    """Measure the bridge, the floor and the hand-written bridge; returns a line of the table."""
     prompt_ids = renderer.render(history, tools=TOOLS).token_ids
     turn, new = make_call_turn(len(history)), [make_tool_result(len(history), result)]
-    whole, before = [*history, turn, *new], prompt_ids.tolist()
+    before = prompt_ids.tolist()
 
     def bridge(stop_id: int) -> Bridge:
         completion_ids = np.array([stop_id], dtype=np.int32)  # A bridge reads only the last id.
@@ -136,12 +134,8 @@ def measure_bridge(
         (lambda: tokenizer.backend_tokenizer.encode(result, add_special_tokens=False).ids, NUM_BRIDGES),
     )
     [by_hand_s] = measure_in_turns_s((bridge_by_hand, NUM_BRIDGES))
-    [full_s] = measure_in_turns_s((lambda: render_by_transformers(tokenizer, whole), 1))
     by_hand = f"{by_hand_s * 1e6:>7.0f} us" if bridges_by_hand else f"{'none':>10}"
-    return (
-        f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {floor_s * 1e6:>6.0f} us {by_hand} "
-        f"{full_s * 1e3:>7.2f} ms {full_s / bridge_s:>6.0f}x"
-    )
+    return f"{len(prompt_ids):>8} {label:>12} {bridge_s * 1e6:>6.0f} us {floor_s * 1e6:>6.0f} us {by_hand}"
 
 
 def is_usual_end(bridge: Bridge) -> bool:

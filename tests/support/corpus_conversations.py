@@ -1,7 +1,7 @@
 """Random conversations for the corpus: every kind of turn and of messages after it, in a form that can be judged.
 
-A scenario is what a certificate depends on: the turn's calls and text, and the roles and keys of what follows. A run
-over one template draws from a pool of some scenarios, since each costs a certificate; pools differ between templates.
+A scenario is the turn's calls and text, and the roles and keys of what follows. A run over one template draws from a
+pool of some scenarios, mostly usual ones; pools differ between templates.
 """
 
 import random
@@ -59,6 +59,8 @@ class JudgedConversation:
     new_messages: list[Message]
     turn_marks: tuple[str, ...]
     """In the turn's text and in its last call's arguments; empty if it has neither."""
+    is_cut: bool = False
+    """The turn, of text that ends with its mark, was cut by length: no stop was sampled."""
 
     @property
     def everything(self) -> list[Message]:
@@ -98,7 +100,8 @@ def random_judged_conversation(
     turn, answered = _random_turn(rng, num_calls, text, mark, words)
     new = [_random_following(rng, letter, answered, keys, words) for letter in _spelled(following, num_calls)]
     marks = (*((f"said{mark}",) if text == "words" else ()), *((f"call{mark}",) if num_calls else ()))
-    return JudgedConversation(history=history, assistant=turn, new_messages=new, turn_marks=marks)
+    is_cut = marks == (f"said{mark}",) and words is WORDS and rng.random() < 0.3
+    return JudgedConversation(history=history, assistant=turn, new_messages=new, turn_marks=marks, is_cut=is_cut)
 
 
 def _random_history(rng: random.Random, words: Sequence[str], most_calls: int) -> list[Message]:

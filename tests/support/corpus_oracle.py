@@ -7,7 +7,7 @@ expects, is written by hand here, from the models' documentation and generation 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -53,6 +53,7 @@ _GPTOSS: tuple[Options, ...] = ({}, {"reasoning_effort": "high", "model_identity
 _GEMMA4: tuple[Options, ...] = (*_THINKING, {"preserve_thinking": True})
 _DOCUMENTS: tuple[Options, ...] = ({}, {"documents": [{"title": "a", "text": "b"}]})
 _DEEPSEEK = "<｜end▁of▁sentence｜>"
+_DEEPSEEK4: tuple[Options, ...] = ({}, {"thinking": True}, {"thinking": True, "drop_thinking": False})
 FACTS = {
     "cohere": Facts(stop="<|END_OF_TURN_TOKEN|>", most_calls=0, options=_DOCUMENTS),
     "deepseek": Facts(stop=_DEEPSEEK, wants_strings=True, options=({}, {"thinking": True})),
@@ -85,6 +86,7 @@ FACTS = {
     "qwen": Facts(stop="<|im_end|>", options=_THINKING),
     "qwen2_5": Facts(stop="<|im_end|>", options=_DOCUMENTS),
     "qwen2_5_vl": Facts(stop="<|im_end|>", most_calls=0),
+    "qwen3.6": Facts(stop="<|im_end|>", options=(*_THINKING, {"preserve_thinking": True})),
     "qwen3_6": Facts(stop="<|im_end|>", options=(*_THINKING, {"preserve_thinking": True})),
     "smolvlm": Facts(stop="<end_of_utterance>", wants_parts=True, most_calls=0),
     "template_basic": Facts(stop="", most_calls=0),
@@ -94,6 +96,29 @@ FACTS = {
     "template_deepseek_vl2": Facts(stop=_DEEPSEEK, most_calls=0),
     "template_kimi_audio": Facts(stop="<|im_kimia_text_eos|>", most_calls=0),
     "template_minicpmv45": Facts(stop="<|im_end|>", options=_THINKING),
+    "Apertus": Facts(
+        stop="<|assistant_end|>", stop_of_calls="<|tools_suffix|>", options=({}, {"enable_thinking": True})
+    ),
+    "Bielik": Facts(stop="<|im_end|>"),
+    "ByteDance-Seed": Facts(stop="<seed:eos>", options=({}, {"thinking_budget": 0}, {"thinking_budget": 512})),
+    "Cohere": Facts(stop="<|END_OF_TURN_TOKEN|>", options=_DOCUMENTS),
+    "GLM": Facts(stop="", header_is_stop=True, options=(*_THINKING, {"clear_thinking": False})),
+    "GigaChat3.1": Facts(stop="<|message_sep|>", most_calls=1),
+    "HuggingFaceTB-SmolLM3": Facts(stop="<|im_end|>", most_calls=0, options=_THINKING),
+    "Kimi-K3": Facts(stop="<|end_of_msg|>", options=({}, {"thinking": False}, {"thinking_effort": "low"})),
+    "MiniMax-M2": Facts(stop="[e~["),
+    "MiniMax-M3": Facts(stop="[e~[", options=({}, {"thinking": False})),
+    "NVIDIA-Nemotron-Nano-v2": Facts(stop="<SPECIAL_12>", options=_THINKING),
+    "Phi-4-mini": Facts(stop="<|end|>", most_calls=0),
+    "deepseek-ai-DeepSeek-V3.2": Facts(stop=_DEEPSEEK, options=_DEEPSEEK4[:2]),
+    "deepseek-ai-DeepSeek-V4": Facts(stop=_DEEPSEEK, options=_DEEPSEEK4),
+    "inkling": Facts(stop="<|content_model_end_sampling|>", options=({}, {"reasoning_effort": 0.5})),
+    "llama4": Facts(stop="<|eot|>", options=_LLAMA),
+    "meetkai-functionary": Facts(stop="<|eot_id|>", wants_strings=True),
+    "openbmb-MiniCPM5": Facts(stop="<|im_end|>", options=_THINKING),
+    "poolside-Laguna": Facts(stop="</assistant>", options=_THINKING),
+    "tencent-Hy3": Facts(stop="<｜hy_eos:opensource｜>", options=({}, {"reasoning_effort": "high"})),
+    "upstage-Solar": Facts(stop="<|end|>", stop_of_calls="<|calls|>", options=({}, {"reasoning_effort": "minimal"})),
 }
 """By the beginning of a template's file name, the longest that fits."""
 
@@ -101,9 +126,13 @@ FACTS = {
 class Judgement(StrEnum):
     EXACT = "exact"
     REFUSED = "refused"
+    """Though it can be bridged."""
     WRONG = "wrong"
+    IMPOSSIBLE = "cannot be bridged"
+    """Refused, and rightly: the template leaves out, repeats or reorders a message, writes text of the turn after the
+    new messages, or writes no control token between them."""
     NOT_ACCEPTED = "not accepted"
-    """The template itself raises, or leaves out the turn or a new message."""
+    """The template itself raises."""
     UNJUDGED = "unjudged"
     """The turn has no text that marks its end, and the template is not append-only here."""
 
@@ -116,6 +145,8 @@ class CorpusOracle:
     tokenizer: Any
     options: Options = field(default_factory=dict)
     tools: Sequence[Any] = ()
+    keeps_text: bool = True
+    """Decoding gives back every text. Where it does not, only ids are compared."""
 
     @property
     def facts(self) -> Facts:
@@ -134,8 +165,14 @@ class CorpusOracle:
     def stop_id_of(self, conversation: JudgedConversation) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(self.stop_of(conversation) or self.tokenizer.eos_token))
 
+    def sampled_ids_of(self, conversation: JudgedConversation) -> list[int]:
+        """The end of the completion: the stop, or of a turn that was cut its text."""
+        if conversation.is_cut:
+            return self.ids(str(conversation.assistant["content"]))
+        return [self.stop_id_of(conversation)]
+
     def judge(self, conversation: JudgedConversation, outcome: BridgeOutcome, *, is_benign: bool = True) -> Judgement:
-        """Compare a bridge after the whole turn, stop included, with the template's rendering of everything.
+        """Compare a bridge after the turn, as it was sampled, with the template's rendering of everything.
 
         Not `is_benign`: contents may spell control tokens, so that ids must differ (I5); the characters are compared.
         """
@@ -143,12 +180,12 @@ class CorpusOracle:
         if full is None:
             return Judgement.NOT_ACCEPTED
         start = self._end_of_turn(conversation, full)
-        if start is None:
-            return Judgement.UNJUDGED if not conversation.turn_marks else Judgement.NOT_ACCEPTED
-        is_shown = self._shows_new_messages(conversation, full)
+        if start is None and not conversation.turn_marks:
+            return Judgement.UNJUDGED
+        is_possible = start is not None and self._is_in_order(conversation, full, start) and self._has_end()
         if not isinstance(outcome, Bridge):
-            return Judgement.REFUSED if is_shown else Judgement.NOT_ACCEPTED
-        if not is_shown or not self._is_same(outcome, full, start, is_benign):
+            return Judgement.REFUSED if is_possible else Judgement.IMPOSSIBLE
+        if start is None or not is_possible or not self._is_same(conversation, outcome, full, start, is_benign):
             return Judgement.WRONG
         return Judgement.EXACT
 
@@ -162,6 +199,19 @@ class CorpusOracle:
         if full is None or sampled is None or not full.startswith("".join(sampled)):
             return None
         return "".join(sampled) + self.tokenizer.decode(bridge.bridge_ids.tolist()) == full
+
+    def keeps_history(self, conversation: JudgedConversation) -> bool | None:
+        """Whether the rendering of everything begins with the prompt and the turn as sampled (P2).
+
+        None if the template has no prompt that the turn follows, or writes a header that it cannot know at its end.
+        """
+        full = self.text(conversation.everything, generation_prompt=True)
+        sampled = self.completion_text(conversation)
+        if full is None or sampled is None or self.facts.writes_header:
+            return None
+        prompt, turn = sampled
+        stop = self.stop_of(conversation)
+        return full.startswith(prompt + turn.removesuffix(stop) + self.facts.in_history.get(stop, stop))
 
     def completion_text(self, conversation: JudgedConversation) -> tuple[str, str] | None:
         """The prompt and what the model samples after it, stop included; None if the template shows no such thing."""
@@ -192,37 +242,70 @@ class CorpusOracle:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _is_same(self, bridge: Bridge, full: str, start: int, is_benign: bool) -> bool:
-        """Whether the bridge is the end of the whole text, from `start` on, in characters and in ids."""
+    def _has_end(self) -> bool:
+        return bool(self.facts.stop) or self.facts.header_is_stop
+
+    def _is_same(
+        self, conversation: JudgedConversation, bridge: Bridge, full: str, start: int, is_benign: bool
+    ) -> bool:
+        """Whether the bridge is the whole text from `start` on, in characters and in ids, and says how it closes."""
         ids = bridge.bridge_ids.tolist()
-        same_text = self.tokenizer.decode(ids) == full[start:]
-        same_ids = not is_benign or self.ids(full)[-len(ids) :] == ids
-        return same_text and same_ids and bridge.num_taken_back == 0 and bridge.closing is Closing.NONE
+        if conversation.is_cut:  # The end of the turn is the template's: white space before it is not added.
+            start += len(full[start:]) - len(full[start:].lstrip())
+        if self.keeps_text and self.tokenizer.decode(ids) != full[start:]:
+            return False
+        if is_benign:
+            encoding = self.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
+            first = sum(begin < start for begin, _ in encoding["offset_mapping"])
+            if encoding["input_ids"][first:] != ids:
+                return False
+        closing = Closing.TRUNCATED if conversation.is_cut else Closing.NONE
+        return bridge.num_taken_back == 0 and bridge.closing is closing
 
     def _end_of_turn(self, conversation: JudgedConversation, full: str) -> int | None:
-        """Where in the whole text the turn's last token ends."""
+        """Where in the whole text the sampled part of the turn ends; None if the turn or its end is not shown."""
         stop = self.stop_of(conversation)
         stop = self.facts.in_history.get(stop, stop)
         if not conversation.turn_marks:
-            sampled = self.completion_text(conversation)
-            return len("".join(sampled)) if sampled and full.startswith("".join(sampled)) else None
+            return self._end_of_blank_turn(conversation, full)
         last_mark = conversation.turn_marks[-1]
         if last_mark not in full:
             return None
-        end = full.find(stop, full.index(last_mark))
-        assert end >= 0 or not stop, f"{self.template.name}: no {stop!r} after the turn in {full!r}: wrong facts?"
-        return end + len(stop)
+        end_of_mark = full.index(last_mark) + len(last_mark)
+        end = full.find(stop, end_of_mark)
+        if conversation.is_cut:
+            return end_of_mark
+        return None if end < 0 else end + len(stop)
 
-    def _shows_new_messages(self, conversation: JudgedConversation, full: str) -> bool:
-        marks = [re.search(r"new\d{8}", str(message["content"])) for message in conversation.new_messages]
-        if all(mark is not None and mark.group() in full for mark in marks):
-            return True
-        if any(mark is not None and mark.group() not in full for mark in marks):
+    def _end_of_blank_turn(self, conversation: JudgedConversation, full: str) -> int | None:
+        """The same where the turn has no text to find: after prompt and turn, or as for a turn with text."""
+        sampled = "".join(self.completion_text(conversation) or ())
+        if sampled and full.startswith(sampled):
+            return len(sampled)
+        assistant: Message = {**conversation.assistant, "content": "SaidEnd"}
+        named = replace(conversation, assistant=assistant, turn_marks=("SaidEnd",))
+        text = self.text(named.everything, generation_prompt=True) or ""
+        start = self._end_of_turn(named, text)
+        rest = "" if start is None else text[start:]
+        end = full[: len(full) - len(rest)]
+        stop = "" if self.facts.header_is_stop else self.stop_of(named)
+        return (
+            len(end) if rest and full.endswith(rest) and end.endswith(self.facts.in_history.get(stop, stop)) else None
+        )
+
+    def _is_in_order(self, conversation: JudgedConversation, full: str, start: int) -> bool:
+        """Whether the turn stands before `start`, and each new message once after it, in the order given."""
+        if any(mark in full[start:] for mark in conversation.turn_marks):
             return False
-        names = [f"Shown{k}" for k in range(len(marks))]
+        marks = [re.search(r"new\d{8}", str(message["content"])) for message in conversation.new_messages]
+        if not _stand_in_order([mark.group() for mark in marks if mark is not None], full, start):
+            return False
+        if None not in marks:
+            return True
+        names = [f"Shown{k}End" for k in range(len(marks))]
         named = [{**message, "content": name} for message, name in zip(conversation.new_messages, names, strict=True)]
         text = self.text([*conversation.history, conversation.assistant, *named], generation_prompt=True) or ""
-        return all(name in text for name in names)
+        return _stand_in_order(names, text, max((text.find(mark) for mark in conversation.turn_marks), default=0))
 
     def _in_form(self, message: Message) -> dict[str, Any]:
         facts = self.facts
@@ -243,6 +326,12 @@ class CorpusOracle:
                 for call in out["tool_calls"]
             ]
         return out
+
+
+def _stand_in_order(texts: Sequence[str], full: str, start: int) -> bool:
+    """Whether each text stands in `full` once, from `start` on, each after the one before."""
+    places = [full.find(text) for text in texts]
+    return min(places, default=start) >= start and places == sorted(places) and all(full.count(t) == 1 for t in texts)
 
 
 def facts_of(template: CorpusTemplate) -> Facts:

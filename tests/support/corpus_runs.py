@@ -6,15 +6,27 @@ from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
-from support.conversations import TOOLS, WORDS
-from support.corpus import CorpusTemplate
+from support.conversations import WORDS
+from support.corpus import TEKKEN, CorpusTemplate
 from support.corpus_conversations import JudgedConversation, judged_conversations, random_pool, small_pool
 from support.corpus_oracle import CorpusOracle, Judgement, facts_of
-from unbroken.rendering.base import Bridge, BridgeOutcome, Refusal
+from unbroken.rendering.base import Bridge, BridgeOutcome, HistoryEffect, Refusal
 from unbroken.rendering.template import TemplateRenderer
 
 Damage = Callable[[TemplateRenderer, CorpusOracle, JudgedConversation, BridgeOutcome], BridgeOutcome]
+TOOLS: tuple[Any, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"It can {name}.",
+            "parameters": {"type": "object", "properties": {"a_text": {"type": "string", "description": "any"}}},
+        },
+    }
+    for name in ("add", "search", "get_weather")
+)
 _NUM_RARE = 6
 _MAX_ROUNDS = 4
 
@@ -31,14 +43,17 @@ class Tally:
     """Exact bridges by what they had to do with; see `_describe`."""
     wrong: list[str] = field(default_factory=list)
     """Descriptions of wrong bridges."""
+    history: Counter[tuple[HistoryEffect, bool]] = field(default_factory=Counter)
+    """Exact bridges by what they say of the history (P2) and whether the template kept it."""
 
     @property
-    def num_accepted(self) -> int:
+    def num_possible(self) -> int:
+        """Turns that can be bridged."""
         return sum(self.judgements[kind] for kind in (Judgement.EXACT, Judgement.REFUSED, Judgement.WRONG))
 
     @property
     def exact_share(self) -> float:
-        return self.judgements[Judgement.EXACT] / max(self.num_accepted, 1)
+        return self.judgements[Judgement.EXACT] / max(self.num_possible, 1)
 
 
 def run_until_bridged(template: CorpusTemplate, num_conversations: int, kinds: Set[str]) -> Tally:
@@ -54,7 +69,7 @@ def run_until_bridged(template: CorpusTemplate, num_conversations: int, kinds: S
 def kinds_of(template: CorpusTemplate) -> frozenset[str]:
     """The kinds of bridges (`Tally.bridged`) that a template of these facts has if it has any."""
     facts = facts_of(template)
-    kinds = {"tools", "no tools", "text", "reasoning", "earlier turns"}
+    kinds = {"tools", "no tools", "text", "cut", "reasoning", "earlier turns"}
     kinds |= {"calls", "results"} if facts.most_calls else set()
     return frozenset(kinds | ({"options"} if len(facts.options) > 1 else set()))
 
@@ -66,18 +81,21 @@ def run_template(
     *,
     round_number: int = 0,
     tally: Tally | None = None,
+    kind: str = "bytes",
 ) -> Tally:
-    """Judge so many bridges, over all options of the template, with and without tools, and add them to the tally.
+    """Judge so many turns that can be bridged, with all options, with and without tools, and add them to the tally.
 
-    They are seeded by the template's name and the round. `damage` may return another outcome in place of the
-    renderer's, to see it noticed; the first options only then.
+    Where the template takes few conversations, there are fewer: at most four times as many are tried. They are seeded
+    by the template's name and the round. `damage` may return another outcome in place of the renderer's, to see it
+    noticed; the first options only then.
     """
-    tally, facts, tokenizer = tally or Tally(), facts_of(template), template.tokenizer()
+    tally, facts = tally or Tally(), facts_of(template)
+    tokenizer = template.tokenizer(kind=kind) if kind != "bytes" else template.tokenizer()
     variants = [(options, TOOLS) for options in facts.options] + [({}, ())] if damage is None else [({}, TOOLS)]
     for number, (options, tools) in enumerate(variants):
         rng = random.Random(f"{template.name} {number} {round_number}")
         renderer = TemplateRenderer(tokenizer, template_kwargs=options)
-        oracle = CorpusOracle(template, tokenizer, options, tools)
+        oracle = CorpusOracle(template, tokenizer, options, tools, keeps_text=kind in ("bytes", TEKKEN))
         most = facts.most_calls
         is_main = number == 0
         pool = random_pool(rng, num_rare=_NUM_RARE, most_calls=most) if is_main else small_pool(most_calls=most)
@@ -86,7 +104,10 @@ def run_template(
         num_literal = -(-num // 8) if is_main else num // 8
         for words, count in ((WORDS, num - num_literal), ((*WORDS, *_literals(template)), num_literal)):
             conversations = judged_conversations(rng, pool, words, most_calls=most)
-            for conversation in islice(conversations, count):
+            wanted = tally.num_possible + count
+            for conversation in islice(conversations, 4 * count):
+                if tally.num_possible == wanted:
+                    break
                 _judge(tally, renderer, oracle, conversation, words is WORDS, damage)
     return tally
 
@@ -101,7 +122,7 @@ def _judge(
 ) -> None:
     outcome = renderer.bridge_to_next_turn(
         [],
-        [oracle.stop_id_of(conversation)],
+        oracle.sampled_ids_of(conversation),
         conversation.new_messages,
         assistant=conversation.assistant,
         tools=oracle.tools,
@@ -110,13 +131,17 @@ def _judge(
     if damage is not None:
         outcome = damage(renderer, oracle, conversation, outcome)
     judgement = oracle.judge(conversation, outcome, is_benign=is_benign)
-    if judgement is Judgement.EXACT and isinstance(outcome, Bridge) and tally.judgements[judgement] % 4 == 0:
+    is_whole = isinstance(outcome, Bridge) and not conversation.is_cut and oracle.keeps_text
+    if judgement is Judgement.EXACT and is_whole and tally.judgements[judgement] % 4 == 0:
         extends = oracle.extends(conversation, outcome)
         judgement = Judgement.WRONG if extends is False else judgement
         tally.num_extended += extends is True
     tally.judgements[judgement] += 1
     if judgement is Judgement.EXACT:
         tally.bridged.update(_describe(oracle, conversation))
+        assert isinstance(outcome, Bridge)
+        if outcome.history is not None and (keeps := oracle.keeps_history(conversation)) is not None:
+            tally.history[outcome.history, keeps] += 1
     if judgement is Judgement.REFUSED and isinstance(outcome, Refusal):
         tally.refusals[outcome.reason] += 1
     if judgement is Judgement.WRONG and isinstance(outcome, Bridge):
@@ -125,7 +150,7 @@ def _judge(
 
 
 def _describe(oracle: CorpusOracle, conversation: JudgedConversation) -> list[str]:
-    """What a bridge has to do with: options, tools, calls, results, reasoning, an earlier turn."""
+    """What a bridge has to do with: options, tools, calls, results, a cut turn, reasoning, an earlier turn."""
     turns = [message for message in conversation.everything if message["role"] == "assistant"]
     found = {
         "options": bool(oracle.options),
@@ -133,6 +158,7 @@ def _describe(oracle: CorpusOracle, conversation: JudgedConversation) -> list[st
         "no tools": not oracle.tools,
         "calls": "tool_calls" in conversation.assistant,
         "results": conversation.new_messages[0]["role"] == "tool",
+        "cut": conversation.is_cut,
         "text": conversation.new_messages[0]["role"] == "user",
         "reasoning": any("reasoning_content" in turn for turn in turns),
         "earlier turns": len(turns) > 1,

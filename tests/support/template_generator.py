@@ -1,4 +1,4 @@
-"""Random chat templates whose text between turns depends on random conditions, and conversations that meet them."""
+"""Random chat templates that do something unusual on a random condition, and conversations that meet it."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,30 @@ COUNTS = (3, 5, 9, 12, 30)
 class GeneratedTemplate:
     source: str
     condition: str
-    """What `EXTRA` depends on."""
+    """What the unusual part of it depends on."""
 
 
 def random_template(rng: random.Random) -> GeneratedTemplate:
-    """ChatML with calls, and `EXTRA` after turns, in headers or before the prompt, on a random condition."""
-    place = rng.choice(("after_turn", "before_message", "before_prompt", "before_prompt", "flag", "flag"))
+    """ChatML with calls, and something else on a random condition.
+
+    That is `EXTRA` after turns, in headers or before the prompt; or messages are left out, written twice, or moved.
+    """
+    places = ("after_turn", "before_message", "before_prompt", "before_prompt", "flag", "flag")
+    place = rng.choice((*places, "times", "order"))
     if place in ("after_turn", "before_message"):
         condition = random_condition(rng, ("message", "previous", "messages"))
         code = f"{{%- if {condition} -%}}{EXTRA}{{%- endif -%}}"
     elif place == "before_prompt":
         condition = random_condition(rng, ("messages",))
         code = f"{{%- if {condition} -%}}{EXTRA}{{%- endif -%}}"
+    elif place == "times":
+        condition = random_condition(rng, ("message", "previous", "messages"))
+        code = f"{rng.choice((0, 0, 2))} if {condition} else 1"
+    elif place == "order":
+        condition, role = random_condition(rng, ("messages",)), rng.choice(("user", "tool", "system", "developer"))
+        select, reject = (f"(messages | {way}attr('role', 'equalto', {role!r}) | list)" for way in ("select", "reject"))
+        order = rng.choice((f"{select} + {reject}", f"{reject} + {select}", "(messages | sort(attribute='role'))"))
+        code = f"({order}) if {condition} else messages"
     else:
         condition = random_condition(rng, ("message", "previous"))
         update = rng.choice(("true", "true", "not ns.on", "false if loop.first else true"))
@@ -42,8 +54,8 @@ def random_template(rng: random.Random) -> GeneratedTemplate:
             f"{{%- if ns.on -%}}{EXTRA}{{%- endif -%}}"
         )
         place = "before_prompt"
-    parts = {key: code if key == place else "" for key in ("after_turn", "before_message", "before_prompt")}
-    return GeneratedTemplate(source=_SOURCE.format(**parts), condition=condition)
+    parts = {"after_turn": "", "before_message": "", "before_prompt": "", "times": "1", "order": "messages"}
+    return GeneratedTemplate(source=_SOURCE.format(**parts | {place: code}), condition=condition)
 
 
 def random_condition(rng: random.Random, scopes: Sequence[str]) -> str:
@@ -210,22 +222,25 @@ def random_tools(rng: random.Random) -> tuple[Any, ...]:
 
 
 _SOURCE = """\
-{{%- for message in messages -%}}
+{{%- for message in ({order}) -%}}
   {before_message}
-  {{%- if message.role == 'assistant' -%}}
-    {{{{- '<|im_start|>assistant\\n' -}}}}
-    {{%- if message.reasoning_content is defined -%}}
-      {{{{- '<think>' + message.reasoning_content + '</think>' -}}}}
+  {{%- for time in range({times}) -%}}
+    {{%- if message.role == 'assistant' -%}}
+      {{{{- '<|im_start|>assistant\\n' -}}}}
+      {{%- if message.reasoning_content is defined -%}}
+        {{{{- '<think>' + message.reasoning_content + '</think>' -}}}}
+      {{%- endif -%}}
+      {{{{- message.content -}}}}
+      {{%- for call in message.tool_calls or [] -%}}
+        {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' -}}}}
+        {{{{- call.function.arguments | tojson -}}}}{{{{- '}}\\n</tool_call>' -}}}}
+      {{%- endfor -%}}
+      {{{{- '<|im_end|>\\n' -}}}}
+    {{%- else -%}}
+      {{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}}}
     {{%- endif -%}}
-    {{{{- message.content -}}}}
-    {{%- for call in message.tool_calls or [] -%}}
-      {{{{- '<tool_call>\\n{{"name": "' + call.function.name + '", "arguments": ' -}}}}
-      {{{{- call.function.arguments | tojson -}}}}{{{{- '}}\\n</tool_call>' -}}}}
-    {{%- endfor -%}}
-    {{{{- '<|im_end|>\\n' -}}}}{after_turn}
-  {{%- else -%}}
-    {{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}}}
-  {{%- endif -%}}
+  {{%- endfor -%}}
+  {{%- if message.role == 'assistant' -%}}{after_turn}{{%- endif -%}}
 {{%- endfor -%}}
 {before_prompt}
 {{%- if add_generation_prompt -%}}{{{{- '<|im_start|>assistant\\n' -}}}}{{%- endif -%}}
