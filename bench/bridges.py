@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import json
 import os
@@ -38,9 +39,9 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, Refusal
+from unbroken.rendering.base import BridgeOutcome, Refusal
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.types import token_ids
+from unbroken.types import TokenIds, token_ids
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 BOUNDS = TESTS / "property" / "coverage.toml"
@@ -48,6 +49,8 @@ KINDS = ("bytes", "bytes, NFKC", "sentencepiece BPE, first", "Unigram with bytes
 NUM_LATER = 4
 """Turns after the first that are measured of each conversation."""
 NUM_AT_ONCE = 32
+"""Conversations of the parts memory and rollouts."""
+NUM_TURNS = 8
 
 
 def main() -> int:
@@ -192,6 +195,21 @@ class Cost:
     full_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A turn with all that is there once it was answered."""
+
+    history: list[Message]
+    turn: Message
+    new_messages: list[Message]
+    completion_ids: TokenIds
+
+    @property
+    def everything(self) -> list[Message]:
+        """The conversation with which the next prompt ends."""
+        return [*self.history, self.turn, *self.new_messages]
+
+
 class Subject:
     """One template with a tokenizer that has a real vocabulary, and conversations that it takes."""
 
@@ -204,71 +222,79 @@ class Subject:
         self.tokenizer = template.tokenizer(kind=TEKKEN)
         self._facts = facts_of(template)
         self._oracle = CorpusOracle(template, self.tokenizer, {}, TOOLS)
-        self.tools = TOOLS
 
-    def make_conversation(self, rng: random.Random, num_ids: int) -> Conversation:
-        """Draw a history of about so many ids, with calls if the template shows them."""
-        return Conversation(rng, num_ids, max_calls=min(self._facts.most_calls, 2))
+    def make_steps(self, seed: int | str, num_ids: int, num_steps: int) -> list[Step]:
+        """Draw a conversation: a history of about so many ids, and the turns after it, sampled as the template has it.
 
-    def bridge(self, renderer: TemplateRenderer, history: list[Message], turn: Message, new: list[Message]) -> Any:
-        """Bridge a turn that ended with the template's usual stop."""
+        There are calls if the template shows them.
+        """
         from support.corpus_conversations import JudgedConversation
 
-        judged = JudgedConversation(history=history, assistant=turn, new_messages=new, turn_marks=())
-        stop_id = self._oracle.stop_id_of(judged)
+        writer = ConversationWriter(random.Random(seed), max_calls=min(self._facts.most_calls, 2))
+        history = writer.write_history(num_ids)
+        steps: list[Step] = []
+        for _ in range(num_steps):
+            turn, new = writer.write_turn()
+            judged = JudgedConversation(history=history, assistant=turn, new_messages=new, turn_marks=())
+            completion_ids = token_ids(self._oracle.sampled_ids_of(judged))
+            steps.append(Step(history=history, turn=turn, new_messages=new, completion_ids=completion_ids))
+            history = steps[-1].everything
+        return steps
+
+    def bridge(self, renderer: TemplateRenderer, step: Step) -> BridgeOutcome:
+        """Bridge a turn."""
         return renderer.bridge_to_next_turn(
-            token_ids([]), token_ids([stop_id]), new, assistant=turn, tools=self.tools, earlier=history
+            token_ids([]),
+            step.completion_ids,
+            step.new_messages,
+            assistant=step.turn,
+            tools=self._oracle.tools,
+            earlier=step.history,
         )
 
-    def render(self, messages: list[Message]) -> str | None:
-        """The text of the whole conversation by transformers; None if the template refuses it."""
-        text: str | None = self._oracle.text(messages, generation_prompt=True)
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text by transformers."""
-        ids: list[int] = self._oracle.ids(text)
+    def render(self, messages: list[Message]) -> list[int]:
+        """Render and encode the whole conversation by transformers."""
+        ids: list[int] = self._oracle.ids(self._oracle.text(messages, generation_prompt=True) or "")
         return ids
 
 
-class Conversation:
-    """A history of about so many ids, and further turns. Lengths are drawn as agents have them: most are short."""
+class ConversationWriter:
+    """Writes messages. Lengths are drawn as agents have them: most are short, some very long."""
 
-    def __init__(self, rng: random.Random, num_ids: int, *, max_calls: int) -> None:
+    def __init__(self, rng: random.Random, *, max_calls: int) -> None:
         self._rng = rng
         self._max_calls = max_calls
         self._num_calls = 0
-        self._turns_left = 0
+        self._calls_left = 0
         self._size = 0
-        self.history: list[Message] = [{"role": "user", "content": self._write(200)}]
-        while self._size < num_ids * CHARACTERS_PER_ID:
-            turn, new = self.make_turn()
-            self.history += [turn, *new]
 
-    def make_turn(self) -> tuple[Message, list[Message]]:
+    def write_history(self, num_ids: int) -> list[Message]:
+        """A question, and turns until there are about so many ids."""
+        history: list[Message] = [{"role": "user", "content": self._write(200)}]
+        while self._size < num_ids * CHARACTERS_PER_ID:
+            turn, new = self.write_turn()
+            history += [turn, *new]
+        return history
+
+    def write_turn(self) -> tuple[Message, list[Message]]:
         """The next turn and what follows it: results of its calls, or after some of those a question."""
         turn: Message = {"role": "assistant", "content": ""}
         if self._rng.random() < 0.3:
             turn["reasoning_content"] = self._write(150)
-        if self._turns_left == 0 or self._max_calls == 0:
-            self._turns_left = 1 + int(self._rng.expovariate(1 / 4))
+        if self._calls_left == 0 or self._max_calls == 0:
+            self._calls_left = 1 + int(self._rng.expovariate(1 / 4))
             return {**turn, "content": self._write(80)}, [{"role": "user", "content": self._write(60)}]
-        self._turns_left -= 1
-        names = ["search"] * (self._max_calls if self._rng.random() < 0.2 else 1)
+        self._calls_left -= 1
         calls: list[Any] = []
-        for name in names:
+        for _ in range(self._max_calls if self._rng.random() < 0.2 else 1):
             self._num_calls += 1
-            arguments = {"a_text": self._write(25), "limit": self._num_calls % 9}
-            calls.append({"name": name, "arguments": arguments})
-        ids = [f"c{self._num_calls - k:08d}" for k in range(len(calls))]
-        turn["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)
+            function = {"name": "search", "arguments": {"a_text": self._write(25), "limit": self._num_calls % 9}}
+            calls.append({"id": f"c{self._num_calls:08d}", "type": "function", "function": function})
+        turn["tool_calls"] = calls
+        return turn, [
+            {"role": "tool", "content": self._write(200, most=8_000), "tool_call_id": call["id"], "name": "search"}
+            for call in calls
         ]
-        new: list[Message] = [
-            {"role": "tool", "content": self._write(200, most=8_000), "tool_call_id": call_id, "name": "search"}
-            for call_id in ids
-        ]
-        return turn, new
 
     def _write(self, median: int, most: int = 2_000) -> str:
         """Text of a log-normal number of ids."""
@@ -328,30 +354,26 @@ def _measure_template(name: str, lengths: Sequence[int]) -> list[Cost] | str:
     """The costs at each length, or why there are none."""
     subject = Subject(name)
     costs: list[Cost] = []
+    num_ids = 0
     for length in lengths:
         renderer = TemplateRenderer(subject.tokenizer)
-        conversation = subject.make_conversation(random.Random(f"{name} {length}"), length)
-        history = conversation.history
+        steps = subject.make_steps(f"{name} {length}", length, 1 + NUM_LATER)
         turn_s: list[float] = []
-        full_s: list[float] = []
-        num_ids = 0
-        for number in range(1 + NUM_LATER):
-            turn, new = conversation.make_turn()
+        for step in steps:
             start = time.thread_time()
-            outcome = subject.bridge(renderer, history, turn, new)
+            outcome = subject.bridge(renderer, step)
             turn_s.append(time.thread_time() - start)
-            history = [*history, turn, *new]
             if isinstance(outcome, Refusal):
                 return f"{outcome.reason}: {outcome.detail[:110]}"
-            if number % 2 == 0 and (number == 0 or length < 10_000):
-                start = time.thread_time()
-                text = subject.render(history)
-                num_ids = len(subject.encode(text or ""))
-                full_s.append(time.thread_time() - start)
+        full_s: list[float] = []
+        for _ in range(1 if length > 10_000 else NUM_LATER):
+            start = time.thread_time()
+            num_ids = len(subject.render(steps[0].everything))
+            full_s.append(time.thread_time() - start)
         costs.append(
             Cost(
                 num_ids=num_ids,
-                num_messages=len(history),
+                num_messages=len(steps[-1].everything),
                 first_s=turn_s[0],
                 later_s=statistics.median(turn_s[1:]),
                 full_s=statistics.median(full_s),
@@ -366,83 +388,60 @@ def measure_memory(arguments: argparse.Namespace) -> int:
     for name in arguments.template or ("trl/qwen3", "trl/llama3_1"):
         subject = Subject(name)
         renderer = TemplateRenderer(subject.tokenizer)
-        conversations = [subject.make_conversation(random.Random(seed), 16_000) for seed in range(NUM_AT_ONCE)]
-        long = subject.make_conversation(random.Random(-1), 128_000)
-        size = len(subject.render(long.history) or "")
-        turns = [conversation.make_turn() for conversation in conversations]
-        _bridge_of(subject, renderer, conversations[0].history, *turns[0])
+        [warm, *steps] = [subject.make_steps(seed, 16_000, 1)[0] for seed in range(1 + NUM_AT_ONCE)]
+        [long] = subject.make_steps("long", 128_000, 1)
+        num_ids = len(subject.render(long.everything))
+        subject.bridge(renderer, warm)
         gc.collect()
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        _bridge_of(subject, renderer, long.history, *long.make_turn())
+        subject.bridge(renderer, long)
         _, peak = tracemalloc.get_traced_memory()
         gc.collect()
         kept_of_one = tracemalloc.get_traced_memory()[0] - before
-        for conversation, (turn, new) in zip(conversations, turns, strict=True):
-            _bridge_of(subject, renderer, conversation.history, turn, new)
+        for step in steps:
+            subject.bridge(renderer, step)
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         print(
-            f"{name}: a bridge after {size / 1e6:.2f} million characters allocates at most {(peak - before) / 1e6:.2f} "
-            f"MB; kept afterwards {kept_of_one / 1e3:.0f} kB, and after {NUM_AT_ONCE} more conversations of 16k ids "
-            f"{kept / 1e3:.0f} kB"
+            f"{name}: a bridge after {num_ids:,} ids allocates at most {(peak - before) / 1e6:.2f} MB; kept afterwards "
+            f"{kept_of_one / 1e3:.0f} kB, and after {NUM_AT_ONCE} more conversations of 16k ids {kept / 1e3:.0f} kB"
         )
     return 0
-
-
-def _bridge_of(
-    subject: Subject, renderer: TemplateRenderer, history: list[Message], turn: Message, new: list[Message]
-) -> Bridge:
-    outcome = subject.bridge(renderer, history, turn, new)
-    assert isinstance(outcome, Bridge), outcome
-    return outcome
 
 
 def measure_rollouts(arguments: argparse.Namespace) -> int:
     """Print the CPU that rendering takes of 32 conversations at once, by bridges and without; returns 0."""
     _find_support()
-    num_turns = 8
     for name in arguments.template or ("trl/qwen3", "trl/llama3_1"):
         subject = Subject(name)
         for length in (500, 4_000):
             renderer = TemplateRenderer(subject.tokenizer)
-            conversations = [subject.make_conversation(random.Random(seed), length) for seed in range(NUM_AT_ONCE)]
-            cpu_s, wall_s, pause_s = asyncio.run(
-                _run_at_once(subject, renderer, conversations, num_turns, bridges=True)
+            conversations = [subject.make_steps(seed, length, NUM_TURNS) for seed in range(NUM_AT_ONCE)]
+            cpu_ms, wall_s, pause_s = asyncio.run(
+                _run_at_once(renderer, conversations, lambda step: subject.bridge(renderer, step))  # noqa: B023
             )
-            full_cpu_s, full_wall_s, _ = asyncio.run(
-                _run_at_once(subject, renderer, conversations, num_turns, bridges=False)
+            full_cpu_ms, full_wall_s, _ = asyncio.run(
+                _run_at_once(renderer, conversations, lambda step: subject.render(step.everything))  # noqa: B023
             )
             print(
-                f"{name}: {NUM_AT_ONCE} at once from {length} ids on, {num_turns} turns each: {cpu_s * 1e3:.2f} ms CPU "
-                f"a turn ({wall_s:.2f} s in all, the event loop waited {pause_s * 1e3:.0f} ms at most); rendered and "
-                f"tokenised whole: {full_cpu_s * 1e3:.2f} ms a turn ({full_wall_s:.2f} s in all)"
+                f"{name}: {NUM_AT_ONCE} at once from {length} ids on, {NUM_TURNS} turns each: {cpu_ms:.2f} ms CPU a "
+                f"turn ({wall_s:.2f} s in all, the event loop waited {pause_s * 1e3:.0f} ms at most); rendered and "
+                f"tokenised whole: {full_cpu_ms:.2f} ms a turn ({full_wall_s:.2f} s in all)"
             )
     return 0
 
 
 async def _run_at_once(
-    subject: Subject,
-    renderer: TemplateRenderer,
-    conversations: Sequence[Conversation],
-    num_turns: int,
-    *,
-    bridges: bool,
+    renderer: TemplateRenderer, conversations: Sequence[Sequence[Step]], work: Callable[[Step], object]
 ) -> tuple[float, float, float]:
-    """CPU seconds a turn, wall seconds in all, and the longest pause of the event loop."""
+    """CPU milliseconds a turn, wall seconds in all, and the longest pause of the event loop."""
     pauses_s = [0.0]
 
-    async def converse(conversation: Conversation) -> None:
-        history = conversation.history
-        for _ in range(num_turns):
-            turn, new = conversation.make_turn()
-            whole = [*history, turn, *new]
-            if bridges:
-                await renderer.renderer_threads.run(lambda: _bridge_of(subject, renderer, history, turn, new))  # noqa: B023
-            else:
-                await renderer.renderer_threads.run(lambda: subject.encode(subject.render(whole) or ""))  # noqa: B023
-            history = whole
+    async def converse(steps: Sequence[Step]) -> None:
+        for step in steps:
+            await renderer.renderer_threads.run(functools.partial(work, step))
 
     async def watch() -> None:
         while True:
@@ -455,7 +454,7 @@ async def _run_at_once(
     await asyncio.gather(*map(converse, conversations))
     watching.cancel()
     cpu_s = time.process_time() - start_cpu_s
-    return cpu_s / len(conversations) / num_turns, time.perf_counter() - start_s, max(pauses_s)
+    return cpu_s / sum(map(len, conversations)) * 1e3, time.perf_counter() - start_s, max(pauses_s)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], int]] = {

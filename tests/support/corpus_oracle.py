@@ -166,10 +166,12 @@ class CorpusOracle:
         return int(self.tokenizer.convert_tokens_to_ids(self.stop_of(conversation) or self.tokenizer.eos_token))
 
     def sampled_ids_of(self, conversation: JudgedConversation) -> list[int]:
-        """The end of the completion: the stop, or of a turn that was cut its text."""
+        """The completion; only its stop, or the text of a turn that was cut, if the template shows no such thing."""
         if conversation.is_cut:
             return self.ids(str(conversation.assistant["content"]))
-        return [self.stop_id_of(conversation)]
+        _, turn = self.completion_text(conversation) or ("", "")
+        stop = self.stop_of(conversation)
+        return [*(self.ids(turn.removesuffix(stop)) if stop else []), self.stop_id_of(conversation)]
 
     def judge(self, conversation: JudgedConversation, outcome: BridgeOutcome, *, is_benign: bool = True) -> Judgement:
         """Compare a bridge after the turn, as it was sampled, with the template's rendering of everything.
