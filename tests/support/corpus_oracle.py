@@ -167,10 +167,11 @@ class CorpusOracle:
 
     def sampled_ids_of(self, conversation: JudgedConversation) -> list[int]:
         """The completion; only its stop, or the text of a turn that was cut, if the template shows no such thing."""
-        if conversation.is_cut:
-            return self.ids(str(conversation.assistant["content"]))
         _, turn = self.completion_text(conversation) or ("", "")
         stop = self.stop_of(conversation)
+        if conversation.is_cut:
+            [mark] = conversation.turn_marks
+            return self.ids(turn[: turn.index(mark)] + mark if turn else str(conversation.assistant["content"]))
         return [*(self.ids(turn.removesuffix(stop)) if stop else []), self.stop_id_of(conversation)]
 
     def judge(self, conversation: JudgedConversation, outcome: BridgeOutcome, *, is_benign: bool = True) -> Judgement:
