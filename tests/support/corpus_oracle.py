@@ -118,7 +118,12 @@ FACTS = {
     "openbmb-MiniCPM5": Facts(stop="<|im_end|>", options=_THINKING),
     "poolside-Laguna": Facts(stop="</assistant>", options=_THINKING),
     "tencent-Hy3": Facts(stop="<｜hy_eos:opensource｜>", options=({}, {"reasoning_effort": "high"})),
-    "upstage-Solar": Facts(stop="<|end|>", stop_of_calls="<|calls|>", options=({}, {"reasoning_effort": "minimal"})),
+    "upstage-Solar": Facts(
+        stop="<|end|>",
+        stop_of_calls="<|calls|>",
+        reasoning_key="reasoning",
+        options=({}, {"reasoning_effort": "minimal"}),
+    ),
 }
 """By the beginning of a template's file name, the longest that fits."""
 
