@@ -252,6 +252,19 @@ class Subject:
             earlier=step.history,
         )
 
+    def measure_rendering_s(self, num_messages: int) -> float:
+        """CPU seconds of one rendering of so many short messages."""
+        renderer = TemplateRenderer(self.tokenizer)
+        messages: list[Message] = [
+            {"role": ("user", "assistant")[k % 2], "content": f"message {k}"} for k in range(num_messages)
+        ]
+        durations_s: list[float] = []
+        for _ in range(4):
+            start = time.thread_time()
+            renderer.render_text(messages, tools=self._oracle.tools, add_generation_prompt=True)
+            durations_s.append(time.thread_time() - start)
+        return min(durations_s)
+
     def render(self, messages: list[Message]) -> list[int]:
         """Render and encode the whole conversation by transformers."""
         ids: list[int] = self._oracle.ids(self._oracle.text(messages, generation_prompt=True) or "")
@@ -317,11 +330,13 @@ def measure_cost(arguments: argparse.Namespace) -> int:
     _find_support()
     lengths: list[int] = arguments.lengths
     print(
-        f"{'template':42} {'messages':>8} " + "".join(f"{f'{n // 1000}k: turn, first, full ms':>30}" for n in lengths)
+        f"{'template':42} {'messages':>8}"
+        + "".join(f"{f'{length // 1000}k: turn, first, full ms':>30}" for length in lengths)
     )
     table: list[list[Cost]] = []
     for template in _pick_templates(arguments.template):
-        costs = _measure_template(template.name, lengths)
+        subject = Subject(template.name)
+        costs = _measure_lengths(subject, lengths)
         if isinstance(costs, str):
             print(f"{template.name:42} {costs}", flush=True)
             continue
@@ -329,35 +344,34 @@ def measure_cost(arguments: argparse.Namespace) -> int:
         cells = "".join(
             f"{cost.later_s * 1e3:>12.2f} {cost.first_s * 1e3:>8.2f} {cost.full_s * 1e3:>8.0f}" for cost in costs
         )
-        growth = costs[-1].later_s / costs[-2].later_s if len(costs) > 1 else 0.0
-        is_steep = len(costs) > 1 and growth > 1.4 * costs[-1].num_messages / costs[-2].num_messages
-        print(
-            f"{template.name:42} {costs[-1].num_messages:>8} {cells}{'  quadratic in messages' if is_steep else ''}",
-            flush=True,
-        )
+        few_s, many_s = (subject.measure_rendering_s(num_messages) for num_messages in (100, 400))
+        steep = f"  quadratic: {many_s * 1e3:.0f} ms for 400 short messages" if many_s > 8 * few_s else ""
+        print(f"{template.name:42} {costs[-1].num_messages:>8}{cells}{steep}", flush=True)
     for number, length in enumerate(lengths if table else ()):
-        rows = [costs[number] for costs in table]
-        turn_ms, first_ms, full_ms = (
-            statistics.median(getattr(cost, key) for cost in rows) * 1e3 for key in ("later_s", "first_s", "full_s")
-        )
-        more_ms = statistics.median(cost.first_s - cost.later_s for cost in rows) * 1e3
-        print(
-            f"median of {len(rows)} at {statistics.median(cost.num_ids for cost in rows):,.0f} ids ({length:,} asked "
-            f"for): turn {turn_ms:.2f} ms, full {full_ms:.0f} ms, "
-            f"{statistics.median(cost.full_s / cost.later_s for cost in rows):.0f}x; first {first_ms:.2f} ms, "
-            f"{more_ms:+.2f} ms; the dearest turn {max(cost.later_s for cost in rows) * 1e3:.1f} ms"
-        )
+        print(_summarise([costs[number] for costs in table], length))
     return 0
 
 
-def _measure_template(name: str, lengths: Sequence[int]) -> list[Cost] | str:
+def _summarise(costs: Sequence[Cost], length: int) -> str:
+    def find_median(read: Callable[[Cost], float]) -> float:
+        return statistics.median(map(read, costs))
+
+    turn_ms, full_ms = find_median(lambda cost: cost.later_s) * 1e3, find_median(lambda cost: cost.full_s) * 1e3
+    return (
+        f"median of {len(costs)} at {find_median(lambda cost: cost.num_ids):,.0f} ids ({length:,} asked for): "
+        f"turn {turn_ms:.2f} ms, full {full_ms:.0f} ms, {find_median(lambda cost: cost.full_s / cost.later_s):.0f}x; "
+        f"the first of a conversation {find_median(lambda cost: cost.first_s - cost.later_s) * 1e3:+.2f} ms; "
+        f"the dearest turn {max(cost.later_s for cost in costs) * 1e3:.1f} ms"
+    )
+
+
+def _measure_lengths(subject: Subject, lengths: Sequence[int]) -> list[Cost] | str:
     """The costs at each length, or why there are none."""
-    subject = Subject(name)
     costs: list[Cost] = []
     num_ids = 0
     for length in lengths:
         renderer = TemplateRenderer(subject.tokenizer)
-        steps = subject.make_steps(f"{name} {length}", length, 1 + NUM_LATER)
+        steps = subject.make_steps(length, length, 1 + NUM_LATER)
         turn_s: list[float] = []
         for step in steps:
             start = time.thread_time()
