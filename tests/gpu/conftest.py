@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_of_the_test_before(fresh_accelerate: None) -> None:
+def _nothing_of_the_test_before(fresh_accelerate: None) -> Iterator[None]:
     """An accelerator that a test made in bfloat16 would be that of the next test's trainer.
 
-    And what torch compiled for the models of other tests counts as recompilations of the same functions, of which it
-    allows eight.
+    The models of all tests recompile the same functions, of which torch allows eight in a process.
     """
-    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=128):
+        yield

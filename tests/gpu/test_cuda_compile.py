@@ -60,4 +60,5 @@ def test_compiled_layers_are_as_close_to_float32_as_they_are_without(precision, 
     compiled = train(rows, precision, compile=True, **LAYOUTS[layout])
     for of_plain, of_compiled, expected in zip(plain, compiled, exact, strict=True):
         assert distance(of_compiled, expected) < 1e-5 + 1.5 * distance(of_plain, expected)
-    assert 1 <= counters["stats"]["unique_graphs"] <= 16, "twelve layers share what is compiled for the first"
+    # Alone, each of the twelve layers would have at least two: with gradients and without.
+    assert 1 <= counters["stats"]["unique_graphs"] < 24, "twelve layers share what is compiled for the first"
