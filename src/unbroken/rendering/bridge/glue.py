@@ -149,7 +149,7 @@ class GlueFinder:
                 messages, len(before), full, tools=tools, glue=cut.glue, sampled_text=sampled_text
             )
             if history is HistoryEffect.REWRITTEN:
-                self._check_nothing_moved(conversation, real)
+                self._check_nothing_moved(conversation, real, cut.glue)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
         self._prompts.add(messages, tools, real)
@@ -298,15 +298,18 @@ class GlueFinder:
     def _count_control(self, text: str) -> int:
         return sum(1 for _ in self._encoder.control.find(text))
 
-    def _check_nothing_moved(self, conversation: _Conversation, real: str) -> None:
-        """Check with sentinels as their texts that no message before the turn stands after it."""
+    def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
+        """Check with sentinels as their texts that no message before the turn stands after it.
+
+        If the template reads their texts and moves them therefore, more turns end after this one than with sentinels.
+        """
         turn, sentinels = self._build_sentinel_turn(conversation, real)
         names: list[str] = []
         word = _choose_word("X", real)
         probes = [_replace_texts(message, word, names) for message in conversation.before]
         text = self._render([*probes, turn, *conversation.new], tools=conversation.tools)
         glue = self._cut(text, sentinels).glue
-        if any(name in glue for name in names):
+        if any(name in glue for name in names) or self._count_ends(glue) != self._count_ends(real_glue):
             raise BridgeRefusedError(
                 RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
             )
