@@ -25,6 +25,7 @@ rewrites them, messages before the turn may have moved behind it: that is checke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -301,7 +302,8 @@ class GlueFinder:
     def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
         """Check with sentinels as their texts that no message before the turn stands after it.
 
-        If the template reads their texts and moves them therefore, more turns end after this one than with sentinels.
+        A template may do that because of what they say. Then other turns end after this one than with sentinels, and
+        the texts themselves are found there.
         """
         turn, sentinels = self._build_sentinel_turn(conversation, real)
         names: list[str] = []
@@ -309,7 +311,13 @@ class GlueFinder:
         probes = [_replace_texts(message, word, names) for message in conversation.before]
         text = self._render([*probes, turn, *conversation.new], tools=conversation.tools)
         glue = self._cut(text, sentinels).glue
-        if any(name in glue for name in names) or self._count_ends(glue) != self._count_ends(real_glue):
+        is_moved = any(name in glue for name in names)
+        if self._count_ends(glue) != self._count_ends(real_glue):
+            rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)
+            is_moved = is_moved or any(
+                re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest) for words in _get_words(conversation.before)
+            )
+        if is_moved:
             raise BridgeRefusedError(
                 RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
             )
@@ -324,6 +332,11 @@ def _get_texts(message: Mapping[str, Any]) -> list[str]:
     """The texts of a converted message's content."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _get_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts of messages without white space around them, if there is more to them."""
+    return [words for message in messages for text in _get_texts(message) if (words := text.strip())]
 
 
 def _replace_texts(message: Mapping[str, Any], word: str, names: list[str]) -> dict[str, Any]:
