@@ -61,7 +61,7 @@ class PromptBuilder:
     def extend(
         self, turn: Turn, new: Sequence[Message], *, earlier: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> Prompt:
-        """Build the prompt after `turn` and `new` messages: a bridge, or a fresh rendering if none can be proven.
+        """Build the prompt after `turn` and `new` messages: a bridge, or a fresh rendering if there is none.
 
         `earlier` are the messages before the turn's own.
         """
