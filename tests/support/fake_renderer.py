@@ -20,6 +20,7 @@ from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
     BridgeOutcome,
+    BufferedReader,
     Closing,
     ParsedResponse,
     ParsedToolCall,
@@ -29,7 +30,6 @@ from unbroken.rendering.base import (
     ResponseReader,
     ToolCallStatus,
 )
-from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 

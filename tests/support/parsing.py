@@ -7,8 +7,8 @@ from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.call_format import CallFormat
+from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
 
 STOP = "<|im_end|>"
 

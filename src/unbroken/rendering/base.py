@@ -7,7 +7,7 @@ which ids each tool call came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -256,6 +256,39 @@ class ResponseReader(Protocol):
     def finish(self) -> ParsedResponse:
         """Close the reader if needed, and return the whole response, as `Renderer.parse_response` does."""
         ...
+
+
+class BufferedReader:
+    """Implements `ResponseReader` for parsers of whole completions: collects the ids, and parses them at the end."""
+
+    def __init__(self, parse: Callable[[Sequence[int]], ParsedResponse]) -> None:
+        self._parse = parse
+        self._ids: list[int] = []
+        self._response: ParsedResponse | None = None
+
+    def feed(self, token_ids: Iterable[int], /) -> tuple[Delta, ...]:
+        """Take more ids; returns nothing before the end."""
+        if self._response is not None:
+            raise InvariantError("the response was closed: open another reader for another completion")
+        self._ids.extend(map(int, token_ids))
+        return ()
+
+    def close(self) -> tuple[Delta, ...]:
+        """Return everything, reasoning and content before the calls; nothing when called again."""
+        if self._response is not None:
+            return ()
+        parsed = self._response = self._parse(self._ids)
+        texts = ((PartKind.REASONING, parsed.reasoning), (PartKind.CONTENT, parsed.content))
+        return (
+            *(Delta(kind=kind, text=text) for kind, text in texts if text),
+            *(Delta(kind=PartKind.TOOL_CALL, tool_call=call) for call in parsed.tool_calls),
+        )
+
+    def finish(self) -> ParsedResponse:
+        """Close the reader if needed, and return the whole response."""
+        self.close()
+        assert self._response is not None
+        return self._response
 
 
 @runtime_checkable

@@ -37,10 +37,10 @@ from unbroken.rendering.images import find_placeholder, load_images, replace_ima
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.lock import RendererLock
-from unbroken.rendering.parsing.base import ResponseParser
-from unbroken.rendering.parsing.call_constraint import CallConstraint
-from unbroken.rendering.parsing.choice import choose_parser
-from unbroken.rendering.parsing.reading.id_stream import CompletionTokens
+from unbroken.rendering.parsing.call_grammar import CallConstraint
+from unbroken.rendering.parsing.detection import choose_parser
+from unbroken.rendering.parsing.id_stream import CompletionTokens
+from unbroken.rendering.parsing.parser import ResponseParser
 from unbroken.rendering.probing import ProbedTemplate, probe_template
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
 from unbroken.rendering.threads import DaemonThreads

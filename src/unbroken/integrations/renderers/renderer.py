@@ -23,6 +23,7 @@ from unbroken.rendering.base import (
     TEMPLATE,
     Bridge,
     BridgeOutcome,
+    BufferedReader,
     Closing,
     ParsedResponse,
     Refusal,
@@ -32,7 +33,6 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.images import load_images
-from unbroken.rendering.parsing.buffered import BufferedReader
 from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 

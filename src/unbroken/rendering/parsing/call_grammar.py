@@ -3,7 +3,7 @@ r"""The grammar of a turn that must call tools, derived from calls that the temp
     <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "now", ...{}}\n</tool_call>
     `----- opening ------´   `- middle -----´        `----------------- joint ----------------´          `- closing ---´
 
-It exists for templates that write arguments after the name, in one of `STYLES`. What the grammar describes is parsed
+It exists for templates that write arguments after the name, in one of `_STYLES`. What the grammar describes is parsed
 once, so that a call which obeys it is one that the parser reads. Its form is a structural tag of xgrammar, which vLLM
 takes (https://xgrammar.mlc.ai/docs/tutorials/structural_tag): control tokens in it are ids, which text cannot spell.
 """
@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbroken.errors import TemplateError
+from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,
@@ -29,17 +31,97 @@ from unbroken.rendering.message_format import (
     MessageFormat,
     probe_call,
 )
+from unbroken.rendering.parsing.parser import FormatParser, ResponseParser
+from unbroken.rendering.reasoning import ReasoningDelimiters
 
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _CALL_IDS = ("callprob1", "callprob2")
 _CALL_ID = "[a-zA-Z0-9]{1,9}"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACE = "[ \\n]{0,4}"
-PROBE_CALLS = tuple((name, {"value": f"{PROBE_ARGUMENT}{k}"}) for k, name in enumerate(PROBE_NAMES))
+_PROBE_CALLS = tuple((name, {"value": f"{PROBE_ARGUMENT}{k}"}) for k, name in enumerate(PROBE_NAMES))
 """The calls of the probes: names and arguments."""
 
 
+class CallConstraint:
+    """Derives the grammar of calls at its first use, and writes constraints for tools."""
+
+    def __init__(
+        self,
+        *,
+        template: ChatTemplate,
+        message_format: MessageFormat,
+        parser: ResponseParser,
+        encoder: SafeEncoder,
+        reasoning: ReasoningDelimiters | None,
+        turn_ends: Collection[str],
+        stop_token_ids: Collection[int],
+    ) -> None:
+        self._template = template
+        self._message_format = message_format
+        self._parser = parser
+        self._encoder = encoder
+        self._reasoning = reasoning
+        control = encoder.control
+        self._turn_ends = {*turn_ends, *(text for i in stop_token_ids if (text := control.get_text(i)))}
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._grammar: _CallGrammar | None = None
+
+    def write(self, functions: Sequence[ToolSchema], *, prompt_end: str, several: bool) -> str:
+        """Write the constraint; see `ConstrainsCalls.constrain_calls`."""
+        for tool in functions:
+            if not _NAME.fullmatch(tool["function"]["name"]):
+                raise InvalidInputError(
+                    f"a function that must be called needs a name of letters, digits and _.-, got "
+                    f"{tool['function']['name']!r}"
+                )
+        if self._grammar is None:
+            self._grammar = self._find_grammar()
+        before = self._describe_reasoning(prompt_end)
+        return self._grammar.to_structural_tag(functions, self._encoder.control, several=several, before=before)
+
+    def _find_grammar(self) -> _CallGrammar:
+        control = self._encoder.control
+        grammar = _find_call_grammar(self._template, self._message_format, control, self._turn_ends)
+        if grammar is None or not self._is_read(grammar):
+            raise InvalidInputError(
+                f"calls cannot be required in the format {self._parser.name!r} of this chat template: no grammar is "
+                "known for its arguments. Let the model decide (tool_choice 'auto')"
+            )
+        return grammar
+
+    def _is_read(self, grammar: _CallGrammar) -> bool:
+        """Whether the parser reads what the grammar describes as these calls, and nothing else."""
+        calls: list[tuple[str, Any]] = list(_PROBE_CALLS if grammar.joint is not None else _PROBE_CALLS[:1])
+        parsed = self._parser.parse(self._encoder.encode_plain(grammar.write(calls)))
+        read = [(call.name, call.arguments) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
+        return read == calls and len(parsed.tool_calls) == len(calls) and not parsed.content and not parsed.reasoning
+
+    def _describe_reasoning(self, prompt_end: str) -> Sequence[Any]:
+        """What comes before the calls: nothing if the prompt has the reasoning already, e.g. an empty one."""
+        is_open = self._parser.opens_reasoning(prompt_end)
+        opening, closing = self._find_reasoning_delimiters()
+        if closing and prompt_end.rstrip().endswith(closing):
+            return ()
+        opening_id, closing_id = self._encoder.control.get_id(opening), self._encoder.control.get_id(closing)
+        if opening_id is not None and closing_id is not None:
+            return _describe_free_reasoning(
+                opening_id, closing_id, is_open=is_open, stop_token_ids=self._stop_token_ids
+            )
+        if is_open:
+            raise InvalidInputError("calls cannot be required inside reasoning that no control token ends")
+        return ()
+
+    def _find_reasoning_delimiters(self) -> tuple[str, str]:
+        """Those of the template, or those that the parser reads; empty if there are none."""
+        if self._reasoning is not None:
+            return self._reasoning.opening, self._reasoning.closing
+        region = self._parser.call_format.reasoning if isinstance(self._parser, FormatParser) else None
+        return ("", "") if region is None or not region.closings else (region.opening, region.closings[0])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentStyle:
+class _ArgumentStyle:
     """A way to write arguments that xgrammar knows."""
 
     name: str
@@ -55,20 +137,20 @@ def _write_tags(opening: str, closing: str) -> Callable[[Mapping[str, Any]], str
     return lambda arguments: "\n".join(opening.format(key) + value + closing for key, value in arguments.items())
 
 
-STYLES = (
-    ArgumentStyle(name="json", write=json.dumps),
-    ArgumentStyle(name="json", write=lambda arguments: json.dumps(arguments, separators=(",", ":"))),
-    ArgumentStyle(
+_STYLES = (
+    _ArgumentStyle(name="json", write=json.dumps),
+    _ArgumentStyle(name="json", write=lambda arguments: json.dumps(arguments, separators=(",", ":"))),
+    _ArgumentStyle(
         name="qwen_xml",
         write=_write_tags("<parameter={}>\n", "\n</parameter>"),
         delimiters=("<parameter=", "</parameter>"),
     ),
-    ArgumentStyle(
+    _ArgumentStyle(
         name="minimax_xml",
         write=_write_tags('<parameter name="{}">', "</parameter>"),
         delimiters=("<parameter", "</parameter>"),
     ),
-    ArgumentStyle(
+    _ArgumentStyle(
         name="glm_xml",
         write=_write_tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
         delimiters=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -77,10 +159,10 @@ STYLES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallGrammar:
+class _CallGrammar:
     """The texts around names and arguments. A call id in them stands for any other."""
 
-    style: ArgumentStyle
+    style: _ArgumentStyle
     opening: str
     middle: str
     joint: str | None
@@ -129,22 +211,22 @@ class CallGrammar:
         return _sequence([*_describe_text(function["name"] + self.middle, control), arguments])
 
 
-def find_call_grammar(
+def _find_call_grammar(
     template: ChatTemplate, message_format: MessageFormat, control: AddedTokens, turn_ends: Collection[str]
-) -> CallGrammar | None:
+) -> _CallGrammar | None:
     """Find the grammar by rendering one call and two; None if the template writes arguments in another style."""
     one = _render_calls(template, message_format, 1, turn_ends)
     two = _render_calls(template, message_format, 2, turn_ends)
-    for style in STYLES:
+    for style in _STYLES:
         if one is None or (found := _split(one, 0, style)) is None or any(map(control.occurs_in, style.delimiters)):
             continue
         opening, middle, closing = found
         joint = _find_joint(two, found, style)
-        return CallGrammar(style=style, opening=opening, middle=middle, joint=joint, closing=closing)
+        return _CallGrammar(style=style, opening=opening, middle=middle, joint=joint, closing=closing)
     return None
 
 
-def describe_reasoning(
+def _describe_free_reasoning(
     opening_id: int, closing_id: int, *, is_open: bool, stop_token_ids: Collection[int]
 ) -> list[Mapping[str, Any]]:
     """The formats of reasoning before the calls, between two control ids; optional unless the prompt opened it."""
@@ -160,7 +242,7 @@ def _render_calls(
 ) -> str | None:
     """The text of a turn with this many calls, from the first of them to the turn's end; None if it is not clear."""
     calls = [
-        probe_call(name, _CALL_IDS[k], dict(arguments)) for k, (name, arguments) in enumerate(PROBE_CALLS[:number])
+        probe_call(name, _CALL_IDS[k], dict(arguments)) for k, (name, arguments) in enumerate(_PROBE_CALLS[:number])
     ]
     for content in (PROBE_CONTENT, ""):
         user: Message = {"role": "user", "content": PROBE_USER}
@@ -192,15 +274,15 @@ def _render(
     )
 
 
-def _split(text: str, k: int, style: ArgumentStyle) -> tuple[str, str, str] | None:
+def _split(text: str, k: int, style: _ArgumentStyle) -> tuple[str, str, str] | None:
     """Split at the name and the arguments of call `k`: the texts before, between and after; None if not in order."""
-    name, arguments = PROBE_CALLS[k]
+    name, arguments = _PROBE_CALLS[k]
     before, found_name, rest = text.partition(name)
     middle, found_arguments, after = rest.partition(style.write(arguments))
     return (before, middle, after) if found_name and found_arguments and name not in after else None
 
 
-def _find_joint(text: str | None, single: tuple[str, str, str], style: ArgumentStyle) -> str | None:
+def _find_joint(text: str | None, single: tuple[str, str, str], style: _ArgumentStyle) -> str | None:
     """The text between the arguments of one call and the name of the next; `single` are the texts around one call."""
     if text is None or (first := _split(text, 0, style)) is None:
         return None

@@ -16,25 +16,22 @@ delimiters that the model only spells, and keeps only the last of two pieces of 
 status, control tokens count by id, and pieces are joined by newlines. The completion is read at its end, because the
 patterns may look ahead.
 
-It is chosen if `parsing.detection` finds no format of ours for the chat template. Our formats read more: ids of calls,
+It is chosen if `choose_parser` finds no format of ours for the chat template. Our formats read more: ids of calls,
 calls and reasoning that were cut, deltas while the model samples. `parser="response_template"` chooses it always.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
-from unbroken.rendering.parsing.buffered import BufferedReader
+from unbroken.rendering.base import BufferedReader, ParsedResponse, ParsedToolCall, PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt
-from unbroken.rendering.parsing.reading.delimiters import Delimiters
-from unbroken.rendering.parsing.reading.id_stream import CompletionTokens, IdStream
-from unbroken.rendering.parsing.reading.parts import PartBuilder
-from unbroken.rendering.parsing.response_fields import FieldSpan, find_fields
+from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
@@ -81,7 +78,7 @@ class ResponseTemplateParser:
         anchors = list(self._spec.start_anchor_re.finditer(prompt_end))
         if not anchors:
             return False
-        fields = list(find_fields(self._spec, prompt_end[anchors[-1].end() :]))
+        fields = list(_find_fields(self._spec, prompt_end[anchors[-1].end() :]))
         return bool(fields) and not fields[-1].is_closed and _KINDS.get(fields[-1].name) is PartKind.REASONING
 
     def open_reader(
@@ -108,7 +105,7 @@ class ResponseTemplateParser:
         # Delimiters that the model spelled with ordinary ids are hidden from the search, but not from the values.
         visible = "".join(piece.text if piece.is_delimiter else self._mask(piece.text) for piece in pieces)
         reasoning = next((name for name in self._spec.fields if _KINDS.get(name) is PartKind.REASONING), None)
-        fields = find_fields(self._spec, visible + "".join(stops), first=reasoning if reasoning_opened else None)
+        fields = _find_fields(self._spec, visible + "".join(stops), first=reasoning if reasoning_opened else None)
         turn = _TurnBuilder(self._spec, text, stream.parts, tools, reads_calls=reads_calls)
         for found in fields:
             turn.add(found)
@@ -134,7 +131,7 @@ class _TurnBuilder:
         self._is_reasoning_open = False
         self._parts.begin(PartKind.MARKUP, 0)
 
-    def add(self, found: FieldSpan) -> None:
+    def add(self, found: _FieldSpan) -> None:
         """Add one field. The ids of the stop belong to no field."""
         start, stop = (min(position, len(self._text)) for position in found.body)
         kind = _KINDS.get(found.name, PartKind.MARKUP)
@@ -163,7 +160,7 @@ class _TurnBuilder:
         joins = [field.join for name, field in self._spec.fields.items() if _KINDS.get(name) is kind]
         return next((text for text in joins if text is not None), "\n").join(self._pieces[kind])
 
-    def _read_value(self, found: FieldSpan, body: str) -> str:
+    def _read_value(self, found: _FieldSpan, body: str) -> str:
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         try:
@@ -172,7 +169,7 @@ class _TurnBuilder:
             value = body
         return value if isinstance(value, str) else body
 
-    def _add_calls(self, found: FieldSpan, body: str) -> None:
+    def _add_calls(self, found: _FieldSpan, body: str) -> None:
         start, stop = (min(position, len(self._text)) for position in found.whole)
         span = (self._parts.begin(PartKind.TOOL_CALL, start), self._parts.begin(PartKind.MARKUP, stop))
         field = self._spec.fields[found.name]
@@ -182,7 +179,7 @@ class _TurnBuilder:
         full_text = self._text[start:stop]
         self._calls += [attempt.to_call(body, span, full_text=full_text) for attempt in attempts]
 
-    def _add_as_content(self, found: FieldSpan, body: str) -> None:
+    def _add_as_content(self, found: _FieldSpan, body: str) -> None:
         start, stop = (min(position, len(self._text)) for position in found.whole)
         self._parts.begin(PartKind.CONTENT, start)
         self._parts.begin(PartKind.MARKUP, stop)
@@ -225,3 +222,78 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         arguments=arguments,
         call_id=call_id if isinstance(call_id, str) else "",
     )
+
+
+_SEARCH_TIMEOUT_S = 1.0
+"""The patterns come from a tokenizer's files and may be slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FieldSpan:
+    """One field in a text; pairs are half-open ranges of characters."""
+
+    name: str
+    whole: tuple[int, int]
+    """With its delimiters."""
+    body: tuple[int, int]
+    is_closed: bool
+    captures: dict[str, str] = field(default_factory=dict)
+    """The named groups of its opening's match."""
+
+
+def _find_fields(spec: Any, text: str, *, first: str | None = None) -> Iterator[_FieldSpan]:
+    """Find all fields, from left to right; the text begins inside the field `first`.
+
+    The rules are those of transformers: in a field with an opening only its closing counts. Elsewhere (in the field
+    without an opening, if there is one) the opening that begins first counts, and of several there the longest. `spec`
+    is a `ResponseTemplate` of transformers.
+    """
+    current = first or spec.implicit
+    captures: dict[str, str] = {}
+    whole_start = position = 0
+    while True:
+        name, match = _find_next(spec, text, position, current)
+        stop = len(text) if match is None else match.start()
+        if current is not None and (stop > position or current != spec.implicit):
+            is_closed = match is not None and name == current
+            yield _FieldSpan(
+                name=current,
+                whole=(whole_start, match.end() if match is not None and is_closed else stop),
+                body=(position, stop),
+                is_closed=is_closed or current == spec.implicit,
+                captures=captures,
+            )
+        if match is None:
+            return
+        is_opening = name != current
+        if match.end() == position and not is_opening:
+            return  # an empty closing of an empty field: transformers stops here too
+        current = name if is_opening else spec.implicit
+        captures = {key: value for key, value in match.groupdict().items() if value is not None} if is_opening else {}
+        whole_start, position = match.start(), match.end()
+
+
+def _find_next(spec: Any, text: str, position: int, current: str | None) -> tuple[str | None, Any]:
+    """Find the next delimiter, with the field that it opens, or the current field if it closes that."""
+    if current is not None and current != spec.implicit:
+        closing = spec.fields[current].close_re
+        return current, None if closing is None else _search(closing, text, position)
+    found = []
+    for name, known in spec.fields.items():
+        if known.open_re is not None and (match := _search(known.open_re, text, position)) is not None:
+            found.append((match.start(), -len(match.group()), 0, name, match))
+        if name == spec.implicit and known.close_re is not None:
+            match = _search(known.close_re, text, position)
+            if match is not None:
+                found.append((match.start(), -len(match.group()), 1, name, match))
+    if not found:
+        return None, None
+    *_, name, match = min(found, key=lambda candidate: candidate[:4])
+    return name, match
+
+
+def _search(pattern: Any, text: str, position: int) -> Any:
+    try:
+        return pattern.search(text, position, timeout=_SEARCH_TIMEOUT_S)
+    except TimeoutError:
+        return None
