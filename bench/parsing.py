@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
+from unbroken.rendering.parsing.formats import get_format
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.registry import get_format
 
 FORMATS = ("hermes", "glm")
 LENGTHS = (2_000, 8_000, 32_000)

@@ -13,9 +13,9 @@ from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.call_format import CallFormat
+from unbroken.rendering.parsing.formats import FORMATS
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import FormatParser
-from unbroken.rendering.parsing.registry import FORMATS
 
 NUM_CASES = num_cases(70)
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")

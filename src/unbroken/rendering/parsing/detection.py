@@ -36,11 +36,9 @@ from unbroken.rendering.message_format import (
     probe_call,
 )
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.formats.json_calls.hermes import HERMES
-from unbroken.rendering.parsing.formats.plain import PLAIN
+from unbroken.rendering.parsing.formats import FORMATS, get_format
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import FormatParser, ResponseParser
-from unbroken.rendering.parsing.registry import FORMATS, get_format
 from unbroken.rendering.parsing.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
 from unbroken.rendering.reasoning import ReasoningDelimiters
 
@@ -116,7 +114,7 @@ def choose_parser(
         probe = _ReadBackProbe(template, message_format, tokens, reasoning)
         call_format = _find_shown(probe, source)
         if call_format is None and response_template is None:
-            call_format = HERMES if _CHATML in source and not probe.renders_calls else PLAIN
+            call_format = get_format("hermes" if _CHATML in source and not probe.renders_calls else "none")
     if call_format is None:
         if response_template is None:
             raise InvalidInputError(

@@ -7,7 +7,7 @@ import pytest
 from support.corpus import CorpusTemplate, corpus_templates
 from support.parsing import tool
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.registry import FORMATS
+from unbroken.rendering.parsing.formats import FORMATS
 from unbroken.rendering.template import TemplateRenderer
 
 PARSERS = {

@@ -8,7 +8,7 @@ from support.format_templates import FORMAT_TEMPLATES
 from support.templates import CHATML, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.parsing.registry import FORMATS, get_format
+from unbroken.rendering.parsing.formats import FORMATS, get_format
 from unbroken.rendering.template import TemplateRenderer
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -5,7 +5,7 @@ import pytest
 from support.parsing import STOP, FormatOnTokenizer, tool, written_calls
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallFormat
-from unbroken.rendering.parsing.registry import FORMATS
+from unbroken.rendering.parsing.formats import FORMATS
 
 _WITH_HEADERS = {
     "harmony": '{"a": 1}',

@@ -8,7 +8,7 @@ from support.parsing import STOP, FormatOnTokenizer
 from unbroken.errors import InvariantError
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ResponsePart, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region, reasoning_region
-from unbroken.rendering.parsing.formats.json_calls.hermes import HERMES
+from unbroken.rendering.parsing.formats import HERMES
 from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader, make_json_calls_reader
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -1,4 +1,4 @@
-"""Reads calls that are JSON objects."""
+"""Reads calls that are JSON objects, or a name with a JSON object."""
 
 from __future__ import annotations
 
@@ -143,3 +143,18 @@ def _check_writable(value: Any) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def read_named_call(
+    name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None
+) -> CallAttempt:
+    """Read a call from its name and the JSON text of its arguments. An empty text means no arguments."""
+    try:
+        value: Any = read_json(arguments) if arguments.strip() else {}
+    except ValueError:
+        return CallAttempt(status=ToolCallStatus.INVALID_JSON, span=span)
+    if not name:
+        return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
+    if not isinstance(value, dict):
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
+    return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=value, call_id=call_id, span=span)

@@ -7,8 +7,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.json_calls.deepseek import DEEPSEEK
-from unbroken.rendering.parsing.formats.json_calls.kimi_k2 import KIMI_K2
+from unbroken.rendering.parsing.formats import DEEPSEEK, KIMI_K2
 
 DEEP = FormatOnTokenizer(DEEPSEEK, control=sorted(DEEPSEEK.delimiters), stops=("<｜end▁of▁sentence｜>",))
 KIMI = FormatOnTokenizer(KIMI_K2, control=sorted(KIMI_K2.delimiters))

@@ -6,7 +6,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.python_calls.gemma import FUNCTION_GEMMA, GEMMA4
+from unbroken.rendering.parsing.formats import FUNCTION_GEMMA, GEMMA4
 
 Q = '<|"|>'
 FORM = FormatOnTokenizer(

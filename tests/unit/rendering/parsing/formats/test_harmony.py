@@ -4,7 +4,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.messages.harmony import HARMONY
+from unbroken.rendering.parsing.formats import HARMONY
 
 CONTROL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 FORM = FormatOnTokenizer(HARMONY, control=CONTROL, stops=("<|return|>", "<|call|>", "<|end|>"))

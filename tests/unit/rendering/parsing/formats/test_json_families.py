@@ -4,13 +4,16 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.json_calls.apertus import APERTUS
-from unbroken.rendering.parsing.formats.json_calls.functionary_v31 import FUNCTIONARY_V31
-from unbroken.rendering.parsing.formats.json_calls.gigachat import GIGACHAT, GIGACHAT3
-from unbroken.rendering.parsing.formats.json_calls.llama4 import LLAMA4
-from unbroken.rendering.parsing.formats.messages.functionary import FUNCTIONARY
-from unbroken.rendering.parsing.formats.messages.inkling import INKLING
-from unbroken.rendering.parsing.formats.messages.solar import SOLAR
+from unbroken.rendering.parsing.formats import (
+    APERTUS,
+    FUNCTIONARY,
+    FUNCTIONARY_V31,
+    GIGACHAT,
+    GIGACHAT3,
+    INKLING,
+    LLAMA4,
+    SOLAR,
+)
 
 OK, JSON, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_JSON, ToolCallStatus.MISSING_NAME
 SYNTAX, UNCLOSED, ARGUMENTS = ToolCallStatus.INVALID_SYNTAX, ToolCallStatus.UNCLOSED, ToolCallStatus.INVALID_ARGUMENTS

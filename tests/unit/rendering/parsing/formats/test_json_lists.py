@@ -4,9 +4,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.json_calls.cohere import COHERE, COHERE2
-from unbroken.rendering.parsing.formats.json_calls.nemotron import NEMOTRON
-from unbroken.rendering.parsing.formats.json_calls.phi import PHI
+from unbroken.rendering.parsing.formats import COHERE, COHERE2, NEMOTRON, PHI
 
 COMMAND_R = FormatOnTokenizer(COHERE)
 COMMAND_A = FormatOnTokenizer(COHERE2, control=sorted(COHERE2.delimiters))

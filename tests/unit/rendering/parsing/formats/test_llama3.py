@@ -4,7 +4,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.json_calls.llama3 import LLAMA3
+from unbroken.rendering.parsing.formats import LLAMA3
 
 FORM = FormatOnTokenizer(LLAMA3, control=("<|python_tag|>", "<|eom_id|>"), stops=("<|eot_id|>",))
 ADD = '{"name": "add", "parameters": {"a": 1}}'

@@ -4,7 +4,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.json_calls.mistral import MISTRAL
+from unbroken.rendering.parsing.formats import MISTRAL
 
 CONTROL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 FORM = FormatOnTokenizer(MISTRAL, control=CONTROL, stops=("</s>",))

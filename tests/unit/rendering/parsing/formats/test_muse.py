@@ -4,7 +4,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer, tool
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.messages.muse import MUSE
+from unbroken.rendering.parsing.formats import MUSE
 
 FORM = FormatOnTokenizer(MUSE, control=("<|start|>", "<|message|>", "<|eom|>"), stops=("<|eot|>",))
 THOUGHT = " to=self<|message|>add them<|eom|><|start|>assistant"

@@ -6,12 +6,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer, tool
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.tagged_calls.deepseek_dsml import DEEPSEEK_V32
-from unbroken.rendering.parsing.formats.tagged_calls.hunyuan import HUNYUAN3
-from unbroken.rendering.parsing.formats.tagged_calls.kimi_k3 import KIMI_K3
-from unbroken.rendering.parsing.formats.tagged_calls.minicpm import MINICPM5
-from unbroken.rendering.parsing.formats.tagged_calls.minimax_m3 import MINIMAX_M3
-from unbroken.rendering.parsing.formats.tagged_calls.qwen3_coder import SEED
+from unbroken.rendering.parsing.formats import DEEPSEEK_V32, HUNYUAN3, KIMI_K3, MINICPM5, MINIMAX_M3, SEED
 
 OK, SYNTAX, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_SYNTAX, ToolCallStatus.MISSING_NAME
 UNCLOSED, JSON = ToolCallStatus.UNCLOSED, ToolCallStatus.INVALID_JSON

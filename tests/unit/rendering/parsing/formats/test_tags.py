@@ -6,9 +6,8 @@ import pytest
 
 from support.parsing import FormatOnTokenizer, tool
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats.tagged_calls.glm import GLM as GLM_FORMAT
-from unbroken.rendering.parsing.formats.tagged_calls.minimax import MINIMAX_M1, MINIMAX_M2
-from unbroken.rendering.parsing.formats.tagged_calls.qwen3_coder import QWEN3_CODER
+from unbroken.rendering.parsing.formats import GLM as GLM_FORMAT
+from unbroken.rendering.parsing.formats import MINIMAX_M1, MINIMAX_M2, QWEN3_CODER
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 ARG_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

@@ -7,8 +7,7 @@ import pytest
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body
-from unbroken.rendering.parsing.formats.python_calls.lfm2 import LFM2
-from unbroken.rendering.parsing.formats.python_calls.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats import LFM2, PYTHONIC
 from unbroken.rendering.parsing.syntax.python_calls import MAX_CHARS, read_python_calls
 
 PYTHON = FormatOnTokenizer(PYTHONIC, control=("<|python_start|>", "<|python_end|>"))

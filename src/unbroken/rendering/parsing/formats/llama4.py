@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
 from unbroken.rendering.parsing.call_format import CallFormat, Region
-from unbroken.rendering.parsing.formats.json_calls.llama3 import read_untagged
+from unbroken.rendering.parsing.formats.llama3 import read_untagged
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 _START, _END, _EOM = "<|python_start|>", "<|python_end|>", "<|eom|>"

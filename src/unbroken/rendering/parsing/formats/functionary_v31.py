@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _OPENING, _CLOSING, _PYTHON, _END = "<function=", "</function>", "<|python_tag|>", "<|eom_id|>"
 

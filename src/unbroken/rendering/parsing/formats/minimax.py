@@ -9,8 +9,8 @@ Each call has its own span; the delimiters around all of them are markup. M3 is 
 from __future__ import annotations
 
 from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.call_tags import CallTags
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
+from unbroken.rendering.parsing.syntax.tags import CallTags
 
 _TAGS = CallTags(
     opening='<invoke name="',

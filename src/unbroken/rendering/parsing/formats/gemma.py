@@ -1,6 +1,11 @@
-r"""Reads Gemma's calls: `call:add{a:1,b:<|"|>two<|"|>,c:[true,{d:null}]}`, with delimiters instead of quotes.
+r"""Gemma 4 and FunctionGemma: calls without quotes, reasoning in a channel of Gemma 4.
 
-Strings are found by their delimiters, not by their text, so that they may contain anything.
+    <|channel>thought\nadd them\n<channel|>Let me see.<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>
+                       `reasoning´         `-content-´`----------------- one call ------------------------´
+    <start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>
+
+Strings are found by the delimiters around them, not by their text, so that they may contain anything. A channel of
+another name is content. Gemma 4 stops after its calls with `<|tool_response>`.
 """
 
 from __future__ import annotations
@@ -11,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt
+from unbroken.rendering.base import PartKind, ToolCallStatus
+from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region, call_region
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
-MAX_DEPTH = 50
+_MAX_DEPTH = 50
 """Nested brackets."""
 
 _NAME = re.compile(r"\s*call:\s*(?P<name>[^\s{}\[\],:<>]+(?::[^\s{}\[\],:<>]+)*)\s*(?=\{)")
@@ -29,7 +34,7 @@ class _SyntaxError(ValueError):
     """The text is not a call."""
 
 
-def read_gemma_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read a body that is one call."""
     found = _NAME.match(body.text)
     if found is None:
@@ -95,7 +100,7 @@ class _Values:
         return values
 
     def _expect(self, bracket: str, depth: int) -> None:
-        if depth > MAX_DEPTH or not self._take(bracket):
+        if depth > _MAX_DEPTH or not self._take(bracket):
             raise _SyntaxError(f"no {bracket}, or too deep")
 
     def _read_value(self, depth: int) -> Any:
@@ -129,3 +134,38 @@ class _Values:
             raise _SyntaxError("a key or value is missing")
         self._position = match.end()
         return match.group().rstrip()
+
+
+_THOUGHT = Region(kind=PartKind.REASONING, closings=("<channel|>",), ended_by=("<|tool_call>",))
+
+
+def _route(header: Body) -> Region | None:
+    return _THOUGHT if header.text.strip() == "thought" else None
+
+
+GEMMA4 = CallFormat(
+    name="gemma4",
+    regions=(
+        _THOUGHT,
+        call_region(
+            "<|tool_call>", "<tool_call|>", _read_call, ended_by=("<|tool_response>",), inner_delimiters=('<|"|>',)
+        ),
+    ),
+    separators=("<|tool_response>",),
+    header=Header(opening="<|channel>", closings=("\n",), route=_route),
+    hints=("<|tool_call>",),
+)
+FUNCTION_GEMMA = CallFormat(
+    name="function_gemma",
+    regions=(
+        call_region(
+            "<start_function_call>",
+            "<end_function_call>",
+            _read_call,
+            ended_by=("<start_function_response>",),
+            inner_delimiters=("<escape>",),
+        ),
+    ),
+    separators=("<start_function_response>",),
+    hints=("<start_function_call>",),
+)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = "```"

@@ -12,7 +12,7 @@ V4's section is `<｜DSML｜tool_calls>`. Values other than strings are JSON.
 from __future__ import annotations
 
 from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.call_tags import CallTags
+from unbroken.rendering.parsing.syntax.tags import CallTags
 
 _TAGS = CallTags(
     opening='<｜DSML｜invoke name="',

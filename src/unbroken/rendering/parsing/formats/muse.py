@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
-from unbroken.rendering.parsing.syntax.call_tags import CallTags
-from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+from unbroken.rendering.parsing.syntax.tags import CallTags, TagReader, TagSyntaxError
 
 _START, _MESSAGE, _CLOSINGS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
 _CALLS, _END_OF_CALLS = "<atem:function_calls>", "</atem:function_calls>"

@@ -11,7 +11,7 @@ r"""Hunyuan 3 (Hy3): GLM's keys and values, with a suffix in each tag, and in a 
 from __future__ import annotations
 
 from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.key_value_tags import KeyValueTags
+from unbroken.rendering.parsing.syntax.tags import KeyValueTags
 
 _SUFFIX = ":opensource"
 _END_OF_SECTION = f"</tool_calls{_SUFFIX}>"

@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.call_tags import CallTags
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
-from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
+from unbroken.rendering.parsing.syntax.tags import CallTags, TagReader, TagSyntaxError
 
 
 def _open(tag: str) -> str:

@@ -6,7 +6,7 @@ r"""GLM-4.5 and later: the name, then keys and values between tags.
 from __future__ import annotations
 
 from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.key_value_tags import KeyValueTags
+from unbroken.rendering.parsing.syntax.tags import KeyValueTags
 
 _TAGS = KeyValueTags()
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _BEGIN, _END, _SECTION, _END_OF_SECTION = "<|begin|>assistant", "<|end|>", "<|tool_calls|>", "<|calls|>"
 _NAME, _ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _CLOSINGS = ("<|end|>", "<|call|>", "<|return|>")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unbroken.rendering.parsing.call_format import CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.call_tags import CallTags
+from unbroken.rendering.parsing.syntax.tags import CallTags
 
 _TAGS = CallTags(
     opening='<function name="',

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
-from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
-from unbroken.rendering.parsing.syntax.named_calls import read_named_call
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader, read_named_call
 
 _OPENING, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAMED = re.compile(r"\s*(?P<name>[\w.\-]+)\s*(?P<arguments>\{.*)", re.DOTALL)

@@ -1,1 +1,0 @@
-"""Formats with calls as JSON, alone or in a list."""

@@ -1,1 +1,0 @@
-"""Formats with each argument of a call between tags."""
