@@ -24,9 +24,9 @@ from support.conversations import (
 )
 from support.effort import num_cases
 from unbroken.rendering.base import TEMPLATE, Bridge
-from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 
 SEEDS = st.integers(0, 2**32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unbroken.rendering.base import Refusal
 from unbroken.rendering.bridge.turn_ends import TurnEnds
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.message_format import MessageFormat
 
 __all__ = ["AddedTokens", "TemplateFacts", "TurnEnds"]

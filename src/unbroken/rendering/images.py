@@ -24,7 +24,7 @@ from unbroken.images.loading import find_image_parts
 from unbroken.images.placeholders import fill_places
 from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 from unbroken.types.arrays import freeze
 

@@ -10,7 +10,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Refusal
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat, find_message_format
 from unbroken.rendering.reasoning import ReasoningDelimiters, find_reasoning_delimiters, find_reasoning_markup

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import PROBE_CONTENT, PROBE_REASONING, PROBE_USER, MessageFormat
 

@@ -82,7 +82,7 @@ class TemplateRenderer:
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
                 as it is.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.formats`), or
-                `response_template` for the tokenizer's own; by default found as described in `parsing.choice`.
+                `response_template` for the tokenizer's own; by default found as described in `parsing.detection`.
             limits: on the template and each rendering.
             now: the time that the template reads; the time of this call by default. It never changes, so that a text
                 stays the same during a conversation.

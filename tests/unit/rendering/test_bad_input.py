@@ -12,9 +12,9 @@ from support.tokenizer_kinds import KINDS, TokenizerKind
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError, ToolDefinitionError
 from unbroken.rendering.base import Bridge, Refusal
-from unbroken.rendering.encoding.control_tokens import AddedTokens
 from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 

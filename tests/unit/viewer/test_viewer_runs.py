@@ -17,7 +17,7 @@ from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples, find_trained_paths
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs

@@ -31,7 +31,7 @@ from unbroken.rendering.base import (
     RenderedPrompt,
     ResponseReader,
 )
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.images import load_images
 from unbroken.rendering.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids

@@ -24,7 +24,7 @@ from typing import Any
 from unbroken.rendering.base import RefusalReason
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
 from unbroken.rendering.bridge.turn_examples import NEXT_TEXT, USER, TurnExamples, build_turn, count_shared
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import TemplateError
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,

@@ -1,14 +1,19 @@
-"""Plain encoding and decoding, for text that is not a conversation: raw prompts, and text for people to read."""
+"""Plain encoding and decoding: raw prompts, and text for people to read, whole, as it comes, or id by id."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from unbroken.rendering.encoding.calls import encode_text
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.encoding.tokenizer import encode_text
 from unbroken.types import TokenIds, token_ids
 
 
@@ -73,3 +78,91 @@ class TextStream:
         """Return the held-back bytes that are not UTF-8, as replacement characters."""
         whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""
+
+
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenText:
+    """What one id stands for."""
+
+    text: str
+    """Bytes that are no UTF-8 by themselves are replacement characters."""
+    data: bytes
+    """In UTF-8; a part of a character where an id has no more."""
+
+
+class TokenTexts:
+    """The texts of a tokenizer's ids.
+
+    Worked example with byte-level BPE: the id of `Ġthe` has the text " the"; that of `Ã`, the first byte of "é", has
+    the data C3 and the text U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        state = json.loads(tokenizer.to_str())
+        self._added = {int(each["id"]): str(each["content"]) for each in state.get("added_tokens") or ()}
+        kinds = set(_find_types(state.get("decoder")))
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._has_spaces = "Metaspace" in kinds or _SPACE in json.dumps(state.get("decoder"), ensure_ascii=False)
+        self._has_bytes = "ByteFallback" in kinds
+
+    @classmethod
+    def load(cls, file: Path) -> TokenTexts:
+        """Load a `tokenizer.json`.
+
+        Raises:
+            InvalidInputError: it is not one.
+        """
+        try:
+            return cls(Tokenizer.from_str(file.read_text("utf-8")))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise InvalidInputError(f"{file} must be a tokenizer.json: {error}") from None
+
+    def get(self, token_id: int) -> TokenText | None:
+        """The text of an id; None if the tokenizer has no such id."""
+        if (added := self._added.get(token_id)) is not None:
+            return TokenText(text=added, data=added.encode())
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return None
+        data = self._find_bytes(token_id, piece)
+        return TokenText(text=data.decode("utf-8", "replace"), data=data)
+
+    def get_all(self, token_ids: Iterable[int]) -> dict[int, TokenText]:
+        """The texts of those ids that have one."""
+        found = ((token_id, self.get(token_id)) for token_id in sorted(set(token_ids)))
+        return {token_id: text for token_id, text in found if text is not None}
+
+    def _find_bytes(self, token_id: int, piece: str) -> bytes:
+        if self._alphabet is not None:
+            if all(character in self._alphabet for character in piece):
+                return bytes(self._alphabet[character] for character in piece)
+            return piece.encode()
+        if self._has_bytes and (match := _BYTE.fullmatch(piece)) is not None:
+            return bytes([int(match[1], 16)])
+        if self._has_spaces:
+            return piece.replace(_SPACE, " ").encode()
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+
+def _find_types(value: Any) -> Iterable[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("type"), str):
+            yield value["type"]
+        for item in value.values():
+            yield from _find_types(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _find_types(item)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level BPE (GPT-2), printable ones for themselves."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -23,7 +23,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from unbroken.rendering.base import PartKind, ResponsePart
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 
 
 class CompletionTokens:

@@ -18,7 +18,7 @@ import numpy as np
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.retokenising.pipeline import SampledTurn, UsualPipeline
 from unbroken.retokenising.texts import TemplateTexts
 from unbroken.types import token_ids

@@ -17,7 +17,7 @@ from typing import Any
 from unbroken.ledger.nodes import BridgeKind, Path, Position
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.tree import TokenTree
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.paths import describe_path, find_runs
 from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json

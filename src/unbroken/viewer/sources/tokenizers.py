@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.viewer.sources.recipe import read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
 

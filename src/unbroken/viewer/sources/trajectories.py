@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.rendering.encoding.token_texts import TokenTexts
+from unbroken.rendering.encoding.text_codec import TokenTexts
 
 _BRANCHES = {"prompt": "new_conversation", "bridge": "continued_again", "sampled": "sampled_again"}
 """Branches without a fork, by the origin of their first own id."""

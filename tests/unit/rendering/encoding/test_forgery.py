@@ -9,7 +9,7 @@ from support.conversations import FAMILIES
 from support.tokenizers import make_tokenizer, normalising
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.rendering.base import Bridge, RefusalReason
-from unbroken.rendering.encoding.control_tokens import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import token_ids
 

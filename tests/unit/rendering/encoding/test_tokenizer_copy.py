@@ -5,7 +5,7 @@ import pytest
 from support.corpus import corpus_templates
 from support.templates import GLM, GLM_CONTROL_TOKENS, QWEN
 from support.tokenizers import make_tokenizer, normalising
-from unbroken.rendering.encoding.tokenizer_copy import copy_tokenizer
+from unbroken.rendering.encoding.tokenizer import copy_tokenizer
 
 TOKENIZERS = {
     "byte level": lambda: make_tokenizer(QWEN),
