@@ -26,11 +26,12 @@ of its own, with limits of time and memory."""
 _EPILOG = """\
 exit status:
   0  fit: every turn is bridged exactly
-  3  partly fit: some turns fork or are refused; the verdict says which
-  4  not usable: no bridge can be derived, one was wrong, or sampling would
-     stop inside a turn
-  5  undecided: give the model's tokenizer, as the ends of turns are not
-     recognised in the template alone
+  3  partly fit: some turns or all fork, or something is not carried; the
+     verdict says what, and what to do
+  4  not usable: no turn end can be found, a bridge was wrong, sampling would
+     stop inside a turn, or the template accepts no conversation
+  5  undecided: give the model's tokenizer, as the control tokens of the
+     template alone are not recognised, or guessed wrong
   1  an error: in the model's files, in the template, or a limit of time or memory
   2  wrong usage
 

@@ -51,7 +51,7 @@ class Following(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The shape of a turn and of what follows it, which the coverage of an audit counts."""
+    """The shape of a turn and of what follows it."""
 
     num_calls: int
     has_text: bool
@@ -79,7 +79,7 @@ SITUATIONS: tuple[tuple[Situation, int], ...] = (
     (_situation(0, Following.SYSTEM, has_text=True), 1),
     (_situation(0, Following.RESULT, has_text=True), 1),
 )
-"""Each with its weight in random draws. They are few because each costs a certificate."""
+"""Each with its weight in random draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

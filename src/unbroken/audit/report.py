@@ -23,7 +23,7 @@ class TemplateKind(StrEnum):
     """Within a tool cycle too, or only the empty wrapper around the last turn's missing reasoning."""
     REWRITES_HISTORY = "rewrites_history"
     UNDERIVABLE = "underivable"
-    """The end of a turn cannot be found."""
+    """The end of a turn cannot be found, or no usual turn could be bridged."""
 
 
 class Trait(StrEnum):
@@ -44,6 +44,34 @@ class Trait(StrEnum):
     RENDERS_NO_REASONING = "renders_no_reasoning"
 
 
+KIND_WORDS: Mapping[TemplateKind, str] = {
+    TemplateKind.APPEND_ONLY: "append-only: it keeps the history as it is",
+    TemplateKind.STRIPS_REASONING_ON_USER: "strips reasoning on a user message: when a new one follows",
+    TemplateKind.STRIPS_REASONING: "strips or re-wraps reasoning: whatever follows, tool results too",
+    TemplateKind.REWRITES_HISTORY: "rewrites history: more than reasoning changes once messages follow",
+    TemplateKind.UNDERIVABLE: "underivable: no turn of the usual kinds could be bridged",
+}
+"""A short name before the colon."""
+TRAIT_WORDS: Mapping[Trait, str] = {
+    Trait.IGNORES_TOOLS: "does not show tools to the model",
+    Trait.RENDERS_NO_CALLS: "renders no calls, so that a model's are part of its text",
+    Trait.REFUSES_RESULTS: "refuses tool results",
+    Trait.DROPS_RESULTS: "leaves tool results out",
+    Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
+    Trait.DROPS_PARALLEL_CALLS: "leaves out all but one of parallel calls",
+    Trait.DROPS_TEXT_BESIDE_CALLS: "leaves out a turn's text beside its calls",
+    Trait.REFUSES_SYSTEM: "refuses system messages",
+    Trait.DROPS_SYSTEM: "leaves system messages out",
+    Trait.REFUSES_LATE_SYSTEM: "refuses system messages in mid-conversation",
+    Trait.DROPS_LATE_SYSTEM: "leaves out system messages in mid-conversation",
+    Trait.REFUSES_USERS_IN_A_ROW: "refuses two user messages in a row",
+    Trait.RENDERS_NO_REASONING: "renders no reasoning",
+}
+PARALLEL_LIMITS = frozenset({Trait.REFUSES_PARALLEL_CALLS, Trait.DROPS_PARALLEL_CALLS})
+LIMITS = PARALLEL_LIMITS | {Trait.RENDERS_NO_CALLS, Trait.REFUSES_RESULTS, Trait.DROPS_RESULTS}
+"""The traits that a rollout with tools would notice."""
+
+
 class Verdict(StrEnum):
     """Whether the template can be used for training."""
 
@@ -51,7 +79,7 @@ class Verdict(StrEnum):
     PARTLY_FIT = "partly_fit"
     UNFIT = "unfit"
     UNDECIDED = "undecided"
-    """Without the model's tokenizer, no control token is recognised where turns end."""
+    """Without the model's tokenizer, control tokens were not recognised, or guessed wrong."""
 
 
 EXIT_CODES: Mapping[Verdict, int] = {
@@ -103,6 +131,8 @@ class RenderingFinding:
 
     num_compared: int
     num_same: int
+    text_sha256: str
+    """Of the texts of all conversations: templates with the same one write the same."""
     example: str = ""
 
 
@@ -223,6 +253,9 @@ class FuzzFinding:
     num_exact: int
     num_wrong: int
     num_unjudged: int
+    history: Mapping[str, int]
+    """The number of bridges by what a fresh rendering does to everything before (P2): `rendering.base.HistoryEffect`,
+    or `unknown`."""
     not_accepted: Mapping[str, int]
     """The number of conversations that the template itself refuses or shortens, by situation."""
     refused: tuple[RefusedShare, ...]
@@ -279,11 +312,12 @@ class SideBySide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """All findings of an audit, with the verdict in one `sentence`."""
+    """All findings of an audit, with the verdict in one `sentence`, and the `action` to take."""
 
     about: About
     verdict: Verdict
     sentence: str
+    action: str
     kind: KindFinding
     rendering: RenderingFinding
     turn_ends: TurnEndFinding

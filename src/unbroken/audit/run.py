@@ -18,31 +18,22 @@ from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import About, AuditReport, Trait
 from unbroken.audit.subject import Subject
 from unbroken.audit.verdict import find_verdict
-from unbroken.messages import Message
-from unbroken.rendering.base import Refusal
-
-_SAID, _NEXT = "Zq8Said", "Zq8Next"
 
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
-    """Audit a subject. The same seed gives the same report, except for the times in it."""
+    """Audit a subject. The same seed gives the same report."""
     kind = find_kind(subject)
     max_calls, with_system = find_max_calls(kind.traits), Trait.REFUSES_SYSTEM not in kind.traits
     round_trip = find_round_trip(subject, seed=config.seed, max_calls=max_calls)
-    fuzz = find_bridges(
-        subject,
-        seed=config.seed,
-        num_conversations=config.num_conversations,
-        max_calls=max_calls,
-        with_system=with_system,
-    )
-    rendering = find_rendering(subject, seed=config.seed, max_calls=max_calls, with_system=with_system)
-    turn_ends = find_turn_ends(subject)
-    verdict, sentence = find_verdict(kind, rendering, turn_ends, fuzz, round_trip, lacks_tokens=_lacks_tokens(subject))
+    fuzz = find_bridges(subject, config, max_calls=max_calls, with_system=with_system)
+    rendering = find_rendering(subject, config, max_calls=max_calls, with_system=with_system)
+    turn_ends, about = find_turn_ends(subject), _describe_subject(subject, config)
+    verdict, sentence, action = find_verdict(about, kind, rendering, turn_ends, fuzz, round_trip)
     return AuditReport(
-        about=_describe_subject(subject, config),
+        about=about,
         verdict=verdict,
         sentence=sentence,
+        action=action,
         kind=kind,
         rendering=rendering,
         turn_ends=turn_ends,
@@ -54,20 +45,6 @@ def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
         fuzz=fuzz,
         side_by_side=find_side_by_side(subject, max_calls=max_calls),
     )
-
-
-def _lacks_tokens(subject: Subject) -> bool:
-    """Whether a stand-in has no control token between an answer and the next question, where a turn ends."""
-    if not (subject.is_stand_in and isinstance(subject.facts.turn_ends, Refusal)):
-        return False
-    messages: list[Message] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": _SAID},
-        {"role": "user", "content": _NEXT},
-    ]
-    text = subject.render_text(messages, add_generation_prompt=True) or ""
-    said, following = text.rfind(_SAID), text.rfind(_NEXT)
-    return 0 <= said < following and next(subject.facts.control_tokens.find(text, said, following), None) is None
 
 
 def _describe_subject(subject: Subject, config: AuditConfig) -> About:

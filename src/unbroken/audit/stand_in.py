@@ -33,8 +33,7 @@ _SPECIAL = re.compile(
     r"|\[\|[^\s\[\]|'\"{}+]{1,48}\|\]|〈\|[^\s〈〉|'\"{}+]{1,48}\|〉"  # EXAONE: [|endofturn|]; Laguna: 〈|EOS|〉
     r"|\[(?:/?INST|gMASK|BOS|EOS|/?TOOL_CALLS|/?TOOL_RESULTS|/?AVAILABLE_TOOLS|/?SYSTEM_PROMPT|CALL_ID|ARGS|/?THINK)\]"
 )
-_BRACKETS = r"[\[\]<>{}|~〈〉]"
-_MARKUP = re.compile(rf"</?[A-Za-z][\w:.\-]{{0,40}}>|{_BRACKETS}{{1,4}}[\w~!]{{1,20}}{_BRACKETS}{{1,4}}")
+_MARKUP = re.compile(r"</?[A-Za-z][\w:.\-]{0,40}>|[\[<{|~〈]{1,4}[\w~!]{1,20}[\]>}|~〉]{1,4}")
 """Between two turns, if nothing there looks like a control token."""
 _TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 """Added tokens, but not special, in the families that use them."""

@@ -24,6 +24,11 @@ class Subject(TemplateTexts):
     renderer: Renderer
     """`template_renderer`, unless a renderer of the package `renderers` is audited."""
 
+    @property
+    def renders_reasoning(self) -> bool:
+        """Whether the template has a key for reasoning."""
+        return self.facts.message_format.reasoning_key is not None
+
     def find_unread_options(self) -> tuple[str, ...]:
         """Find the options that the template never reads: misspelled, or meant for another model."""
         return tuple(sorted(set(self.options) - self.template_renderer.find_variables()))

@@ -7,32 +7,18 @@ from pathlib import Path
 
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.process import run_in_process
-from unbroken.audit.report import AuditReport, TemplateKind, Trait
+from unbroken.audit.report import KIND_WORDS, LIMITS, TRAIT_WORDS, AuditReport, Trait
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.limited_process import ProcessLimits
 
-_KIND_WORDS = {
-    TemplateKind.APPEND_ONLY: "append-only",
-    TemplateKind.STRIPS_REASONING_ON_USER: "strips reasoning on a user message",
-    TemplateKind.STRIPS_REASONING: "strips or re-wraps reasoning",
-    TemplateKind.REWRITES_HISTORY: "rewrites history",
-    TemplateKind.UNDERIVABLE: "underivable",
-}
-_TRAIT_WORDS = {
-    Trait.RENDERS_NO_CALLS: "no calls",
-    Trait.REFUSES_RESULTS: "refuses tool results",
-    Trait.DROPS_RESULTS: "drops tool results",
-    Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
-    Trait.DROPS_PARALLEL_CALLS: "drops parallel calls",
-    Trait.REFUSES_SYSTEM: "refuses system messages",
-    Trait.DROPS_SYSTEM: "drops system messages",
-}
+_LIMITS = LIMITS | {Trait.REFUSES_SYSTEM, Trait.DROPS_SYSTEM}
 _HEAD = """\
 # Chat templates and their audits
 
 Written by `make templates`, which runs `unbroken audit --table` over the templates that the packages `trl` and `vllm`
-ship: {num} files, {conversations} random conversations each (seed {seed}), each with a small local tokenizer that
-replaces the model's. [audit.md](audit.md) says what the columns mean and how to get the whole report for a template.
+ship: {num} templates in {files} files, as files that write the same text share a row. Each was audited with
+{conversations} random conversations (seed {seed}) and a small local tokenizer that replaces the model's.
+[audit.md](audit.md) says what the columns mean and how to get the whole report for a template.
 
 Of {accepted} conversations that the templates themselves accept, {exact} were bridged exactly ({share:.1f} %),
 {refused} were refused with a reason, and {wrong} were wrong. Exact means: the template's own rendering of the whole
@@ -75,23 +61,29 @@ def make_table(
     *,
     progress: Callable[[str], None],
 ) -> str:
-    """Audit the templates, each in a process with these limits, and write a table in Markdown."""
-    rows: list[str] = []
+    """Audit the templates, each in a process with these limits, and write a table in Markdown.
+
+    Templates that write the same text in all conversations, with the same findings, share a row and are counted once.
+    """
+    rows: dict[tuple[str, str], list[str]] = {}
     reports: list[AuditReport] = []
     for number, file in enumerate(files, 1):
         name = name_template(file)
         try:
             report = run_in_process(AuditTarget(template=str(file)), config, limits or ProcessLimits())
         except UnbrokenError as error:
-            rows.append(_join_cells([f"`{name}`", "error", _escape(str(error)), "", "", "", "", ""]))
+            rows[name, _join_cells(["error", _escape(str(error)), "", "", "", "", ""])] = [name]
             continue
         finally:
             progress(f"{number}/{len(files)} {name}")
-        reports.append(report)
-        rows.append(_make_row(name, report))
+        names = rows.setdefault((report.rendering.text_sha256, _make_cells(report)), [])
+        names.append(name)
+        if len(names) == 1:
+            reports.append(report)
     accepted, exact = (sum(getattr(r.fuzz, key) for r in reports) for key in ("num_accepted", "num_exact"))
     head = _HEAD.format(
-        num=len(files),
+        num=len(rows),
+        files=len(files),
         conversations=config.num_conversations,
         seed=config.seed,
         accepted=accepted,
@@ -100,20 +92,19 @@ def make_table(
         refused=sum(r.fuzz.num_refused for r in reports),
         wrong=sum(r.fuzz.num_wrong for r in reports),
     )
-    return head + "\n".join(rows) + "\n"
+    return head + "".join(f"| {', '.join(f'`{name}`' for name in rows[row])} {row[1]}\n" for row in rows)
 
 
-def _make_row(name: str, report: AuditReport) -> str:
+def _make_cells(report: AuditReport) -> str:
     fuzz, trip = report.fuzz, report.round_trip
-    limits = [_TRAIT_WORDS[trait] for trait in report.kind.traits if trait in _TRAIT_WORDS]
+    limits = [TRAIT_WORDS[trait].partition(",")[0] for trait in report.kind.traits if trait in _LIMITS]
     refused = [f"{share.num} {share.reason}" for share in fuzz.refused]
     if fuzz.num_wrong:
         refused.insert(0, f"**{fuzz.num_wrong} wrong**")
     num_read = trip.num_turns - trip.num_not_comparable
     return _join_cells(
         [
-            f"`{name}`",
-            _KIND_WORDS[report.kind.kind],
+            KIND_WORDS[report.kind.kind].partition(":")[0],
             ", ".join(limits) or "-",
             " ".join(f"`{_escape(token.text)}`" for token in report.turn_ends.ends) or "-",
             trip.parser,

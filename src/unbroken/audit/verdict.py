@@ -1,27 +1,23 @@
-"""Finds the verdict, and a sentence that explains it."""
+"""Finds the verdict, a sentence that explains it, and what a person can do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from unbroken.audit.report import (
+    LIMITS,
+    PARALLEL_LIMITS,
+    TRAIT_WORDS,
+    About,
     FuzzFinding,
     KindFinding,
     RenderingFinding,
     RoundTripFinding,
     TemplateKind,
-    Trait,
     TurnEndFinding,
     Verdict,
 )
 
-_LIMIT_WORDS = {
-    Trait.RENDERS_NO_CALLS: "renders no calls, so those of a model are part of its text",
-    Trait.REFUSES_RESULTS: "refuses tool results",
-    Trait.DROPS_RESULTS: "leaves tool results out",
-    Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
-    Trait.DROPS_PARALLEL_CALLS: "leaves parallel calls out",
-}
 _PART_WORDS = {"calls": "calls", "content": "texts", "reasoning": "reasoning texts"}
 _HISTORY_WORDS = {
     TemplateKind.APPEND_ONLY: "history stays as it was sampled, as the template has it too",
@@ -34,42 +30,45 @@ _HISTORY_WORDS = {
     TemplateKind.REWRITES_HISTORY: (
         "history that the template rewrites stays as it was sampled, or forks with history='template'"
     ),
+    TemplateKind.UNDERIVABLE: "the template's effect on history could not be seen",
 }
+_GIVE_TOKENIZER = "Give the model's tokenizer, which knows its control tokens: unbroken audit MODEL --template FILE."
 
 
 def find_verdict(
+    about: About,
     kind: KindFinding,
     rendering: RenderingFinding,
     turn_ends: TurnEndFinding,
     fuzz: FuzzFinding,
     round_trip: RoundTripFinding,
-    *,
-    lacks_tokens: bool,
-) -> tuple[Verdict, str]:
-    """Find the verdict and its sentence.
-
-    `lacks_tokens`: without the model's tokenizer, no control token was recognised where turns end.
-    """
-    if lacks_tokens:
-        return (
-            Verdict.UNDECIDED,
-            "Undecided: in this template alone, no control token is recognised where a turn ends. Give the model's "
-            "tokenizer, which knows its control tokens: unbroken audit MODEL --template FILE.",
-        )
-    if kind.kind is TemplateKind.UNDERIVABLE:
-        detail = kind.detail or "the end of a turn cannot be found"
-        return Verdict.UNFIT, f"Not usable for multi-turn training: no bridge can be derived ({detail})."
+) -> tuple[Verdict, str, str]:
+    """Find the verdict, its sentence, and the action to take."""
     if rendering.num_same < rendering.num_compared:
         return (
             Verdict.UNFIT,
             f"Not usable: {rendering.num_compared - rendering.num_same} of {rendering.num_compared} conversations are "
-            "rendered differently than by transformers. This is a bug in unbroken: please report it.",
+            "rendered differently than by transformers.",
+            "This is a bug in unbroken: please report it, with the template and this report.",
         )
-    if fuzz.num_wrong:
+    if not (fuzz.num_accepted or fuzz.num_unjudged):
         return (
             Verdict.UNFIT,
-            f"Not usable: {fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes. "
-            "This is a bug in unbroken: please report it.",
+            f"Not usable: the template accepts none of {fuzz.num_conversations} conversations "
+            f"({kind.detail or 'it leaves out their messages'}).",
+            "Give the variables that the template reads (--option KEY=VALUE), or another template (--template FILE).",
+        )
+    if fuzz.num_wrong:
+        return _judge_wrong_bridges(about, fuzz)
+    if not turn_ends.ends and about.is_stand_in:
+        sentence = f"Undecided: no end of a turn is recognised in the template alone ({kind.detail})."
+        return Verdict.UNDECIDED, sentence, _GIVE_TOKENIZER
+    if not turn_ends.ends:
+        return (
+            Verdict.UNFIT,
+            f"Not usable for multi-turn training: no bridge can be derived ({kind.detail}).",
+            "Give a template in which a control token ends the assistant's turns and stands nowhere else in them "
+            "(--template FILE).",
         )
     if turn_ends.stops_inside:
         stops = " ".join(f'"{token.text}"' for token in turn_ends.stops_inside)
@@ -77,38 +76,70 @@ def find_verdict(
             Verdict.UNFIT,
             f"Not usable as it is: sampling would end inside a turn at {stops}, which the template also writes in the "
             "middle of turns.",
+            f"Take {stops} out of the stop ids: those of generation_config.json, or of the renderer.",
         )
-    if not fuzz.num_exact:
-        reasons = _list_reasons(fuzz) or "the template accepts none"
-        return (
-            Verdict.UNFIT,
-            f"Not usable for multi-turn training: none of {fuzz.num_conversations} conversations could be "
-            f"bridged ({reasons}), so that every turn would fork.",
-        )
-    limits = list(_list_limits(kind, fuzz, round_trip))
     history = _HISTORY_WORDS[kind.kind]
+    limits = list(_list_limits(kind, fuzz, round_trip))
     if not limits:
-        return Verdict.FIT, f"Fit for multi-turn training: we bridge every turn exactly; {history}."
+        action = "Nothing is to be changed: train with the defaults."
+        if about.is_stand_in:
+            action = "Audit the model with its own tokenizer before you train: unbroken audit MODEL."
+        return Verdict.FIT, f"Fit for multi-turn training: we bridge every turn exactly; {history}.", action
+    facts = "; ".join(fact for fact, _ in limits)
+    bridged = f"we bridge {fuzz.exact_share:.0%} of the turns that the template accepts exactly, and {history}"
     return (
         Verdict.PARTLY_FIT,
-        f"Usable, within limits: we bridge {fuzz.exact_share:.0%} of the turns that the template accepts exactly, and "
-        f"{history}; {'; '.join(limits)}.",
+        f"Usable, within limits: {bridged if fuzz.num_exact else 'no turn could be shown to be bridged exactly'}; "
+        f"{facts}.",
+        " ".join(action for _, action in limits),
     )
 
 
-def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[str]:
+def _judge_wrong_bridges(about: About, fuzz: FuzzFinding) -> tuple[Verdict, str, str]:
+    wrong = f"{fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes"
+    if about.renderer != "template":
+        return (
+            Verdict.UNFIT,
+            f"Not usable: {wrong}. They are those of the renderer {about.renderer}.",
+            f"Use --renderer template, or the template that {about.renderer} was made for.",
+        )
+    if about.is_stand_in:
+        sentence = f"Undecided: {wrong}, with a stand-in tokenizer whose control tokens are guessed from the template."
+        return Verdict.UNDECIDED, sentence, _GIVE_TOKENIZER
+    return (
+        Verdict.UNFIT,
+        f"Not usable: {wrong}.",
+        "This is a bug in unbroken: please report it, with the template and the conversation under `bridges`.",
+    )
+
+
+def _list_limits(kind: KindFinding, fuzz: FuzzFinding, round_trip: RoundTripFinding) -> Iterator[tuple[str, str]]:
+    """List the limits, each with the action that it asks for."""
     if fuzz.refused:
-        yield f"for the rest we render afresh and fork ({_list_reasons(fuzz)})"
-    limits = [text for trait, text in _LIMIT_WORDS.items() if trait in kind.traits]
-    if limits:
-        yield f"the template {' and '.join(limits)}"
+        reasons = ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)
+        situations = "; ".join(sorted({each for share in fuzz.refused for each in share.situations}))
+        yield (
+            f"{'the rest' if fuzz.num_exact else 'every turn'} is rendered afresh and forks ({reasons})",
+            f"Train as it is: a fork costs time and no exactness. To have none, avoid what was refused ({situations}), "
+            "or give another template (--template FILE).",
+        )
+    if limits := [trait for trait in kind.traits if trait in LIMITS]:
+        yield (
+            f"the template {', and '.join(TRAIT_WORDS[trait] for trait in limits)}",
+            "Let a turn make one call only, or give a template that carries several (--template FILE)."
+            if PARALLEL_LIMITS.issuperset(limits)
+            else "Train without tools, or give a template that carries calls and their results (--template FILE).",
+        )
     if fuzz.num_unjudged:
-        yield f"{fuzz.num_unjudged} more bridges could not be judged, as the template ends turns differently later on"
-    for part, words in _PART_WORDS.items():
-        if num := round_trip.differences.get(part):
-            written = f"{round_trip.num_turns} turns that the template writes"
-            yield f"the {words} of {num} of {written} are not read back the same"
-
-
-def _list_reasons(fuzz: FuzzFinding) -> str:
-    return ", ".join(f"{share.num} {share.reason}" for share in fuzz.refused)
+        yield (
+            f"{fuzz.num_unjudged} more bridges could not be judged, as the template ends turns differently later on",
+            "Nothing is to be done about those: a rollout checks each bridge on its own conversation.",
+        )
+    differences = [(part, num) for part in _PART_WORDS if (num := round_trip.differences.get(part))]
+    if differences:
+        written = f"{round_trip.num_turns} turns that the template writes"
+        parts = " and ".join(f"the {_PART_WORDS[part]} of {num}" for part, num in differences)
+        yield (
+            f"{parts} of {written} are not read back the same",
+            "Look at the example under `parser`, and name the model's own format if that is not it (--parser NAME).",
+        )

@@ -1,54 +1,173 @@
-"""Judges bridges over random conversations."""
+r"""Judges bridges over random conversations, each by a rendering of the whole, which must end with the bridge.
+
+    last    ..assistant\nSo: yes said01<|im_end|>\n                            the conversation up to the turn
+    full    ..assistant\nSo: yes said01<|im_end|>\n<|im_start|>user\nhi new02<|im_end|>\n<|im_start|>assistant\n
+                                      `- X stop    `---------------- expected --------------------------------´
+
+The end of the turn is found in both by the turn's last mark; the text between the mark and the stop (X) must be the
+same but for white space. Where the template keeps the history as it is, prompt + turn + bridge must also be the full
+text from its first character on, which does not depend on how the end of the turn was found.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 
-from unbroken.audit.conversations import TOOLS, ConversationMaker
-from unbroken.audit.judge import Judgement, judge_bridge
+from unbroken.audit.config import AuditConfig
+from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker
 from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
+from unbroken.rendering.facts import AddedTokens, TurnEnds
+from unbroken.types import token_ids
 
 _NUM_EXAMPLES = 3
 
 
-def find_bridges(
-    subject: Subject, *, seed: int, num_conversations: int, max_calls: int, with_system: bool = True
-) -> FuzzFinding:
-    """Judge `num_conversations` bridges. Every other conversation without calls is rendered without tools."""
+class Judgement(StrEnum):
+    """The outcome for one conversation."""
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    NOT_ACCEPTED = "not_accepted"
+    """The template itself raises, or leaves out the turn or a new message: there is nothing to compare with."""
+    UNJUDGED = "unjudged"
+    """The template ends the turn differently once other messages follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedCase:
+    """A judgement; `detail` explains a refusal or a wrong bridge."""
+
+    judgement: Judgement
+    detail: str = ""
+    refusal: Refusal | None = None
+    bridge: Bridge | None = None
+
+
+def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_system: bool = True) -> FuzzFinding:
+    """Judge a bridge of each conversation. Every other conversation without calls is rendered without tools."""
     maker = ConversationMaker(
-        seed=seed,
-        max_calls=max_calls,
-        with_reasoning=subject.facts.message_format.reasoning_key is not None,
-        with_system=with_system,
+        seed=config.seed, max_calls=max_calls, with_reasoning=subject.renders_reasoning, with_system=with_system
     )
-    judgements: Counter[Judgement] = Counter()
-    not_accepted: Counter[str] = Counter()
-    refused: dict[str, list[tuple[str, str]]] = {}
-    wrong: list[str] = []
-    for number, conversation in enumerate(islice(maker.draw_conversations(), num_conversations)):
-        situation = str(conversation.situation)
+    cases: list[tuple[str, JudgedCase]] = []
+    for number, conversation in enumerate(islice(maker.draw_conversations(), config.num_conversations)):
         tools = () if conversation.situation.num_calls == 0 and number % 2 else TOOLS
-        judged = judge_bridge(subject, conversation, tools)
-        judgements[judged.judgement] += 1
-        if judged.judgement is Judgement.NOT_ACCEPTED:
-            not_accepted[situation] += 1
-        if judged.refusal is not None:
-            refused.setdefault(judged.refusal.reason.value, []).append((situation, judged.detail))
-        if judged.judgement is Judgement.WRONG:
-            wrong.append(f"{situation}: {judged.detail}")
+        cases.append((str(conversation.situation), judge_bridge(subject, conversation, tools)))
+    judgements = Counter(case.judgement for _, case in cases)
+    not_accepted = Counter(situation for situation, case in cases if case.judgement is Judgement.NOT_ACCEPTED)
+    history = Counter(case.bridge.history for _, case in cases if case.bridge is not None)
+    reasons = sorted({case.refusal.reason for _, case in cases if case.refusal is not None})
     return FuzzFinding(
-        num_conversations=num_conversations,
+        num_conversations=config.num_conversations,
         num_exact=judgements[Judgement.EXACT],
         num_wrong=judgements[Judgement.WRONG],
         num_unjudged=judgements[Judgement.UNJUDGED],
+        history={effect.value if effect else "unknown": num for effect, num in history.items()},
         not_accepted=dict(sorted(not_accepted.items())),
-        refused=tuple(_summarise(reason, cases) for reason, cases in sorted(refused.items())),
-        wrong=tuple(wrong[:_NUM_EXAMPLES]),
+        refused=tuple(_summarise(reason, cases) for reason in reasons),
+        wrong=tuple(f"{s}: {case.detail}" for s, case in cases if case.judgement is Judgement.WRONG)[:_NUM_EXAMPLES],
     )
 
 
-def _summarise(reason: str, cases: list[tuple[str, str]]) -> RefusedShare:
-    situations = tuple(sorted({situation for situation, _ in cases}))
-    return RefusedShare(reason=reason, num=len(cases), situations=situations, detail=cases[0][1])
+def _summarise(reason: RefusalReason, cases: Sequence[tuple[str, JudgedCase]]) -> RefusedShare:
+    found = [(situation, c.detail) for situation, c in cases if c.refusal is not None and c.refusal.reason is reason]
+    situations = tuple(sorted({situation for situation, _ in found}))
+    return RefusedShare(reason=reason.value, num=len(found), situations=situations, detail=found[0][1])
+
+
+def judge_bridge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSchema]) -> JudgedCase:
+    """Bridge the conversation with the renderer under audit, and compare the bridge with the whole rendering."""
+    ends = subject.facts.turn_ends
+    prompt = subject.render_text(conversation.history, tools=tools, add_generation_prompt=True)
+    full = subject.render_text(conversation.messages, tools=tools, add_generation_prompt=True)
+    last = subject.render_text([*conversation.history, conversation.turn], tools=tools)
+    if prompt is None or full is None or last is None:
+        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template raises")
+    shown = [mark for mark in conversation.turn_marks if mark in last]
+    if not shown or any(mark not in full for mark in (*shown, *conversation.new_marks)):
+        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template leaves out the turn or a new message")
+    if isinstance(ends, Refusal):
+        return JudgedCase(judgement=Judgement.REFUSED, detail=ends.detail, refusal=ends)
+    stop = _find_stop(subject.facts.control_tokens, ends, shown, last, full)
+    if stop is None:
+        return JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
+    turn = last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
+    outcome = subject.renderer.bridge_to_next_turn(
+        token_ids(subject.encode(prompt)),
+        token_ids(subject.encode(turn.removeprefix(prompt))),
+        conversation.new_messages,
+        assistant=conversation.turn,
+        tools=tools,
+        earlier=conversation.history,
+    )
+    if isinstance(outcome, Refusal):
+        return JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
+    if stop.end_in_full is None:
+        return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", bridge=outcome)
+    fault = _find_text_fault(subject, outcome, full[stop.end_in_full :]) or _find_id_fault(subject, outcome, full)
+    if not fault and full.startswith(turn) and full != turn + subject.decode(outcome.bridge_ids.tolist()):
+        fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
+    return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, bridge=outcome)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stop:
+    """The token that the model samples to end a turn, and its positions."""
+
+    token: str
+    is_in_last: bool
+    """The template writes it when nothing follows; otherwise it is the next message's header."""
+    end_in_last: int
+    """The position after the token, or the end of the text."""
+    end_in_full: int | None
+    """The position after the token, or after the one used in mid-conversation; None if it is not at its place."""
+
+
+def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
+    said_in_last, said_in_full = (_find_end_of_marks(text, marks) for text in (last, full))
+    first = next((match for match in control.find(last, said_in_last) if match.token in ends.stops), None)
+    last = last if first is None else last[: first.stop]  # sampling ends there, though the template may write more
+    in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
+    ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
+    if ends.headers or not ends_itself:
+        header = next((match for match in control.find(full, said_in_full) if match.token in ends.tokens), None)
+        if header is None:
+            return None
+        # A header in `last` may be a different one: that of the message which the template expects next.
+        end_in_last = in_last[-1].start if ends_itself else len(last)
+        return _Stop(token=header.token, is_in_last=False, end_in_last=end_in_last, end_in_full=header.stop)
+    for stop in reversed(in_last):
+        between = last[said_in_last : stop.start].split()
+        for written in control.find(full, said_in_full):
+            if written.token in ends.tokens and full[said_in_full : written.start].split() == between:
+                return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=written.stop)
+    stop = in_last[-1]
+    return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=None)
+
+
+def _find_end_of_marks(text: str, marks: Sequence[str]) -> int:
+    return max(text.rfind(mark) + len(mark) for mark in marks)
+
+
+def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:
+    written = subject.decode(bridge.bridge_ids.tolist())
+    if bridge.closing is not Closing.NONE or bridge.num_taken_back:
+        return f"the turn was whole, and the bridge closes it ({bridge.closing}, {bridge.num_taken_back} taken back)"
+    return "" if written == expected else f"the template writes {_shorten(expected)}, the bridge {_shorten(written)}"
+
+
+def _find_id_fault(subject: Subject, bridge: Bridge, full: str) -> str:
+    ids = bridge.bridge_ids.tolist()
+    encoded = subject.encode(full)
+    return "" if encoded[len(encoded) - len(ids) :] == ids else "the text is right but its ids are not the tokenizer's"
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 160 else f"{text[:80]} .. {text[-80:]}")

@@ -13,7 +13,7 @@ from unbroken.audit.conversations import (
     Situation,
     make_call,
 )
-from unbroken.audit.report import KindFinding, TemplateKind, Trait
+from unbroken.audit.report import LIMITS, PARALLEL_LIMITS, KindFinding, TemplateKind, Trait
 from unbroken.audit.subject import Subject
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
@@ -32,17 +32,15 @@ def find_kind(subject: Subject) -> KindFinding:
     if isinstance(ends, Refusal):
         detail = _find_error(subject) or ends.detail
         return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=detail)
-    maker = ConversationMaker(
-        seed=0, max_calls=1, with_reasoning=subject.facts.message_format.reasoning_key is not None
-    )
+    maker = ConversationMaker(seed=0, max_calls=1, with_reasoning=subject.renders_reasoning)
     after_user = _find_effects(subject, maker, _TEXT_THEN_USER)
     after_result = (
         _find_effects(subject, maker, _CALL_THEN_RESULT) if subject.facts.message_format.renders_calls else []
     )
-    found = [effect for effect in (*after_user, *after_result) if not isinstance(effect, Refusal)]
+    found = [effect for effect in (*after_user, *after_result) if isinstance(effect, HistoryEffect)]
     if not found:
-        refusals = [effect for effect in after_user if isinstance(effect, Refusal)]
-        return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=refusals[0].detail)
+        details = [effect.detail for effect in after_user if isinstance(effect, Refusal)]
+        return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=next(iter(details), ""))
     kind = TemplateKind.APPEND_ONLY
     if HistoryEffect.DROPS_REASONING in after_user:
         kind = TemplateKind.STRIPS_REASONING_ON_USER
@@ -55,9 +53,9 @@ def find_kind(subject: Subject) -> KindFinding:
 
 def find_max_calls(traits: tuple[Trait, ...]) -> int:
     """The number of calls in one turn that the template carries; 3 stands for any number."""
-    if Trait.RENDERS_NO_CALLS in traits or Trait.REFUSES_RESULTS in traits or Trait.DROPS_RESULTS in traits:
+    if (LIMITS - PARALLEL_LIMITS) & set(traits):
         return 0
-    return 1 if {Trait.REFUSES_PARALLEL_CALLS, Trait.DROPS_PARALLEL_CALLS} & set(traits) else 3
+    return 1 if PARALLEL_LIMITS & set(traits) else 3
 
 
 def _find_error(subject: Subject) -> str:
@@ -69,7 +67,9 @@ def _find_error(subject: Subject) -> str:
     return ""
 
 
-def _find_effects(subject: Subject, maker: ConversationMaker, situation: Situation) -> list[HistoryEffect | Refusal]:
+def _find_effects(
+    subject: Subject, maker: ConversationMaker, situation: Situation
+) -> list[HistoryEffect | Refusal | None]:
     """The effects of the messages that follow: after a turn without, then with reasoning."""
     return [
         _find_effect(subject, maker.make_conversation(situation, with_history=False, with_reasoning=reasons))
@@ -77,7 +77,7 @@ def _find_effects(subject: Subject, maker: ConversationMaker, situation: Situati
     ]
 
 
-def _find_effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Refusal:
+def _find_effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Refusal | None:
     stops = subject.template_renderer.get_stop_token_ids()
     outcome = subject.template_renderer.bridge_to_next_turn(
         token_ids([]),
@@ -87,10 +87,7 @@ def _find_effect(subject: Subject, conversation: Conversation) -> HistoryEffect 
         tools=TOOLS,
         earlier=conversation.history,
     )
-    if isinstance(outcome, Bridge):
-        assert outcome.history is not None
-        return outcome.history
-    return outcome
+    return outcome.history if isinstance(outcome, Bridge) else outcome
 
 
 def _find_traits(subject: Subject) -> Iterator[Trait]:
@@ -130,7 +127,7 @@ def _find_traits(subject: Subject) -> Iterator[Trait]:
             yield drops
     if subject.render_text([user, text, user, user]) is None:
         yield Trait.REFUSES_USERS_IN_A_ROW
-    if subject.facts.message_format.reasoning_key is None:
+    if not subject.renders_reasoning:
         yield Trait.RENDERS_NO_REASONING
 
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import islice
 from typing import Any
 
 import jinja2
 
+from unbroken.audit.config import AuditConfig
 from unbroken.audit.conversations import TOOLS, ConversationMaker
 from unbroken.audit.report import RenderingFinding
 from unbroken.audit.subject import Subject
 from unbroken.messages import Message
 
-NUM_CONVERSATIONS = 20
 
-
-def find_rendering(subject: Subject, *, seed: int, max_calls: int, with_system: bool) -> RenderingFinding:
+def find_rendering(subject: Subject, config: AuditConfig, *, max_calls: int, with_system: bool) -> RenderingFinding:
     """Compare the renderings of random conversations that the template accepts."""
     maker = ConversationMaker(
-        seed=seed,
-        max_calls=max_calls,
-        with_reasoning=subject.facts.message_format.reasoning_key is not None,
-        with_system=with_system,
+        seed=config.seed, max_calls=max_calls, with_reasoning=subject.renders_reasoning, with_system=with_system
     )
     num_compared = num_same = 0
-    example = ""
-    for conversation in islice(maker.draw_conversations(), NUM_CONVERSATIONS):
+    example, texts = "", hashlib.sha256()
+    for conversation in islice(maker.draw_conversations(), config.num_conversations):
         ours = subject.render_text(conversation.messages, tools=TOOLS, add_generation_prompt=True)
+        texts.update(f"{ours}\0".encode())
         if ours is None:
             continue
         theirs = _render_with_transformers(subject, conversation.messages)
@@ -34,7 +32,9 @@ def find_rendering(subject: Subject, *, seed: int, max_calls: int, with_system: 
         num_same += ours == theirs
         if ours != theirs and not example:
             example = _describe_difference(ours, theirs)
-    return RenderingFinding(num_compared=num_compared, num_same=num_same, example=example)
+    return RenderingFinding(
+        num_compared=num_compared, num_same=num_same, text_sha256=texts.hexdigest(), example=example
+    )
 
 
 def _render_with_transformers(subject: Subject, messages: list[Message]) -> str:

@@ -19,9 +19,7 @@ _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "What is known?"},)
 
 def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTripFinding:
     """Parse turns of text and of calls, with and without reasoning."""
-    maker = ConversationMaker(
-        seed=seed, max_calls=max_calls, with_reasoning=subject.facts.message_format.reasoning_key is not None
-    )
+    maker = ConversationMaker(seed=seed, max_calls=max_calls, with_reasoning=subject.renders_reasoning)
     differences: Counter[str] = Counter()
     num_same = num_not_comparable = 0
     example = ""

@@ -38,7 +38,7 @@ def _close_cut_turns(subject: Subject, ends: list[int]) -> Iterator[ClosedTurn]:
     tail = subject.decode(prompt[-12:].tolist())
     is_opened = tail.rfind(opening) > tail.rfind(closing)
     cut = {"cut by length in its answer": subject.encode(f"{closing}{_CUT}" if is_opened else _CUT)}
-    if subject.facts.message_format.reasoning_key is not None or is_opened:
+    if subject.renders_reasoning or is_opened:
         cut["cut by length in its reasoning"] = subject.encode(_CUT if is_opened else f"{opening}\n{_CUT}")
     foreign = subject.tokenizer.eos_token_id
     if foreign is not None and foreign not in ends and not subject.is_stand_in:

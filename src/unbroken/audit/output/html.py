@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unbroken.audit.output.text import (
-    KIND_WORDS,
-    TRAIT_WORDS,
-    describe_boundary,
-    describe_closing,
-    format_percent,
-    format_tokens,
-)
+from unbroken.audit.output.text import format_percent, make_rows
 from unbroken.audit.report import AuditReport, ShownToken, Verdict
 from unbroken.viewer.reports import make_token, render_report
 
@@ -22,6 +15,8 @@ _VERDICT_WORDS = {
     Verdict.UNFIT: "NOT USABLE",
     Verdict.UNDECIDED: "UNDECIDED",
 }
+_WITH_TABLES = ("arguments", "bridges")
+"""The findings with tables of their own."""
 
 
 def to_html(report: AuditReport) -> str:
@@ -31,11 +26,7 @@ def to_html(report: AuditReport) -> str:
         "report.html.jinja",
         report=report,
         verdict=_VERDICT_WORDS[report.verdict],
-        kind=KIND_WORDS[report.kind.kind],
-        traits=[TRAIT_WORDS[trait] for trait in report.kind.traits],
-        closed=[describe_closing(closed) for closed in report.turn_ends.closed],
-        boundaries=[describe_boundary(boundary) for boundary in report.boundaries],
-        spelled=format_tokens,
+        rows=[(label, list(values)) for label, values in make_rows(report) if label not in _WITH_TABLES],
         num_changed=sum(token.is_changed for token in report.side_by_side.exact),
         exact=make_tokens(report.side_by_side.exact),
         retokenised=make_tokens(report.side_by_side.retokenised),

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from unbroken.audit.report import (
+    KIND_WORDS,
+    TRAIT_WORDS,
     AuditReport,
     BoundaryFinding,
     ClosedTurn,
-    TemplateKind,
     Token,
     Trait,
     TurnEndFinding,
@@ -19,27 +20,17 @@ from unbroken.viewer.texts import make_printable
 WIDTH, LABEL_WIDTH = 80, 16
 _MAX_TOKENS_SHOWN = 9
 
-KIND_WORDS = {
-    TemplateKind.APPEND_ONLY: "append-only: it keeps the history as it is",
-    TemplateKind.STRIPS_REASONING_ON_USER: "strips reasoning when a new user message follows",
-    TemplateKind.STRIPS_REASONING: "strips or re-wraps reasoning whatever follows, tool results too",
-    TemplateKind.REWRITES_HISTORY: "rewrites history: more than reasoning changes once messages follow",
-    TemplateKind.UNDERIVABLE: "underivable: the end of a turn and the beginning of the next cannot be found",
+_BOUNDARY_WORDS = {
+    "same": "nothing is lost",
+    "refused": "we refuse the bridge, there is nothing to compare with",
+    "raises": "the template does not render the new messages alone",
+    "drops": "rendered alone, the new message itself is left out",
 }
-TRAIT_WORDS = {
-    Trait.IGNORES_TOOLS: "does not show tools to the model",
-    Trait.RENDERS_NO_CALLS: "renders no calls: a model's call is part of its text",
-    Trait.REFUSES_RESULTS: "refuses tool results",
-    Trait.DROPS_RESULTS: "leaves tool results out",
-    Trait.REFUSES_PARALLEL_CALLS: "refuses parallel calls",
-    Trait.DROPS_PARALLEL_CALLS: "leaves out all but one of parallel calls",
-    Trait.DROPS_TEXT_BESIDE_CALLS: "leaves out a turn's text beside its calls",
-    Trait.REFUSES_SYSTEM: "refuses system messages",
-    Trait.DROPS_SYSTEM: "leaves system messages out",
-    Trait.REFUSES_LATE_SYSTEM: "refuses system messages in mid-conversation",
-    Trait.DROPS_LATE_SYSTEM: "leaves out system messages in mid-conversation",
-    Trait.REFUSES_USERS_IN_A_ROW: "refuses two user messages in a row",
-    Trait.RENDERS_NO_REASONING: "renders no reasoning",
+_HISTORY_WORDS = {
+    "kept": "keeps everything before them",
+    "drops_reasoning": "drops or re-wraps reasoning",
+    "rewritten": "rewrites more than reasoning",
+    "unknown": "cannot be compared",
 }
 
 
@@ -50,14 +41,15 @@ def to_text(report: AuditReport) -> str:
         _shorten(f"unbroken audit  {make_printable(about.name)}", WIDTH),
         "",
         *textwrap.wrap(make_printable(report.sentence), WIDTH, break_on_hyphens=False),
+        *textwrap.wrap(make_printable(report.action), WIDTH, break_on_hyphens=False),
         "",
     ]
-    for label, values in _make_rows(report):
+    for label, values in make_rows(report):
         lines += wrap_row(label, values)
     return "\n".join(lines) + "\n"
 
 
-def format_tokens(tokens: Sequence[Token]) -> str:
+def _format_tokens(tokens: Sequence[Token]) -> str:
     """Show tokens in quotes with their ids; for many tokens, only their number and the beginning of the text."""
     if len(tokens) <= _MAX_TOKENS_SHOWN:
         return " ".join(f'"{make_printable(token.text)}" ({token.token_id})' for token in tokens)
@@ -69,30 +61,25 @@ def format_percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def describe_closing(closed: ClosedTurn) -> str:
+def _describe_closing(closed: ClosedTurn) -> str:
     """Describe how a cut turn is closed."""
     if closed.given:
-        return f"{closed.how}: given {format_tokens(closed.given)}"
+        return f"{closed.how}: given {_format_tokens(closed.given)}"
     known = closed.closing in ("none", "truncated", "reasoning", "foreign_stop")
     return f"{closed.how}: {'nothing is given, the next header ends it' if known else f'refused, {closed.closing}'}"
 
 
-def describe_boundary(boundary: BoundaryFinding) -> str:
+def _describe_boundary(boundary: BoundaryFinding) -> str:
     """Describe the ids that concatenation loses and adds."""
-    if boundary.outcome == "same":
-        return f"{boundary.situation}: nothing is lost"
-    if boundary.outcome == "refused":
-        return f"{boundary.situation}: we refuse the bridge, there is nothing to compare with"
-    if boundary.outcome == "raises":
-        return f"{boundary.situation}: the template does not render the new messages alone"
-    if boundary.outcome == "drops":
-        return f"{boundary.situation}: rendered alone, the new message itself is left out"
-    parts = [f"loses {format_tokens(boundary.lost)}"] if boundary.lost else []
-    parts += [f"adds {format_tokens(boundary.added)}"] if boundary.added else []
+    if boundary.outcome in _BOUNDARY_WORDS:
+        return f"{boundary.situation}: {_BOUNDARY_WORDS[boundary.outcome]}"
+    parts = [f"loses {_format_tokens(boundary.lost)}"] if boundary.lost else []
+    parts += [f"adds {_format_tokens(boundary.added)}"] if boundary.added else []
     return f"{boundary.situation}: {', '.join(parts)}"
 
 
-def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
+def make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
+    """Describe each finding: its label and its lines."""
     yield "template", _describe_template(report)
     yield "tokenizer", _describe_tokenizer(report)
     if report.about.unread_options:
@@ -102,22 +89,23 @@ def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     ends = report.turn_ends
     yield (
         "turns end with",
-        [format_tokens(ends.ends) or "-", *(["these are headers of the next message"] * ends.are_headers)],
+        [_format_tokens(ends.ends) or "-", *(["these are headers of the next message"] * ends.are_headers)],
     )
     yield "stop ids", _describe_stops(ends)
-    yield "a cut turn", [describe_closing(closed) for closed in ends.closed] or ["-"]
-    yield "concatenation", [describe_boundary(boundary) for boundary in report.boundaries] or ["-"]
+    yield "a cut turn", [_describe_closing(closed) for closed in ends.closed] or ["-"]
+    yield "concatenation", [_describe_boundary(boundary) for boundary in report.boundaries] or ["-"]
     yield "arguments", _describe_arguments(report)
     yield "forgery", _describe_forgery(report)
     yield "drift", _describe_drift(report)
     yield "parser", _describe_round_trip(report)
     yield "bridges", _describe_bridges(report)
+    yield "history", [_describe_history(report)]
 
 
 def _describe_stops(ends: TurnEndFinding) -> Iterator[str]:
-    yield format_tokens(ends.stops) or "-"
+    yield _format_tokens(ends.stops) or "-"
     if ends.stops_inside:
-        yield f"sampling ends inside a turn at {format_tokens(ends.stops_inside)}: more of the turn follows it"
+        yield f"sampling ends inside a turn at {_format_tokens(ends.stops_inside)}: more of the turn follows it"
 
 
 def _describe_template(report: AuditReport) -> Iterator[str]:
@@ -200,6 +188,13 @@ def _describe_bridges(report: AuditReport) -> Iterator[str]:
     if fuzz.num_unjudged:
         yield f"not judged ({fuzz.num_unjudged}): the template ends the turn differently later on"
     yield from (f"wrong: {make_printable(wrong)}" for wrong in fuzz.wrong)
+
+
+def _describe_history(report: AuditReport) -> str:
+    """Describe what a fresh rendering of each conversation does to everything before the new messages (P2)."""
+    counts = report.fuzz.history
+    parts = [f"{words} in {counts[effect]}" for effect, words in _HISTORY_WORDS.items() if counts.get(effect)]
+    return f"with the new messages, a fresh rendering {', '.join(parts)}" if parts else "-"
 
 
 def wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
