@@ -89,11 +89,12 @@ def test_a_renderer_of_the_package_is_held_to_the_template(tmp_path: Path, capsy
     assert err == ""
     assert report["about"]["renderer"] == report["round_trip"]["parser"] == "pkg:qwen3"
     assert report["fuzz"]["num_exact"] == 20
-    assert report["fuzz"]["certificates"] == []
+    assert report["fuzz"]["history"] == {"unknown": 20}
     file.write_text(file.read_text().replace("<|im_start|>assistant\\n", "<|im_start|>assistant \\n"))
     status, out, _ = run(capsys, "--template", file, *FEW, "--json", *package)
     assert status == 4
     assert json.loads(out)["fuzz"]["num_wrong"] > 0
+    assert "bug" not in json.loads(out)["action"]
 
 
 def test_a_named_parser_is_the_one_that_reads(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from support.templates import QWEN
+from support.templates import CHATML, QWEN
 from support.tokenizers import make_tokenizer
 from unbroken.audit.subject import Subject
 from unbroken.rendering.template import TemplateRenderer
@@ -12,6 +12,13 @@ _DEFAULT_SYSTEM = "{%- else -%}\n  {{- '<|im_start|>system\\nYou are helpful.<|i
 assert _DEFAULT_SYSTEM in QWEN
 CHATML_WITH_TOOLS = QWEN.replace(_DEFAULT_SYSTEM, "")
 """Writes nothing between the turns but ChatML's own tokens."""
+
+COUNTS_ITS_TURN = CHATML.replace(
+    "'<|im_end|>\\n'",
+    "'<|im_end|>' + (message.content | length | string if message.role == 'assistant' else '') + '\\n'",
+)
+"""Writes the length of an assistant's text after the end of its turn: no bridge can be shown to be right."""
+assert COUNTS_ITS_TURN != CHATML
 
 
 def subject_of(

@@ -18,6 +18,7 @@ from unbroken.audit.checks.rendering import find_rendering
 from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
+from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import Origin, ShownToken
 from unbroken.rendering.template import TemplateRenderer
 
@@ -153,14 +154,14 @@ def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
 
 def test_our_rendering_is_compared_with_transformers() -> None:
     subject = subject_of(templates.QWEN_THINKING)
-    found = find_rendering(subject, seed=0, max_calls=3, with_system=True)
+    found = find_rendering(subject, AuditConfig(num_conversations=20), max_calls=3, with_system=True)
     assert found.num_same == found.num_compared == 20
     renderer: Any = SimpleNamespace(
         facts=subject.facts,
         render_text=lambda *args, **kwargs: subject.template_renderer.render_text(*args, **kwargs).replace("\n", " "),
     )
     other = dataclasses.replace(subject, template_renderer=renderer)
-    found = find_rendering(other, seed=0, max_calls=3, with_system=True)
+    found = find_rendering(other, AuditConfig(num_conversations=20), max_calls=3, with_system=True)
     assert (found.num_same, found.num_compared) == (0, 20)
     assert "transformers' " in found.example
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from support import templates
-from support.audits import subject_of
+from support.audits import COUNTS_ITS_TURN, subject_of
 from support.conversations import FAMILIES
-from unbroken.audit.checks.bridges import find_bridges
+from unbroken.audit.checks.bridges import Judgement, find_bridges, judge_bridge
+from unbroken.audit.config import AuditConfig
 from unbroken.audit.conversations import TOOLS, ConversationMaker
-from unbroken.audit.judge import Judgement, judge_bridge
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer
@@ -93,21 +93,40 @@ def test_the_same_text_in_other_ids_is_wrong() -> None:
 
 
 def test_refusals_are_counted_by_reason_with_the_situation() -> None:
-    words = "messages[0].content | wordcount | string"
-    counting = templates.CHATML.replace("'<|im_start|>'", f"{words} + '<|im_start|>'")
-    found = find_bridges(subject_of(counting), seed=0, num_conversations=40, max_calls=0)
+    found = find_bridges(subject_of(COUNTS_ITS_TURN), AuditConfig(num_conversations=40), max_calls=0)
     assert found.num_exact == found.num_wrong == 0
     (share,) = found.refused
     assert share.reason == "history_dependent"
     assert share.num == found.num_refused == 40
     assert "text, then a user message" in share.situations
+    assert "depends on what the turn says" in share.detail
 
 
 def test_a_turn_that_the_template_leaves_out_is_not_judged() -> None:
     deaf = templates.CHATML.replace("message.content +", "('' if message.role == 'tool' else message.content) +")
-    found = find_bridges(subject_of(deaf), seed=0, num_conversations=60, max_calls=0)
+    found = find_bridges(subject_of(deaf), AuditConfig(num_conversations=60), max_calls=0)
     assert set(found.not_accepted) == {"text, then a tool message after text"}
     assert found.num_accepted == 60 - sum(found.not_accepted.values()) == found.num_exact
+
+
+def test_white_space_that_a_last_turn_lacks_before_its_end_does_not_keep_a_bridge_from_being_judged() -> None:
+    spaced = templates.CHATML.replace("'<|im_end|>\\n'", "('' if loop.last else '\\n') + '<|im_end|>\\n'")
+    found = find_bridges(subject_of(spaced), AuditConfig(num_conversations=40), max_calls=0)
+    assert (found.num_exact, found.num_unjudged) == (40, 0)
+    assert found.history["rewritten"] > 0
+
+
+def test_p2_is_counted_over_the_bridges_as_each_bridge_says() -> None:
+    config = AuditConfig(num_conversations=60)
+    assert find_bridges(subject_of(templates.QWEN), config, max_calls=3).history == {"kept": 60}
+    found = find_bridges(subject_of(templates.QWEN_THINKING), config, max_calls=3)
+    assert set(found.history) == {"kept", "drops_reasoning"}
+    assert sum(found.history.values()) == found.num_exact == 60
+    unknown = subject_of(templates.QWEN)
+    forgetful = Damaged(unknown.template_renderer, lambda bridge: dataclasses.replace(bridge, history=None))
+    assert find_bridges(dataclasses.replace(unknown, renderer=forgetful), config, max_calls=3).history == {
+        "unknown": 60
+    }
 
 
 def test_the_same_seed_gives_the_same_conversations() -> None:
@@ -126,6 +145,6 @@ def test_a_header_that_the_template_only_expects_is_not_taken_for_the_sampled_on
         "{{ m.content }}{% endif %}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
     )
     subject = subject_of(guessing, control_tokens=("<|user|>", "<|system|>", "<|assistant|>", "<|tool|>"))
-    found = find_bridges(subject, seed=0, num_conversations=60, max_calls=0)
+    found = find_bridges(subject, AuditConfig(num_conversations=60), max_calls=0)
     assert found.num_wrong == 0
     assert found.num_exact > 40

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support import templates
-from support.audits import subject_of
+from support.audits import COUNTS_ITS_TURN, subject_of
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
 from unbroken.audit.output.html import to_html
@@ -29,11 +29,6 @@ HOSTILE = templates.QWEN.replace("Answer with", f"{FORBIDDEN.replace(chr(39), ''
     "<|im_end|>", "<|<b>end</b>|>"
 )
 """With markup in its text and in the token that ends turns."""
-
-TELLS_PARITY_OF_SYSTEM = templates.CHATML.replace(
-    "'<|im_start|>'",
-    "'<|im_start|>' + (('odd ' if loop.index is odd else 'even ') if message.role == 'system' else '')",
-)
 
 
 class Page(HTMLParser):
@@ -82,7 +77,7 @@ def test_the_text_fits_in_80_columns(report: AuditReport, hostile: AuditReport) 
 def test_the_text_tells_every_finding(report: AuditReport) -> None:
     text = to_text(report)
     for label in ("template", "turns end with", "stop ids", "a cut turn", "concatenation", "arguments", "forgery",
-                  "drift", "parser", "bridges", "certificates"):  # fmt: skip
+                  "drift", "parser", "bridges", "history"):  # fmt: skip
         assert f"\n{label}" in text, label
     assert "30 exact, 0 refused, 0 wrong, over 30 random conversations (seed 0)" in " ".join(text.split())
     assert text.count(report.sentence.split(":")[0]) == 1
@@ -129,22 +124,16 @@ def test_the_json_is_versioned_and_plain(report: AuditReport) -> None:
     assert values["fuzz"]["num_exact"] == 30
     assert values["fuzz"]["exact_share"] == 1.0
     assert set(values) == {
-        "format", "version", "exit_code", "about", "verdict", "sentence", "kind", "turn_ends", "boundaries",
+        "format", "version", "exit_code", "about", "verdict", "sentence", "action", "kind", "turn_ends", "boundaries",
         "arguments",        "rendering", "forgery", "drift", "round_trip", "fuzz",
     }  # fmt: skip
 
 
-def without_times(values: dict[str, Any]) -> dict[str, Any]:
-    for cost in values["fuzz"]["certificates"]:
-        del cost["duration_ms"]
-    return values
-
-
 def test_the_same_seed_gives_the_same_report(report: AuditReport) -> None:
     again = run_audit(subject_of(templates.QWEN_THINKING), CONFIG)
-    assert without_times(again.to_json()) == without_times(report.to_json())
+    assert again.to_json() == report.to_json()
     other = run_audit(subject_of(templates.QWEN_THINKING), AuditConfig(num_conversations=30, seed=1))
-    assert without_times(other.to_json()) != without_times(report.to_json())
+    assert other.to_json() != report.to_json()
 
 
 def audit_alone(source: str, folder: Path) -> AuditReport:
@@ -176,7 +165,8 @@ def test_without_any_control_token_the_model_s_tokenizer_is_asked_for(tmp_path: 
     report = audit_alone(source + "{% if add_generation_prompt %}ASSISTANT: {% endif %}", tmp_path)
     assert report.verdict is Verdict.UNDECIDED
     assert report.exit_code == 5
-    assert "Give the model's tokenizer" in report.sentence
+    assert "no end of a turn is recognised in the template alone" in report.sentence
+    assert "Give the model's tokenizer" in report.action
     assert "UNDECIDED" in to_html(report)
     assert max(map(len, to_text(report).splitlines())) <= 80
 
@@ -223,7 +213,7 @@ def test_a_stop_id_inside_a_turn_is_reported() -> None:
 def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_against_fit(report: AuditReport) -> None:
     def verdict_of(**changes: Any) -> tuple[Verdict, str]:
         findings = {"fuzz": report.fuzz, "round_trip": report.round_trip, **changes}
-        return find_verdict(report.kind, report.rendering, report.turn_ends, **findings, lacks_tokens=False)
+        return find_verdict(report.about, report.kind, report.rendering, report.turn_ends, **findings)[:2]
 
     assert verdict_of()[0] is Verdict.FIT
     verdict, sentence = verdict_of(fuzz=replace(report.fuzz, num_unjudged=2))
@@ -233,21 +223,59 @@ def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_agai
 
 
 @pytest.mark.parametrize(
-    ("source", "verdict", "expected"),
+    ("source", "verdict", "expected", "action"),
     [
-        (templates.QWEN, Verdict.FIT, "as the template has it too"),
-        (templates.QWEN_THINKING, Verdict.FIT, "history='template'"),
-        (templates.CHATML, Verdict.PARTLY_FIT, "renders no calls"),
-        (TELLS_PARITY_OF_SYSTEM, Verdict.PARTLY_FIT, "history_dependent"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token"),
+        (templates.QWEN, Verdict.FIT, "as the template has it too", "train with the defaults"),
+        (templates.QWEN_THINKING, Verdict.FIT, "history='template'", "train with the defaults"),
+        (templates.CHATML, Verdict.PARTLY_FIT, "renders no calls", "Train without tools"),
+        (COUNTS_ITS_TURN, Verdict.PARTLY_FIT, "every turn is rendered afresh and forks (30 history_dependent)",
+         "Train as it is: a fork costs time"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token", "Give a template"),
+        ("{{ raise_exception('no') }}<|im_end|>", Verdict.UNFIT, "accepts none of 30 conversations", "--option"),
     ],
-)
-def test_the_verdict_says_what_we_will_do(source: str, verdict: Verdict, expected: str) -> None:
+)  # fmt: skip
+def test_the_verdict_says_what_we_will_do_and_ends_with_an_action(
+    source: str, verdict: Verdict, expected: str, action: str
+) -> None:
     report = run_audit(subject_of(source), CONFIG)
     assert report.verdict is verdict, report.sentence
     assert report.exit_code == {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4}[verdict]
     assert expected in report.sentence
+    assert action in report.action
+    assert f"{report.sentence} {report.action}" in " ".join(to_text(report).split())
     assert report.sentence.count("\n") == 0
+
+
+def test_what_cannot_be_shown_is_usable_and_the_conversation_that_shows_why_is_quoted() -> None:
+    report = run_audit(subject_of(COUNTS_ITS_TURN), CONFIG)
+    assert report.fuzz.num_exact == 0
+    assert report.exit_code == 3
+    assert "Not usable" not in to_text(report)
+    (share,) = report.fuzz.refused
+    assert "instead of" in share.detail, "side by side"
+    assert "Seen after: text, then a system message" in " ".join(to_text(report).split())
+
+
+@pytest.mark.parametrize(
+    ("about", "verdict", "action"),
+    [
+        ({}, Verdict.UNFIT, "This is a bug in unbroken: please report it"),
+        ({"is_stand_in": True}, Verdict.UNDECIDED, "Give the model's tokenizer"),
+        ({"is_stand_in": True, "renderer": "pkg:qwen3"}, Verdict.UNFIT, "the template that pkg:qwen3 was made for"),
+    ],
+    ids=["own tokenizer", "stand-in", "renderer of the package"],
+)
+def test_a_wrong_bridge_is_our_bug_only_with_our_renderer_and_the_models_tokenizer(
+    report: AuditReport, about: dict[str, Any], verdict: Verdict, action: str
+) -> None:
+    fuzz = replace(report.fuzz, num_exact=28, num_wrong=2)
+    found = find_verdict(
+        replace(report.about, **about), report.kind, report.rendering, report.turn_ends, fuzz, report.round_trip
+    )
+    assert found[0] is verdict
+    assert "2 of 30 bridges are not what the template writes" in found[1]
+    assert action in found[2]
+    assert ("bug" in f"{found[1]} {found[2]}") is (about == {})
 
 
 def test_one_conversation_at_least_is_needed() -> None:
@@ -261,6 +289,15 @@ def test_the_stand_in_finds_control_tokens_that_are_put_together() -> None:
     assert {"<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"} <= tokens
 
 
+def test_the_stand_in_does_not_join_two_tokens_that_touch() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<_bot>{{ m.content }}<_end>{% else %}<_user>"
+        "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<_bot>{% endif %}"
+    )
+    added = set(make_stand_in(source).get_added_vocab())
+    assert added == {"<_user>", "<_bot>", "<_end>", "<|bos_token|>", "<|eos_token|>"}
+
+
 def test_given_tokens_take_the_place_of_the_stand_ins(tmp_path: Path) -> None:
     file = tmp_path / "a.jinja"
     file.write_text("{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
@@ -269,13 +306,24 @@ def test_given_tokens_take_the_place_of_the_stand_ins(tmp_path: Path) -> None:
     assert [token for token in subject.tokenizer.get_added_vocab() if token.startswith("<|")] == []
 
 
+def test_templates_that_write_the_same_text_share_a_row_and_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "one.jinja").write_text(templates.QWEN)
+    (tmp_path / "one_training.jinja").write_text("{# marks what is trained on #}" + templates.QWEN)
+    (tmp_path / "other.jinja").write_text(templates.CHATML)
+    table = make_table(find_templates([tmp_path]), AuditConfig(num_conversations=5), progress=lambda _: None)
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{tmp_path.name}/one`, `{tmp_path.name}/one_training`", f"| `{tmp_path.name}/other`"]
+    assert "2 templates in 3 files" in table
+    assert "Of 10 conversations" in table
+
+
 def test_the_table_has_a_row_for_each_template_and_one_for_a_broken_one(tmp_path: Path) -> None:
     folder = tmp_path / "site-packages" / "some_package" / "deep"
     folder.mkdir(parents=True)
     (folder / "good.jinja").write_text(templates.QWEN)
     (folder / "bad.jinja").write_text("{% for m in messages %}|")
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "numbered.jinja").write_text(TELLS_PARITY_OF_SYSTEM)
+    (tmp_path / "own" / "numbered.jinja").write_text(COUNTS_ITS_TURN)
     files = find_templates([tmp_path / "site-packages", tmp_path / "own" / "numbered.jinja"])
     assert [name_template(file) for file in files] == ["own/numbered", "some_package/bad", "some_package/good"]
     lines: list[str] = []
@@ -288,6 +336,7 @@ def test_the_table_has_a_row_for_each_template_and_one_for_a_broken_one(tmp_path
     assert "error" in rows[1]
     assert "history_dependent" in rows[0]
     assert table == make_table(files, CONFIG, progress=lines.append)
+    assert "3 templates in 3 files" in table
     with pytest.raises(InvalidInputError, match="exist"):
         find_templates([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
