@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-JSON_FORMAT, JSON_VERSION = "unbroken-audit", 1
+JSON_FORMAT, JSON_VERSION = "unbroken-audit", 2
 
 
 class TemplateKind(StrEnum):

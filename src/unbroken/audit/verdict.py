@@ -55,7 +55,7 @@ def find_verdict(
         return (
             Verdict.UNFIT,
             f"Not usable: the template accepts none of {fuzz.num_conversations} conversations "
-            f"({kind.detail or 'it leaves out their messages'}).",
+            f"({kind.detail or 'it refuses them, or leaves out their messages'}).",
             "Give the variables that the template reads (--option KEY=VALUE), or another template (--template FILE).",
         )
     if fuzz.num_wrong:

@@ -117,7 +117,7 @@ def test_the_json_is_versioned_and_plain(report: AuditReport) -> None:
     values = report.to_json()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["format"] == "unbroken-audit"
-    assert values["version"] == JSON_VERSION == 1
+    assert values["version"] == JSON_VERSION == 2
     assert values["verdict"] == "fit"
     assert values["exit_code"] == 0
     assert values["kind"]["kind"] == "strips_reasoning_on_user"
@@ -232,6 +232,7 @@ def test_texts_that_are_not_read_back_and_bridges_that_are_not_judged_count_agai
          "Train as it is: a fork costs time"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", Verdict.UNFIT, "no control token", "Give a template"),
         ("{{ raise_exception('no') }}<|im_end|>", Verdict.UNFIT, "accepts none of 30 conversations", "--option"),
+        ("{{ messages | length }}<|im_end|>", Verdict.UNFIT, "leaves out the text of a question", "--template FILE"),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_we_will_do_and_ends_with_an_action(

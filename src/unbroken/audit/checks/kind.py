@@ -59,12 +59,13 @@ def find_max_calls(traits: tuple[Trait, ...]) -> int:
 
 
 def _find_error(subject: Subject) -> str:
-    """The template's error for one short question; empty if it renders it."""
+    """What is wrong with the template's rendering of one short question; empty if it renders it."""
+    question: Message = {"role": "user", "content": _USER}
     try:
-        subject.template_renderer.render_text([{"role": "user", "content": _USER}], add_generation_prompt=True)
+        text = subject.template_renderer.render_text([question], add_generation_prompt=True)
     except TemplateError as error:
         return str(error)
-    return ""
+    return "" if _USER in text else "the template leaves out the text of a question"
 
 
 def _find_effects(
