@@ -253,9 +253,9 @@ class FuzzFinding:
     num_exact: int
     num_wrong: int
     num_unjudged: int
-    history: Mapping[str, int]
-    """The number of bridges by what a fresh rendering does to everything before (P2): `rendering.base.HistoryEffect`,
-    or `unknown`."""
+    history: Mapping[str, Mapping[str, int]]
+    """The number of bridges by what a fresh rendering does to everything before (P2), a `rendering.base.HistoryEffect`,
+    after new messages of which the last is of the role `user` or `tool`."""
     not_accepted: Mapping[str, int]
     """The number of conversations that the template itself refuses or shortens, by situation."""
     refused: tuple[RefusedShare, ...]

@@ -9,7 +9,7 @@ from unbroken.audit.checks.boundary import find_boundaries
 from unbroken.audit.checks.bridges import find_bridges
 from unbroken.audit.checks.drift import find_drift
 from unbroken.audit.checks.forgery import find_forgery
-from unbroken.audit.checks.kind import find_kind, find_max_calls
+from unbroken.audit.checks.kind import find_kind, find_max_calls, find_traits
 from unbroken.audit.checks.rendering import find_rendering
 from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
@@ -22,10 +22,11 @@ from unbroken.audit.verdict import find_verdict
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
     """Audit a subject. The same seed gives the same report."""
-    kind = find_kind(subject)
-    max_calls, with_system = find_max_calls(kind.traits), Trait.REFUSES_SYSTEM not in kind.traits
+    traits = find_traits(subject)
+    max_calls, with_system = find_max_calls(traits), Trait.REFUSES_SYSTEM not in traits
     round_trip = find_round_trip(subject, seed=config.seed, max_calls=max_calls)
     fuzz = find_bridges(subject, config, max_calls=max_calls, with_system=with_system)
+    kind = find_kind(subject, traits, fuzz)
     rendering = find_rendering(subject, config, max_calls=max_calls, with_system=with_system)
     turn_ends, about = find_turn_ends(subject), _describe_subject(subject, config)
     verdict, sentence, action = find_verdict(about, kind, rendering, turn_ends, fuzz, round_trip)

@@ -113,20 +113,23 @@ def test_white_space_that_a_last_turn_lacks_before_its_end_does_not_keep_a_bridg
     spaced = templates.CHATML.replace("'<|im_end|>\\n'", "('' if loop.last else '\\n') + '<|im_end|>\\n'")
     found = find_bridges(subject_of(spaced), AuditConfig(num_conversations=40), max_calls=0)
     assert (found.num_exact, found.num_unjudged) == (40, 0)
-    assert found.history["rewritten"] > 0
+    assert found.history["user"]["rewritten"] > 0
 
 
-def test_p2_is_counted_over_the_bridges_as_each_bridge_says() -> None:
+def test_p2_is_counted_over_the_bridges_by_the_role_of_the_last_new_message() -> None:
     config = AuditConfig(num_conversations=60)
-    assert find_bridges(subject_of(templates.QWEN), config, max_calls=3).history == {"kept": 60}
-    found = find_bridges(subject_of(templates.QWEN_THINKING), config, max_calls=3)
-    assert set(found.history) == {"kept", "drops_reasoning"}
-    assert sum(found.history.values()) == found.num_exact == 60
-    unknown = subject_of(templates.QWEN)
-    forgetful = Damaged(unknown.template_renderer, lambda bridge: dataclasses.replace(bridge, history=None))
-    assert find_bridges(dataclasses.replace(unknown, renderer=forgetful), config, max_calls=3).history == {
-        "unknown": 60
+    assert find_bridges(subject_of(templates.QWEN), config, max_calls=3).history == {
+        "tool": {"kept": 41},
+        "user": {"kept": 19},
     }
+    own = subject_of(templates.QWEN_THINKING)
+    found = find_bridges(own, config, max_calls=3)
+    assert set(found.history["tool"]) == {"kept"}
+    assert set(found.history["user"]) == {"kept", "drops_reasoning"}
+    assert sum(num for counts in found.history.values() for num in counts.values()) == found.num_exact == 60
+    silent = Damaged(own.template_renderer, lambda bridge: dataclasses.replace(bridge, history=None))
+    again = find_bridges(dataclasses.replace(own, renderer=silent), config, max_calls=3)
+    assert again.history == found.history, "it is the template's, whatever the renderer under audit says"
 
 
 def test_the_same_seed_gives_the_same_conversations() -> None:

@@ -4,8 +4,10 @@ import pytest
 
 from support import templates
 from support.audits import subject_of
-from unbroken.audit.checks.kind import find_kind, find_max_calls
-from unbroken.audit.report import TemplateKind, Trait
+from unbroken.audit.checks.bridges import find_bridges
+from unbroken.audit.checks.kind import find_kind, find_max_calls, find_traits
+from unbroken.audit.config import AuditConfig
+from unbroken.audit.report import KindFinding, TemplateKind, Trait
 
 REFUSING = """\
 {%- for message in messages -%}
@@ -29,6 +31,13 @@ ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}"
 ))  # fmt: skip
 
 
+def kind_of(source: str) -> KindFinding:
+    subject = subject_of(source)
+    traits = find_traits(subject)
+    fuzz = find_bridges(subject, AuditConfig(num_conversations=30), max_calls=find_max_calls(traits))
+    return find_kind(subject, traits, fuzz)
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
@@ -41,11 +50,11 @@ ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}"
     ],
 )
 def test_the_class_says_what_happens_to_history(source: str, kind: TemplateKind) -> None:
-    assert find_kind(subject_of(source)).kind is kind
+    assert kind_of(source).kind is kind
 
 
 def test_what_a_template_refuses_is_reported() -> None:
-    traits = find_kind(subject_of(REFUSING)).traits
+    traits = find_traits(subject_of(REFUSING))
     assert {Trait.REFUSES_RESULTS, Trait.REFUSES_LATE_SYSTEM, Trait.RENDERS_NO_CALLS, Trait.IGNORES_TOOLS} <= set(
         traits
     )
@@ -54,18 +63,18 @@ def test_what_a_template_refuses_is_reported() -> None:
 
 
 def test_a_template_that_carries_everything_has_no_traits_but_reasoning() -> None:
-    traits = find_kind(subject_of(templates.QWEN)).traits
+    traits = find_traits(subject_of(templates.QWEN))
     assert traits == (Trait.RENDERS_NO_REASONING,)
     assert find_max_calls(traits) == 3
 
 
 def test_a_template_of_one_call_refuses_parallel_ones() -> None:
-    traits = find_kind(subject_of(ONE_CALL)).traits
+    traits = find_traits(subject_of(ONE_CALL))
     assert Trait.REFUSES_PARALLEL_CALLS in traits
     assert find_max_calls(traits) == 1
 
 
 def test_a_template_that_refuses_everything_is_quoted() -> None:
-    found = find_kind(subject_of("{{ raise_exception('not today') }}<|im_end|>"))
+    found = kind_of("{{ raise_exception('not today') }}<|im_end|>")
     assert found.kind is TemplateKind.UNDERIVABLE
     assert "not today" in found.detail

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
+from typing import Any
 
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker
 from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.messages import ToolSchema
-from unbroken.rendering.base import Bridge, Closing, Refusal, RefusalReason
+from unbroken.rendering.base import Bridge, Closing, HistoryEffect, Refusal, RefusalReason
 from unbroken.rendering.facts import AddedTokens, TurnEnds
 from unbroken.types import token_ids
 
@@ -48,7 +49,8 @@ class JudgedCase:
     judgement: Judgement
     detail: str = ""
     refusal: Refusal | None = None
-    bridge: Bridge | None = None
+    history: HistoryEffect | None = None
+    """The template's effect on everything before (P2); None without a bridge, or if it is not known."""
 
 
 def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_system: bool = True) -> FuzzFinding:
@@ -57,19 +59,22 @@ def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_
         seed=config.seed, max_calls=max_calls, with_reasoning=subject.renders_reasoning, with_system=with_system
     )
     cases: list[tuple[str, JudgedCase]] = []
+    history: dict[str, Counter[str]] = {}
     for number, conversation in enumerate(islice(maker.draw_conversations(), config.num_conversations)):
         tools = () if conversation.situation.num_calls == 0 and number % 2 else TOOLS
-        cases.append((str(conversation.situation), judge_bridge(subject, conversation, tools)))
+        case = judge_bridge(subject, conversation, tools)
+        cases.append((str(conversation.situation), case))
+        if case.history is not None:
+            history.setdefault(conversation.new_messages[-1]["role"], Counter())[case.history.value] += 1
     judgements = Counter(case.judgement for _, case in cases)
     not_accepted = Counter(situation for situation, case in cases if case.judgement is Judgement.NOT_ACCEPTED)
-    history = Counter(case.bridge.history for _, case in cases if case.bridge is not None)
     reasons = sorted({case.refusal.reason for _, case in cases if case.refusal is not None})
     return FuzzFinding(
         num_conversations=config.num_conversations,
         num_exact=judgements[Judgement.EXACT],
         num_wrong=judgements[Judgement.WRONG],
         num_unjudged=judgements[Judgement.UNJUDGED],
-        history={effect.value if effect else "unknown": num for effect, num in history.items()},
+        history={role: dict(sorted(counts.items())) for role, counts in sorted(history.items())},
         not_accepted=dict(sorted(not_accepted.items())),
         refused=tuple(_summarise(reason, cases) for reason in reasons),
         wrong=tuple(f"{s}: {case.detail}" for s, case in cases if case.judgement is Judgement.WRONG)[:_NUM_EXAMPLES],
@@ -99,22 +104,24 @@ def judge_bridge(subject: Subject, conversation: Conversation, tools: Sequence[T
     if stop is None:
         return JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
     turn = last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
-    outcome = subject.renderer.bridge_to_next_turn(
+    given = (
         token_ids(subject.encode(prompt)),
         token_ids(subject.encode(turn.removeprefix(prompt))),
         conversation.new_messages,
-        assistant=conversation.turn,
-        tools=tools,
-        earlier=conversation.history,
     )
+    known: dict[str, Any] = {"assistant": conversation.turn, "tools": tools, "earlier": conversation.history}
+    outcome = own = subject.renderer.bridge_to_next_turn(*given, **known)
+    if subject.renderer is not subject.template_renderer:
+        own = subject.template_renderer.bridge_to_next_turn(*given, **known)
+    history = own.history if isinstance(own, Bridge) else None
     if isinstance(outcome, Refusal):
         return JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
     if stop.end_in_full is None:
-        return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", bridge=outcome)
+        return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", history=history)
     fault = _find_text_fault(subject, outcome, full[stop.end_in_full :]) or _find_id_fault(subject, outcome, full)
     if not fault and full.startswith(turn) and full != turn + subject.decode(outcome.bridge_ids.tolist()):
         fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
-    return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, bridge=outcome)
+    return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, history=history)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,49 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unbroken.audit.conversations import (
-    TOOL_NAMES,
-    TOOLS,
-    Conversation,
-    ConversationMaker,
-    Following,
-    Situation,
-    make_call,
-)
-from unbroken.audit.report import LIMITS, PARALLEL_LIMITS, KindFinding, TemplateKind, Trait
+from unbroken.audit.conversations import TOOL_NAMES, TOOLS, make_call
+from unbroken.audit.report import LIMITS, PARALLEL_LIMITS, FuzzFinding, KindFinding, TemplateKind, Trait
 from unbroken.audit.subject import Subject
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, HistoryEffect, Refusal
-from unbroken.types import token_ids
+from unbroken.rendering.base import HistoryEffect, Refusal
 
-_TEXT_THEN_USER = Situation(num_calls=0, has_text=True, following=Following.USER)
-_CALL_THEN_RESULT = Situation(num_calls=1, has_text=False, following=Following.RESULTS)
 _SYSTEM, _USER, _TEXT, _RESULT = "Zq8System", "Zq8User", "Zq8Text", "Zq8Result"
 
 
-def find_kind(subject: Subject) -> KindFinding:
-    """Bridge a few usual turns with the template's own renderer, and render some test messages."""
-    traits = tuple(_find_traits(subject))
+def find_traits(subject: Subject) -> tuple[Trait, ...]:
+    """Find the parts of a conversation that the template does not carry, by rendering some test messages."""
+    return tuple(_check_traits(subject))
+
+
+def find_kind(subject: Subject, traits: tuple[Trait, ...], fuzz: FuzzFinding) -> KindFinding:
+    """Find the class from the effects on the history (P2) that the bridges of all conversations saw."""
     ends = subject.facts.turn_ends
-    if isinstance(ends, Refusal):
-        detail = _find_error(subject) or ends.detail
+    after_user, after_results = (fuzz.history.get(follows, {}) for follows in ("user", "tool"))
+    if isinstance(ends, Refusal) or not {**after_user, **after_results}:
+        details = [ends.detail] if isinstance(ends, Refusal) else [share.detail for share in fuzz.refused]
+        detail = _find_error(subject) or next(iter(details), "")
         return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=detail)
-    maker = ConversationMaker(seed=0, max_calls=1, with_reasoning=subject.renders_reasoning)
-    after_user = _find_effects(subject, maker, _TEXT_THEN_USER)
-    after_result = (
-        _find_effects(subject, maker, _CALL_THEN_RESULT) if subject.facts.message_format.renders_calls else []
-    )
-    found = [effect for effect in (*after_user, *after_result) if isinstance(effect, HistoryEffect)]
-    if not found:
-        details = [effect.detail for effect in after_user if isinstance(effect, Refusal)]
-        return KindFinding(kind=TemplateKind.UNDERIVABLE, traits=traits, detail=next(iter(details), ""))
     kind = TemplateKind.APPEND_ONLY
     if HistoryEffect.DROPS_REASONING in after_user:
         kind = TemplateKind.STRIPS_REASONING_ON_USER
-    if HistoryEffect.DROPS_REASONING in after_result:
+    if HistoryEffect.DROPS_REASONING in after_results:
         kind = TemplateKind.STRIPS_REASONING
-    if HistoryEffect.REWRITTEN in found:
+    if HistoryEffect.REWRITTEN in after_user or HistoryEffect.REWRITTEN in after_results:
         kind = TemplateKind.REWRITES_HISTORY
     return KindFinding(kind=kind, traits=traits)
 
@@ -68,30 +54,7 @@ def _find_error(subject: Subject) -> str:
     return "" if _USER in text else "the template leaves out the text of a question"
 
 
-def _find_effects(
-    subject: Subject, maker: ConversationMaker, situation: Situation
-) -> list[HistoryEffect | Refusal | None]:
-    """The effects of the messages that follow: after a turn without, then with reasoning."""
-    return [
-        _find_effect(subject, maker.make_conversation(situation, with_history=False, with_reasoning=reasons))
-        for reasons in (False, True)
-    ]
-
-
-def _find_effect(subject: Subject, conversation: Conversation) -> HistoryEffect | Refusal | None:
-    stops = subject.template_renderer.get_stop_token_ids()
-    outcome = subject.template_renderer.bridge_to_next_turn(
-        token_ids([]),
-        token_ids(stops[:1]),
-        conversation.new_messages,
-        assistant=conversation.turn,
-        tools=TOOLS,
-        earlier=conversation.history,
-    )
-    return outcome.history if isinstance(outcome, Bridge) else outcome
-
-
-def _find_traits(subject: Subject) -> Iterator[Trait]:
+def _check_traits(subject: Subject) -> Iterator[Trait]:
     user: Message = {"role": "user", "content": _USER}
     system: Message = {"role": "system", "content": _SYSTEM}
     text: Message = {"role": "assistant", "content": _TEXT}

@@ -27,10 +27,9 @@ _BOUNDARY_WORDS = {
     "drops": "rendered alone, the new message itself is left out",
 }
 _HISTORY_WORDS = {
-    "kept": "keeps everything before them",
+    "kept": "keeps everything",
     "drops_reasoning": "drops or re-wraps reasoning",
     "rewritten": "rewrites more than reasoning",
-    "unknown": "cannot be compared",
 }
 
 
@@ -99,7 +98,7 @@ def make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     yield "drift", _describe_drift(report)
     yield "parser", _describe_round_trip(report)
     yield "bridges", _describe_bridges(report)
-    yield "history", [_describe_history(report)]
+    yield "history", list(_describe_history(report)) or ["-"]
 
 
 def _describe_stops(ends: TurnEndFinding) -> Iterator[str]:
@@ -190,11 +189,12 @@ def _describe_bridges(report: AuditReport) -> Iterator[str]:
     yield from (f"wrong: {make_printable(wrong)}" for wrong in fuzz.wrong)
 
 
-def _describe_history(report: AuditReport) -> str:
-    """Describe what a fresh rendering of each conversation does to everything before the new messages (P2)."""
-    counts = report.fuzz.history
-    parts = [f"{words} in {counts[effect]}" for effect, words in _HISTORY_WORDS.items() if counts.get(effect)]
-    return f"with the new messages, a fresh rendering {', '.join(parts)}" if parts else "-"
+def _describe_history(report: AuditReport) -> Iterator[str]:
+    for role, counts in report.fuzz.history.items():
+        parts = ", ".join(
+            f"{words} in {counts[effect]}" for effect, words in _HISTORY_WORDS.items() if effect in counts
+        )
+        yield f"after a {role} message, a fresh rendering {parts}"
 
 
 def wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
