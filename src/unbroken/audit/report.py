@@ -255,7 +255,7 @@ class FuzzFinding:
     num_unjudged: int
     history: Mapping[str, Mapping[str, int]]
     """The number of bridges by what a fresh rendering does to everything before (P2), a `rendering.base.HistoryEffect`,
-    after new messages of which the last is of the role `user` or `tool`."""
+    after a new message with the role `system`, or else with the role of the last one: `user` or `tool`."""
     not_accepted: Mapping[str, int]
     """The number of conversations that the template itself refuses or shortens, by situation."""
     refused: tuple[RefusedShare, ...]

@@ -116,11 +116,12 @@ def test_white_space_that_a_last_turn_lacks_before_its_end_does_not_keep_a_bridg
     assert found.history["user"]["rewritten"] > 0
 
 
-def test_p2_is_counted_over_the_bridges_by_the_role_of_the_last_new_message() -> None:
+def test_p2_is_counted_over_the_bridges_by_what_follows() -> None:
     config = AuditConfig(num_conversations=60)
     assert find_bridges(subject_of(templates.QWEN), config, max_calls=3).history == {
+        "system": {"kept": 2},
         "tool": {"kept": 41},
-        "user": {"kept": 19},
+        "user": {"kept": 17},
     }
     own = subject_of(templates.QWEN_THINKING)
     found = find_bridges(own, config, max_calls=3)

@@ -25,6 +25,11 @@ NUMBERED = templates.CHATML.replace("'<|im_start|>'", "loop.index | string + '<|
 FORGETFUL = templates.CHATML.replace(
     "message.role +", "('earlier ' if message.role == 'user' and not loop.last else '') + message.role +"
 )
+MOVED_BY_SYSTEM = templates.CHATML.replace(
+    "{%- for message in messages -%}",
+    "{{- '' if messages | selectattr('role', 'equalto', 'system') | list else 'No instructions.' -}}"
+    "{%- for message in messages -%}",
+)
 ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}", (
     "{%- if message.tool_calls and message.tool_calls|length > 1 -%}{{- raise_exception('one call only') -}}"
     "{%- endif -%}{%- for call in message.tool_calls or [] -%}"
@@ -47,6 +52,7 @@ def kind_of(source: str) -> KindFinding:
         (WITHOUT_END, TemplateKind.UNDERIVABLE),
         (NUMBERED, TemplateKind.REWRITES_HISTORY),
         (FORGETFUL, TemplateKind.REWRITES_HISTORY),
+        (MOVED_BY_SYSTEM, TemplateKind.APPEND_ONLY),
     ],
 )
 def test_the_class_says_what_happens_to_history(source: str, kind: TemplateKind) -> None:

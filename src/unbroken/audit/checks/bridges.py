@@ -65,7 +65,9 @@ def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_
         case = judge_bridge(subject, conversation, tools)
         cases.append((str(conversation.situation), case))
         if case.history is not None:
-            history.setdefault(conversation.new_messages[-1]["role"], Counter())[case.history.value] += 1
+            roles = [message["role"] for message in conversation.new_messages]
+            follows = "system" if "system" in roles else roles[-1]
+            history.setdefault(follows, Counter())[case.history.value] += 1
     judgements = Counter(case.judgement for _, case in cases)
     not_accepted = Counter(situation for situation, case in cases if case.judgement is Judgement.NOT_ACCEPTED)
     reasons = sorted({case.refusal.reason for _, case in cases if case.refusal is not None})
@@ -74,7 +76,7 @@ def find_bridges(subject: Subject, config: AuditConfig, *, max_calls: int, with_
         num_exact=judgements[Judgement.EXACT],
         num_wrong=judgements[Judgement.WRONG],
         num_unjudged=judgements[Judgement.UNJUDGED],
-        history={role: dict(sorted(counts.items())) for role, counts in sorted(history.items())},
+        history={follows: dict(sorted(counts.items())) for follows, counts in sorted(history.items())},
         not_accepted=dict(sorted(not_accepted.items())),
         refused=tuple(_summarise(reason, cases) for reason in reasons),
         wrong=tuple(f"{s}: {case.detail}" for s, case in cases if case.judgement is Judgement.WRONG)[:_NUM_EXAMPLES],
