@@ -30,8 +30,8 @@ from unbroken.rendering.images import (
     place_images,
 )
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
+from unbroken.rendering.threads import RendererLock
 
 _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""

@@ -32,18 +32,16 @@ from unbroken.rendering.base import (
 from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.glue import GlueFinder
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.facts import TemplateFacts
+from unbroken.rendering.facts import ProbedTemplate, TemplateFacts, probe_template
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
 from unbroken.rendering.jinja.source import get_template_source
-from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.parsing.call_grammar import CallConstraint
 from unbroken.rendering.parsing.detection import choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import ResponseParser
-from unbroken.rendering.probing import ProbedTemplate, probe_template
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
-from unbroken.rendering.threads import DaemonThreads
+from unbroken.rendering.threads import DaemonThreads, RendererLock
 from unbroken.types import TokenIds
 
 _MAX_LOADING_THREADS = 4

@@ -1,11 +1,4 @@
-"""Daemon threads that run blocking functions for an event loop, a bounded number at a time.
-
-    threads = DaemonThreads(1)
-    rendered = await threads.run(lambda: renderer.render(messages))
-
-A loop with 64 rollouts may start 64 calls at once. As many threads would compete for the interpreter with the loop,
-which then waits half a second for its turn.
-"""
+"""Threads of renderers: daemon threads that run blocking functions for an event loop, and a renderer's lock."""
 
 from __future__ import annotations
 
@@ -15,8 +8,10 @@ import contextlib
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -31,7 +26,15 @@ class _Call(Generic[T]):
 
 
 class DaemonThreads:
-    """Calls wait in one line, first come, first served. A thread ends when no call waits."""
+    """Threads that run blocking functions for an event loop, a bounded number at a time.
+
+        threads = DaemonThreads(1)
+        rendered = await threads.run(lambda: renderer.render(messages))
+
+    A loop with 64 rollouts may start 64 calls at once. As many threads would compete for the interpreter with the loop,
+    which then waits half a second for its turn. Calls wait in one line, first come, first served. A thread ends when no
+    call waits.
+    """
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
@@ -88,3 +91,53 @@ def _call_and_catch(function: Callable[[], T]) -> tuple[T | None, BaseException 
 def _resolve(finished: asyncio.Future[Any], outcome: Any) -> None:
     if not finished.done():
         finished.set_result(outcome)
+
+
+class RendererLock:
+    """A lock that lets one thread at a time run a renderer's Python code.
+
+    Python runs one thread at a time anyway: each further thread that wants to run only makes an event loop wait another
+    5 ms (`sys.getswitchinterval`). The tokenizers library needs no Python, so while it works the lock is released:
+
+        thread A   render ── marks ── [tokenizer: lock released ........] ── ids
+        thread B   waits ............ render ── marks ── [tokenizer ....] .. ids
+
+    It is reentrant. `released` gives it up for a while; others wait in no particular order.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._owner != threading.get_ident():
+            self._acquire(depth=0)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._release()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Release the lock inside this context, if the calling thread has it."""
+        depth = self._release() if self._owner == threading.get_ident() else 0
+        try:
+            yield
+        finally:
+            if depth:
+                self._acquire(depth=depth)
+
+    def _acquire(self, *, depth: int) -> None:
+        self._lock.acquire()
+        self._owner, self._depth = threading.get_ident(), depth
+
+    def _release(self) -> int:
+        depth = self._depth
+        self._owner, self._depth = None, 0
+        self._lock.release()
+        return depth

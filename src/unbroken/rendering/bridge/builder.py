@@ -28,7 +28,7 @@ from unbroken.rendering.bridge.turn_ends import TurnEnds
 from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, load_images, place_images
-from unbroken.rendering.reasoning import ReasoningDelimiters
+from unbroken.rendering.message_format import ReasoningDelimiters
 from unbroken.types import TokenIds
 
 

@@ -49,9 +49,9 @@ from unbroken.rendering.encoding.marks import (
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.lock import RendererLock
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.prompt import RecentPrompts
+from unbroken.rendering.threads import RendererLock
 
 _NUM_SHOWN = 60
 """How many characters of a text an explanation shows."""

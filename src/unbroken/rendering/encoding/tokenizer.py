@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.lock import RendererLock
+from unbroken.rendering.threads import RendererLock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

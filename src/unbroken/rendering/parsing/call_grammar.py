@@ -29,10 +29,10 @@ from unbroken.rendering.message_format import (
     PROBE_TOOLS,
     PROBE_USER,
     MessageFormat,
+    ReasoningDelimiters,
     probe_call,
 )
 from unbroken.rendering.parsing.parser import FormatParser, ResponseParser
-from unbroken.rendering.reasoning import ReasoningDelimiters
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _CALL_IDS = ("callprob1", "callprob2")

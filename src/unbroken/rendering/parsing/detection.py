@@ -33,6 +33,7 @@ from unbroken.rendering.message_format import (
     PROBE_TOOLS,
     PROBE_USER,
     MessageFormat,
+    ReasoningDelimiters,
     probe_call,
 )
 from unbroken.rendering.parsing.call_format import CallFormat
@@ -40,7 +41,6 @@ from unbroken.rendering.parsing.formats import FORMATS, get_format
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import FormatParser, ResponseParser
 from unbroken.rendering.parsing.response_template import RESPONSE_TEMPLATE, ResponseTemplateParser
-from unbroken.rendering.reasoning import ReasoningDelimiters
 
 _CHATML = "<|im_start|>"
 
