@@ -125,6 +125,11 @@ class StopTokenError(TemplateError):
             "Pass the id that the model samples last: stop_token_ids=[...] of TemplateRenderer or load_renderer, "
             "rollouts.sampling.stop_token_ids in a run, or eos_token_id in generation_config.json"
         )
+        self.kinds = kinds
+
+    def __reduce__(self) -> tuple[type[StopTokenError], tuple[str]]:
+        """An audit passes it from one process to another."""
+        return StopTokenError, (self.kinds,)
 
 
 class InvariantError(UnbrokenError):

@@ -219,6 +219,18 @@ def test_the_help_tells_the_exit_statuses(capsys: pytest.CaptureFixture[str]) ->
         assert line in out
 
 
+def test_a_model_whose_turns_no_id_ends_is_an_error_that_says_once_what_to_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folder(tmp_path / "endless", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    (folder / "generation_config.json").unlink()
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": None}))
+    status, _, err = run(capsys, folder, *FEW)
+    assert status == 1
+    assert err.count("an id that ends a turn of any kind") == err.count("Pass the id that the model samples last") == 1
+
+
 def test_a_table_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.jinja").write_text(templates.QWEN)
     status, out, err = run(capsys, "--table", tmp_path, "--output", tmp_path / "table.md", *FEW)
