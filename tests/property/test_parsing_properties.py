@@ -9,13 +9,9 @@ import pytest
 
 from support.effort import num_cases
 from support.parsing import FormatOnTokenizer, written_calls
-from support.tokenizers import make_tokenizer
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ToolCallStatus
-from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats import FORMATS
-from unbroken.rendering.parsing.id_stream import CompletionTokens
-from unbroken.rendering.parsing.parser import FormatParser
 
 NUM_CASES = num_cases(70)
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|call|>")
@@ -30,22 +26,17 @@ SNIPPETS = (
 @functools.cache
 def parser_and_ids(
     call_format: CallFormat, controlled: bool, metaspace: bool
-) -> tuple[FormatParser, tuple[tuple[int, ...], ...]]:
+) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """A parser, and runs of ids to make completions of; `controlled`: delimiters are control tokens."""
     control = [d for d in call_format.delimiters if d.strip() and not d.isalnum()] if controlled else []
-    tokenizer = make_tokenizer(None, control_tokens=(*STOPS, *control), metaspace=metaspace)
-    encoder = SafeEncoder(tokenizer.backend_tokenizer)
-    stops = [tokenizer.convert_tokens_to_ids(stop) for stop in STOPS]
-    tokens = CompletionTokens(encoder.control, encoder.decode, stop_token_ids=stops, num_stop_ids=1 + metaspace)
-    parser = FormatParser(call_format, tokens)
+    form = FormatOnTokenizer(call_format, control=control, stops=STOPS, metaspace=metaspace, num_stop_ids=1 + metaspace)
     delimiters = sorted(call_format.delimiters)
     texts = [*SNIPPETS, *delimiters * 4, *STOPS, *regions_of(call_format) * 4]
     texts += [written_calls(call_format)] * (len(texts) // 10)
     texts += [half for d in delimiters for half in (d[: len(d) // 2], d[len(d) // 2 :])]
-    runs = [tuple(int(i) for i in encoder.encode_plain(text)) for text in texts]
-    runs += [tuple(int(i) for c in d for i in encoder.encode_plain(c)) for d in delimiters]
-    runs += [(token_id,) for token_id in range(0, len(tokenizer), len(tokenizer) // 150)]
-    return parser, tuple(run for run in runs if run)
+    runs = [tuple(form.ids(text)) for text in texts] + [tuple(form.spelled(d)) for d in delimiters]
+    runs += [(token_id,) for token_id in range(0, form.vocab_size, form.vocab_size // 150)]
+    return form.parser, tuple(run for run in runs if run)
 
 
 def regions_of(call_format: CallFormat) -> list[str]:

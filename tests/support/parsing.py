@@ -17,12 +17,21 @@ class FormatOnTokenizer:
     """A parser of a format for a tokenizer that has `control` as control tokens, and `stops` to end turns with."""
 
     def __init__(
-        self, call_format: CallFormat, *, control: Collection[str] = (), stops: Collection[str] = (STOP,)
+        self,
+        call_format: CallFormat,
+        *,
+        control: Collection[str] = (),
+        stops: Collection[str] = (STOP,),
+        metaspace: bool = False,
+        num_stop_ids: int = 1,
     ) -> None:
-        tokenizer = make_tokenizer(None, control_tokens=(*control, *stops))
+        tokenizer = make_tokenizer(None, control_tokens=(*control, *stops), metaspace=metaspace)
+        self.vocab_size = len(tokenizer)
         self._encoder = SafeEncoder(tokenizer.backend_tokenizer)
         ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
-        tokens = CompletionTokens(self._encoder.control, self._encoder.decode, stop_token_ids=ids)
+        tokens = CompletionTokens(
+            self._encoder.control, self._encoder.decode, stop_token_ids=ids, num_stop_ids=num_stop_ids
+        )
         self.parser = FormatParser(call_format, tokens)
 
     def ids(self, text: str) -> list[int]:
