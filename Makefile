@@ -72,11 +72,12 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents harbor langchain mini-swe-agent openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py tests/e2e/test_terminal_tasks.py
 
-check: $(ALL)  ## format, lint, types (strict) and layers
+check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/ruff format --check src tests bench recipes tools
 	$(BIN)/ruff check src tests bench recipes tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/measure_house.py
 
 extras:  ## install each extra alone in a fresh environment and start what it is for
 	$(PYTHON) tools/check_extras.py
