@@ -34,6 +34,7 @@ ProbeMessage = dict[str, Any]
 
 PROBE_USER, PROBE_CONTENT, PROBE_REASONING, PROBE_ARGUMENT = "Xq7User", "Xq7Content", "Xq7Reasoning", "Xq7Argument"
 PROBE_NAMES = ("probe_one", "probe_two")
+_USUAL_MARKUP = ("<think>", "</think>")
 
 PROBE_TOOLS: tuple[ToolSchema, ...] = tuple(
     {
@@ -187,9 +188,6 @@ def _parse_or_keep(arguments: str) -> Any:
         return json.loads(arguments)
     except ValueError:
         return arguments
-
-
-_USUAL_MARKUP = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.tokenizer import encode_text
 from unbroken.types import TokenIds, token_ids
 
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
 
 class TextCodec:
     """Encodes and decodes with a copy of a transformers fast tokenizer's backend, which no caller can reconfigure."""
@@ -78,10 +81,6 @@ class TextStream:
         """Return the held-back bytes that are not UTF-8, as replacement characters."""
         whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
         return whole[len(self._text) :] if whole.startswith(self._text) else ""
-
-
-_SPACE = "\u2581"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,12 @@ from tokenizers import Tokenizer
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.threads import RendererLock
 
+_COPIED_PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+_CHUNK = 2**13
+"""How many ids or offsets are read in one step: a list of a million takes 0.3 s with the interpreter's lock."""
+_MAX_HELD_CHARS = 2**11
+"""Longest text that is encoded with the interpreter's lock, in a few milliseconds: `encode` does not release it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMatch:
@@ -114,9 +120,6 @@ def _find_added(tokenizer: Any) -> Iterator[tuple[str, int]]:
         yield token.content, token_id
 
 
-_PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
-
-
 def copy_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     """Copy a tokenizer, without its truncation and padding, so that no caller can reconfigure the copy.
 
@@ -124,7 +127,7 @@ def copy_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     what calls set: truncation, padding, added tokens.
     """
     copy = Tokenizer(tokenizer.model)
-    for part in _PARTS:
+    for part in _COPIED_PARTS:
         if getattr(tokenizer, part) is not None:
             setattr(copy, part, getattr(tokenizer, part))
     added = tokenizer.get_added_tokens_decoder()
@@ -133,12 +136,6 @@ def copy_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
         (copy.add_special_tokens if is_special else copy.add_tokens)(list(tokens))
     assert copy.get_added_tokens_decoder() == added, "the library gives added tokens ids in their order"
     return copy
-
-
-_CHUNK = 2**13
-"""How many ids or offsets are read in one step: a list of a million takes 0.3 s with the interpreter's lock."""
-_MAX_HELD_CHARS = 2**11
-"""Longest text that is encoded with the interpreter's lock, in a few milliseconds: `encode` does not release it."""
 
 
 def encode_text(

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from unbroken.rendering.base import PartKind, ResponsePart
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 
+_REPLACEMENT = "\ufffd"
+_MAX_IDS_PER_CHARACTER = 4
+
 
 class CompletionTokens:
     """The tokens of a model's completions: control tokens, the text of each id, and the ids that end a turn."""
@@ -210,10 +213,6 @@ class _DelimiterScanner:
         piece = TextPiece(text, self._position, is_delimiter)
         self._position += len(text)
         return piece
-
-
-_REPLACEMENT = "\ufffd"
-_MAX_IDS_PER_CHARACTER = 4
 
 
 class _IdTexts:

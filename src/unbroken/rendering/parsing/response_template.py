@@ -49,6 +49,8 @@ _MASK = "\ufffc"
 _TYPED_BY_TEXT = ("xml-inline", "kv-lines")
 _TRANSFORMERS_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Raised by transformers for a body that does not match its field."""
+_SEARCH_TIMEOUT_S = 1.0
+"""The patterns come from a tokenizer's files and may be slow."""
 
 
 class ResponseTemplateParser:
@@ -222,10 +224,6 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         arguments=arguments,
         call_id=call_id if isinstance(call_id, str) else "",
     )
-
-
-_SEARCH_TIMEOUT_S = 1.0
-"""The patterns come from a tokenizer's files and may be slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
