@@ -197,12 +197,12 @@ class GlueFinder:
         cut = self._cut(text, sentinels)
         if (difference := self._explain_difference(conversation, real, cut.before, cut.glue)) is not None:
             raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
-        self._check_each_stands_once(conversation, turn, sentinels, real, cut.glue)
         outside = [{"tool_calls": _remove_arguments(turn.get("tool_calls") or ())}, *conversation.new]
         if any(map(self._encoder.may_forge, find_outside_strings(outside, conversation.tools))):
             raise BridgeRefusedError(
                 RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
             )
+        self._check_each_stands_once(conversation, turn, sentinels, real, cut.glue)
         return cut, []
 
     def _build_sentinel_turn(self, conversation: _Conversation, real: str) -> tuple[dict[str, Any], _Sentinels]:
