@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse
-from unbroken.rollout.times import CallTime
 from unbroken.rollout.tools import ToolStatus
+from unbroken.rollout.trajectory import CallTime
 from unbroken.types import FinishReason
 
 

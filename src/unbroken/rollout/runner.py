@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import time
 import typing
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,8 +26,15 @@ from unbroken.rollout.limits import Limit, Limits, TurnBudget
 from unbroken.rollout.prompts import Prompt
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.threads import run_in_daemon_thread
-from unbroken.rollout.times import Stopwatch
-from unbroken.rollout.trajectory import CloseFailure, Trajectory, TrajectoryGroup, TrajectoryStatus, sum_queue_s
+from unbroken.rollout.trajectory import (
+    CallTime,
+    CloseFailure,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryStatus,
+    TurnTimes,
+    sum_queue_s,
+)
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _T = TypeVar("_T")
@@ -102,7 +110,7 @@ async def run_group(
 
 
 async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
-    clock = Stopwatch()
+    clock = _Stopwatch()
     counters = Counters()
     conversation = Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
     close_error = None
@@ -146,13 +154,36 @@ class _OutOfTimeError(Exception):
     """The environment has used up its time."""
 
 
+class _Stopwatch:
+    """The times of one rollout, which began when this was made."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.turns: list[TurnTimes] = []
+
+    def read(self) -> float:
+        """Seconds since the rollout began."""
+        return time.perf_counter() - self.started
+
+    def add_turn(self, *, start_s: float, sampling_s: float, sampled_s: float) -> None:
+        """Add a turn that was just sampled."""
+        self.turns.append(TurnTimes(start_s=start_s, sampling_s=sampling_s, sampled_s=sampled_s))
+
+    def add_answer(self, calls: Sequence[CallTime]) -> None:
+        """Add that the last turn was answered just now; `calls` have times of `time.perf_counter`."""
+        own = tuple(
+            replace(call, start_s=call.start_s - self.started, stop_s=call.stop_s - self.started) for call in calls
+        )
+        self.turns[-1] = replace(self.turns[-1], answered_s=self.read(), calls=own)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Episode:
     env: Env
     policy: _Policy
     limits: Limits
     conversation: Conversation
-    clock: Stopwatch
+    clock: _Stopwatch
     env_s: float = 0.0
     """How long the environment, its tools and its reward have taken."""
 

@@ -13,7 +13,6 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
 from unbroken.rollout.limits import Limit
-from unbroken.rollout.times import TurnTimes
 from unbroken.types import SampledSequence
 
 
@@ -41,6 +40,31 @@ class CloseFailure(StrEnum):
 
     ERROR = "error"
     TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTime:
+    """When a tool call ran, in seconds: of `time.perf_counter` in an `Outcome`, since the rollout began in a record."""
+
+    name: str
+    status: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTimes:
+    """When a turn happened, in seconds since the rollout began."""
+
+    start_s: float
+    """Its prompt is built from here on."""
+    sampling_s: float
+    """It is sampled from here on."""
+    sampled_s: float
+    """The environment has its reply from here on."""
+    answered_s: float | None = None
+    """The environment has answered; None if it did not."""
+    calls: tuple[CallTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

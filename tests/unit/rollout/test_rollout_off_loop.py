@@ -11,7 +11,7 @@ import pytest
 from support.fake_renderer import END, FakeRenderer, call_ids, encode
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.rollout.cutting import cut_text, cut_tool_result
+from unbroken.rollout.conversation import cut_text, cut_tool_result
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout

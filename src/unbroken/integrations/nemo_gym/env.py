@@ -19,7 +19,7 @@ from unbroken.integrations.nemo_gym.examples import Examples
 from unbroken.integrations.nemo_gym.items import make_response, read_messages, read_tools
 from unbroken.messages import Message, ToolSchema
 from unbroken.rollout.env import EnvStart, Outcome, Reply
-from unbroken.rollout.order import EpochOrder
+from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
 from unbroken.types import FinishReason

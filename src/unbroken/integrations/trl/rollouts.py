@@ -23,9 +23,9 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
-from unbroken.rollout.loop_thread import LoopThread
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.seeds import derive_seed
+from unbroken.rollout.threads import LoopThread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher

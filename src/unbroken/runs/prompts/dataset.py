@@ -16,7 +16,7 @@ from unbroken.images.inputs import ImageInputs
 from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.copying import copy_containers
-from unbroken.rollout.order import EpochOrder
+from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
 from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images
 

@@ -14,7 +14,7 @@ from typing import Any
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.agents.tasks import TaskEnvironment
 from unbroken.rollout.limits import Limits
-from unbroken.rollout.order import EpochOrder
+from unbroken.rollout.seeds import EpochOrder
 from unbroken.runs.collector import Problems
 from unbroken.runs.settings.build import build, read_table
 from unbroken.runs.settings.fields import section_of

@@ -25,8 +25,7 @@ from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error, format_frames
-from unbroken.rollout.times import TurnTimes
-from unbroken.rollout.trajectory import Trajectory, Turn
+from unbroken.rollout.trajectory import Trajectory, Turn, TurnTimes
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
 from unbroken.training.objective.base import LeftOut
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
