@@ -345,7 +345,7 @@ def measure_cost(arguments: argparse.Namespace) -> int:
             f"{cost.later_s * 1e3:>12.2f} {cost.first_s * 1e3:>8.2f} {cost.full_s * 1e3:>8.0f}" for cost in costs
         )
         few_s, many_s = (subject.measure_rendering_s(num_messages) for num_messages in (100, 400))
-        steep = f"  quadratic: {many_s * 1e3:.0f} ms for 400 short messages" if many_s > 8 * few_s else ""
+        steep = f"  quadratic: {many_s * 1e3:.0f} ms for 400 short messages" if many_s > 6 * few_s else ""
         print(f"{template.name:42} {costs[-1].num_messages:>8}{cells}{steep}", flush=True)
     for number, length in enumerate(lengths if table else ()):
         print(_summarise([costs[number] for costs in table], length))
