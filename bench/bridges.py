@@ -253,11 +253,18 @@ class Subject:
         )
 
     def measure_rendering_s(self, num_messages: int) -> float:
-        """CPU seconds of one rendering of so many short messages."""
+        """CPU seconds of one rendering of so many short messages: calls and results if the template shows calls."""
         renderer = TemplateRenderer(self.tokenizer)
-        messages: list[Message] = [
-            {"role": ("user", "assistant")[k % 2], "content": f"message {k}"} for k in range(num_messages)
-        ]
+        messages: list[Message] = [{"role": "user", "content": "Go on."}]
+        while len(messages) < num_messages:
+            messages.append({"role": "assistant", "content": "" if self._facts.most_calls else "Yes."})
+            if not self._facts.most_calls:
+                messages.append({"role": "user", "content": "Go on."})
+                continue
+            call: Any = {"name": "search", "arguments": {"a_text": "x"}}
+            call_id = f"c{len(messages):08d}"
+            messages[-1]["tool_calls"] = [{"id": call_id, "type": "function", "function": call}]
+            messages.append({"role": "tool", "content": "42", "tool_call_id": call_id, "name": "search"})
         durations_s: list[float] = []
         for _ in range(4):
             start = time.thread_time()
@@ -318,7 +325,7 @@ class ConversationWriter:
         return text
 
 
-CHARACTERS_PER_ID = 4
+CHARACTERS_PER_ID = 5
 TEXT = "".join(
     (Path(json.__file__).parent.parent / name).read_text("utf-8")
     for name in ("argparse.py", "asyncio/base_events.py", "typing.py", "subprocess.py")
@@ -345,7 +352,7 @@ def measure_cost(arguments: argparse.Namespace) -> int:
             f"{cost.later_s * 1e3:>12.2f} {cost.first_s * 1e3:>8.2f} {cost.full_s * 1e3:>8.0f}" for cost in costs
         )
         few_s, many_s = (subject.measure_rendering_s(num_messages) for num_messages in (100, 400))
-        steep = f"  quadratic: {many_s * 1e3:.0f} ms for 400 short messages" if many_s > 6 * few_s else ""
+        steep = f"  quadratic: {many_s * 1e3:.0f} ms for 400 short messages" if many_s > max(7 * few_s, 0.015) else ""
         print(f"{template.name:42} {costs[-1].num_messages:>8}{cells}{steep}", flush=True)
     for number, length in enumerate(lengths if table else ()):
         print(_summarise([costs[number] for costs in table], length))
