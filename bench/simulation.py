@@ -33,7 +33,7 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.effort import add_effort
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.asynchronous.idle import IdleTimes
+from unbroken.training.asynchronous.events import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
 from unbroken.training.config import LoopConfig

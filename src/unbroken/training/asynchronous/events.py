@@ -1,10 +1,13 @@
-"""What happens in the asynchronous loop of one process, and when: for metrics and timelines."""
+"""What happens in the asynchronous loop of one process, and when; the timeline and the metrics made of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from unbroken.timeline import Timeline, Track
 
 
 class EventKind(StrEnum):
@@ -77,3 +80,134 @@ class NoObserver:
 
     def observe(self, event: LoopEvent) -> None:
         """See `Observer`."""
+
+
+SAMPLED = "group in flight"
+QUEUED = "group in the queue"
+_BEGINS = {
+    EventKind.WAIT_BEGUN: (Track.TRAINER, "wait for groups"),
+    EventKind.STEP_BEGUN: (Track.TRAINER, "step {step}"),
+    EventKind.PUBLISH_BEGUN: (Track.PUBLISHER, "publish version {version}"),
+    EventKind.HOLD_BEGUN: (Track.SAMPLER, "held by the staleness bound"),
+    EventKind.OUTAGE_BEGUN: (Track.TRAINER, "outage"),
+}
+_ENDS = {
+    EventKind.WAIT_ENDED: Track.TRAINER,
+    EventKind.STEP_ENDED: Track.TRAINER,
+    EventKind.PUBLISH_ENDED: Track.PUBLISHER,
+    EventKind.HOLD_ENDED: Track.SAMPLER,
+    EventKind.OUTAGE_ENDED: Track.TRAINER,
+}
+_FATES = {
+    EventKind.GROUP_FINISHED: (SAMPLED, "finished"),
+    EventKind.GROUP_CANCELLED: (SAMPLED, "cancelled"),
+    EventKind.GROUP_LOST: (SAMPLED, "lost"),
+    EventKind.GROUP_DROPPED: (QUEUED, "dropped"),
+    EventKind.GROUP_REPLACED: (QUEUED, "replaced"),
+    EventKind.GROUP_TAKEN: (QUEUED, "trained"),
+}
+_VERSIONS = {EventKind.STEP_ENDED: "trainer", EventKind.PUBLISH_ENDED: "published"}
+
+
+class TimelineObserver:
+    """Writes events to a timeline whose clock is that of the event loop."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Write to this timeline; it stays open."""
+        self._timeline = timeline
+
+    def observe(self, event: LoopEvent) -> None:
+        """See `Observer`."""
+        timeline, kind, at_s = self._timeline, event.kind, event.time_s
+        if kind in _BEGINS:
+            track, name = _BEGINS[kind]
+            timeline.begin(track, name.format(step=event.step, version=event.version), at_s=at_s)
+        if kind in _ENDS:
+            timeline.end(_ENDS[kind], at_s=at_s)
+        if kind in _VERSIONS and event.version is not None:
+            timeline.count(f"version, {_VERSIONS[kind]}", at_s=at_s, version=event.version)
+        if event.number is not None:
+            self._move_group(event, event.number)
+
+    def _move_group(self, event: LoopEvent, number: int) -> None:
+        timeline, kind, at_s = self._timeline, event.kind, event.time_s
+        if kind is EventKind.GROUP_STARTED:
+            timeline.begin_lane(SAMPLED, number, at_s=at_s, version=event.version)
+        if kind in _FATES:
+            name, fate = _FATES[kind]
+            step = {} if event.step is None else {"step": event.step}
+            timeline.end_lane(name, number, at_s=at_s, fate=fate, ids=event.num_ids, version=event.version, **step)
+        if kind is EventKind.GROUP_FINISHED:
+            timeline.begin_lane(QUEUED, number, at_s=at_s, ids=event.num_ids, version=event.version)
+        timeline.count("groups in flight", at_s=at_s, groups=event.num_in_flight)
+        timeline.count("groups in the queue", at_s=at_s, groups=event.num_queued)
+
+
+class Observers:
+    """Several observers."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        """They see each event in this order."""
+        self._observers = tuple(observers)
+
+    def observe(self, event: LoopEvent) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.observe(event)
+
+
+_STATE_BEGINS = {EventKind.WAIT_BEGUN: "waits", EventKind.HOLD_BEGUN: "held"}
+_STATE_ENDS = {EventKind.WAIT_ENDED: "waits", EventKind.HOLD_ENDED: "held"}
+
+
+class IdleTimes:
+    """How long trainer and sampler were idle between two steps, and how many groups waited, in one process.
+
+    Worked example, in seconds: the trainer waits from 0 to 2 and takes a step's groups, groups are in flight from 0 to
+    5, none may start from 4 to 6, and at 8 the next groups are taken. Since 2 the trainer did not wait, nothing was in
+    flight for 3 of 6 s (0.5), and 2 of 6 s were held.
+    """
+
+    def __init__(self) -> None:
+        """The times begin with the first event."""
+        self._states: set[str] = set()
+        self._sums: dict[str, float] = {}
+        self._started_s: float | None = None
+        self._last_s = 0.0
+        self._num_in_flight = 0
+        self._num_queued = 0
+
+    def observe(self, event: LoopEvent) -> None:
+        """See `Observer`."""
+        self._advance(event.time_s)
+        if event.kind in _STATE_BEGINS:
+            self._states.add(_STATE_BEGINS[event.kind])
+        if event.kind in _STATE_ENDS:
+            self._states.discard(_STATE_ENDS[event.kind])
+        self._num_in_flight, self._num_queued = event.num_in_flight, event.num_queued
+
+    def take_metrics(self, now_s: float) -> Mapping[str, float | None]:
+        """The metrics of the time since the last call; None in no time at all."""
+        self._advance(now_s)
+        started_s = now_s if self._started_s is None else self._started_s
+        total_s = now_s - started_s
+        sums, self._sums, self._started_s = self._sums, {}, now_s
+
+        def mean(name: str) -> float | None:
+            return sums.get(name, 0.0) / total_s if total_s > 0 else None
+
+        return {
+            "idle/trainer": mean("waits"),
+            "idle/sampler": mean("nothing"),
+            "idle/sampler_held": mean("held"),
+            "sampler/in_flight_mean": mean("in_flight"),
+            "sampler/queued_mean": mean("queued"),
+        }
+
+    def _advance(self, now_s: float) -> None:
+        if self._started_s is None:
+            self._started_s = self._last_s = now_s
+        seconds, self._last_s = now_s - self._last_s, now_s
+        counts = {"in_flight": self._num_in_flight, "queued": self._num_queued, "nothing": self._num_in_flight == 0}
+        for name, factor in {**counts, **dict.fromkeys(self._states, 1)}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + seconds * factor

@@ -11,6 +11,7 @@ All of it happens in the event loop's thread: whatever changes calls `fill`, whi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,10 +22,16 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
 from unbroken.training.asynchronous.maker import FindsLoss, SamplerCounts
 from unbroken.training.asynchronous.numbers import GroupNumbers
-from unbroken.training.asynchronous.pace import Pace
 from unbroken.training.asynchronous.source import GroupSource
-from unbroken.training.asynchronous.window import Window
 from unbroken.training.config import LoopConfig
+
+_WAITED = 0.01
+"""The share of a step's time from which on the trainer has waited."""
+_FALL = 1 / 8
+_REMEMBERED = 32
+"""Steps for which a limit is remembered as too low."""
+_READY = 1 / 4
+"""The share of a step's groups that must be ready besides its own before the limit falls."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,7 +40,9 @@ class LiveGroup:
 
     number: int
     oldest_version: int
+    """Version of its oldest id; while it is in flight, that of the engine when it started."""
     is_protected: bool
+    """Whether the trainer waits for it, rather than making a step after which it would be too old."""
     has_seen_outages: int
     """Outages before it was started."""
     effort: Effort = field(default_factory=Effort)
@@ -44,6 +53,104 @@ class LiveGroup:
     def is_finished(self) -> bool:
         """Whether it can be taken."""
         return self.group is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The staleness bound of one process: which groups may start, which are trained next, and which are too old.
+
+    A group whose oldest id was sampled by version a may be trained at the versions a, a + 1, ..., a + S, and is too old
+    from then on. With P groups a step, and i groups before it that are not yet taken, a new group is trained i // P
+    steps after the next one. It starts only if that is in time, so S also bounds the groups that wait.
+
+    Worked example, S = 1 and P = 2, the engine has version 4:
+
+        the next step has version 4    groups 0 1 are trained at 4, groups 2 3 at 5, group 4 would be at 6: it waits
+        the next step has version 5    groups 0 1 are trained at 5: group 2 waits until the engine has version 5
+    """
+
+    max_staleness: int
+    groups_per_step: int
+
+    def may_start(self, num_live: int, *, next_version: int, engine_version: int) -> bool:
+        """Whether a group that starts now behind `num_live` others can be trained in time.
+
+        `next_version` is the version that the next step begins with, at the latest.
+        """
+        return next_version + num_live // self.groups_per_step - engine_version <= self.max_staleness
+
+    def is_too_old(self, group: LiveGroup, version: int) -> bool:
+        """Whether the group may not be trained at this version or later."""
+        return version - group.oldest_version > self.max_staleness
+
+    def choose(self, live: Sequence[LiveGroup], version: int) -> list[LiveGroup] | None:
+        """Choose the finished groups of a step that begins with `version`; None if it must wait.
+
+        The oldest come first, in the order of `live` among equals. The step waits for protected groups if it would
+        leave more of them than the steps after it can take in time.
+        """
+        finished = [group for group in live if group.is_finished]
+        if len(finished) < self.groups_per_step:
+            return None
+        oldest_first = sorted(finished, key=lambda group: group.oldest_version)
+        protected_first = sorted(oldest_first, key=lambda group: not group.is_protected)
+        for order in (oldest_first, protected_first):
+            chosen = order[: self.groups_per_step]
+            left = [group for group in live if group.is_protected and all(group is not each for each in chosen)]
+            if self._is_feasible(left, version + 1):
+                return chosen
+        return None
+
+    def _is_feasible(self, groups: Sequence[LiveGroup], version: int) -> bool:
+        """Whether the steps from `version` on can take all of these groups in time."""
+        due = sorted(group.oldest_version + self.max_staleness - version for group in groups)
+        return all(steps >= 0 and index < (steps + 1) * self.groups_per_step for index, steps in enumerate(due))
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """How far ahead one process samples: no further than keeps its trainer busy, as each group that waits grows older.
+
+    The limit of groups that are in flight or wait rises by a step's groups after each step that the trainer waited for,
+    and falls by an eighth of them after each step that found others ready besides its own. It does not fall to one that
+    the trainer waited with, until 32 steps have passed since.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    is_adapted: bool
+    """Otherwise it is always the highest that the staleness bound allows."""
+    limit: int = field(init=False)
+    """Groups in flight and finished."""
+
+    _too_low: int = field(init=False, default=0)
+    """The last limit that the trainer waited with."""
+    _num_steps: int = field(init=False, default=0)
+    """Since then."""
+
+    def __post_init__(self) -> None:
+        self.limit = 2 * self.groups_per_step if self.is_adapted else self._highest
+
+    def end_wait(self, *, waited_s: float, since_last_s: float, num_queued: int) -> None:
+        """Adapt the limit when the groups of a step are taken.
+
+        The trainer waited `waited_s` of the `since_last_s` since it took those of the step before; `num_queued` others
+        are finished.
+        """
+        if not self.is_adapted:
+            return
+        self._num_steps += 1
+        if waited_s > _WAITED * since_last_s:
+            self._too_low, self._num_steps = self.limit, 0
+            self.limit = min(self.limit + self.groups_per_step, self._highest)
+        elif num_queued >= _READY * self.groups_per_step:
+            fallen = self.limit - math.ceil(_FALL * self.groups_per_step)
+            if fallen >= self.groups_per_step and (fallen > self._too_low or self._num_steps > _REMEMBERED):
+                self.limit = fallen
+
+    @property
+    def _highest(self) -> int:
+        return (self.max_staleness + 1) * self.groups_per_step
 
 
 class Sampler:

@@ -14,14 +14,12 @@ from operator import add
 from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.agreement import from_all_processes, in_any_process, raise_together
-from unbroken.training.asynchronous.events import Observer
-from unbroken.training.asynchronous.idle import IdleTimes
+from unbroken.training.asynchronous.events import IdleTimes, Observer, Observers, TimelineObserver
 from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.asynchronous.maker import TakenGroups
 from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.asynchronous.source import GroupSource
-from unbroken.training.asynchronous.tracks import Observers, TimelineObserver
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.snapshots import Snapshot
 from unbroken.training.steps import Collected, Steps, check_some_succeeded, update_metrics

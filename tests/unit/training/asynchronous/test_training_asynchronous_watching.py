@@ -8,10 +8,16 @@ import pytest
 
 from support.turns import TurnEngine, TurnMaker, TurnSource
 from unbroken.timeline import Timeline, TraceFile, read_timeline
-from unbroken.training.asynchronous.events import EventKind, LoopEvent
-from unbroken.training.asynchronous.idle import IdleTimes
+from unbroken.training.asynchronous.events import (
+    QUEUED,
+    SAMPLED,
+    EventKind,
+    IdleTimes,
+    LoopEvent,
+    Observers,
+    TimelineObserver,
+)
 from unbroken.training.asynchronous.loop import run_steps
-from unbroken.training.asynchronous.tracks import QUEUED, SAMPLED, Observers, TimelineObserver
 from unbroken.training.config import LoopConfig
 
 
