@@ -14,10 +14,10 @@ DRIFT = {
 }
 """Percent of rollouts whose trained ids are not the ids that were sampled."""
 
-# `python bench/rendering.py`, Qwen3's template, vocabulary of 131,072 ids, a tool result of 200 tokens.
-HISTORY = (1_094, 15_428, 61_472)
-BRIDGE_MS = (1.36, 1.43, 1.15)
-RENDER_MS = (4.81, 60.7, 287.1)
+# `python bench/bridges.py --part cost --lengths 1000 16000 64000`, trl/qwen3, 131,072 ids, on two busy cores.
+HISTORY = (2_747, 16_837, 64_513)
+BRIDGE_MS = (3.6, 6.7, 15.3)
+RENDER_MS = (14.3, 100, 341)
 """Milliseconds for the next prompt, by tokens of history."""
 
 WIDTH, HEIGHT = 880, 250
