@@ -1,12 +1,9 @@
-"""Bridges that depend on the history before a turn: rollouts pass it, and so does each caller in the package."""
+"""Bridges that depend on the history before a turn: rollouts pass it."""
 
-import ast
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-import unbroken
 from support.corpus import corpus_template
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
@@ -58,19 +55,3 @@ async def test_i1_turns_that_are_bridged_only_after_a_known_history_are_bridged(
     trajectory = await converse(renderer, turns, reply)
     assert trajectory.counters["bridges/derived"] == 2
     assert all(turn.fork is None for turn in trajectory.turns)
-
-
-def test_each_caller_of_a_bridge_passes_the_history() -> None:
-    root = Path(unbroken.__file__).parent
-    calls = [(file, call) for file in root.rglob("*.py") for call in ast.walk(ast.parse(file.read_text("utf-8")))]
-    asked = [(file, call) for file, call in calls if isinstance(call, ast.Call) and _asks_for_bridge(call)]
-    missing = [f"{file}:{call.lineno}" for file, call in asked if "earlier" not in {word.arg for word in call.keywords}]
-    # The hand-written renderers of the package `renderers` know no history.
-    assert [place for place in missing if "integrations/renderers/" not in place] == []
-    assert len(asked) > 3
-
-
-def _asks_for_bridge(call: ast.Call) -> bool:
-    """Whether it is a call of `bridge_to_next_turn`, or passes that function on with arguments."""
-    functions = [call.func, *(call.args[:1] if getattr(call.func, "attr", "") == "partial" else ())]
-    return any(isinstance(each, ast.Attribute) and each.attr == "bridge_to_next_turn" for each in functions)
