@@ -13,7 +13,8 @@ the sentinels, the first token that ends a turn is the end of this one. The text
 all of this holds:
 
 - the second text, which is the real conversation, ends with it;
-- before it, the second text has as many ends of turns as the first, or more by at most those that A spells;
+- before it, the second text has as many ends of turns as the first, or more by at most those that A spells, and after
+  the last of them it is the same up to the first sentinel;
 - each text of M stands in it once, and they stand in order.
 
 Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.messages import REASONING_KEYS, Message, ToolSchema, iterate_strings
+from unbroken.messages import REASONING_KEYS, Message, ToolSchema, get_reasoning, iterate_strings
 from unbroken.rendering.base import HistoryEffect, RefusalReason
 from unbroken.rendering.bridge.history import HistoryEffects
 from unbroken.rendering.bridge.refusal import BridgeRefusedError
@@ -180,7 +181,7 @@ class GlueFinder:
         if (read := remove_marks(cut.glue)) is None:
             return None
         glue, spans = read
-        if self._explain_difference(conversation, real, cut.before, glue) is not None:
+        if self._explain_difference(conversation, real, cut.before, glue, sentinels.word) is not None:
             return None
         shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
         texts = [(index, text) for index, message in enumerate(conversation.new) for text in _get_texts(message)]
@@ -195,7 +196,8 @@ class GlueFinder:
         turn, sentinels = self._build_sentinel_turn(conversation, real)
         text = self._render([*conversation.before, turn, *conversation.new], tools=conversation.tools)
         cut = self._cut(text, sentinels)
-        if (difference := self._explain_difference(conversation, real, cut.before, cut.glue)) is not None:
+        difference = self._explain_difference(conversation, real, cut.before, cut.glue, sentinels.word)
+        if difference is not None:
             raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
         outside = [{"tool_calls": _remove_arguments(turn.get("tool_calls") or ())}, *conversation.new]
         if any(map(self._encoder.may_forge, find_outside_strings(outside, conversation.tools))):
@@ -245,7 +247,9 @@ class GlueFinder:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
         return _Cut(before=before, glue=glue, end_token=match.group())
 
-    def _explain_difference(self, conversation: _Conversation, real: str, before: str, glue: str) -> str | None:
+    def _explain_difference(
+        self, conversation: _Conversation, real: str, before: str, glue: str, word: str
+    ) -> str | None:
         """How the rendering of the real turn differs from the one with sentinels in its place; None if it does not."""
         if not real.endswith(glue):
             same = _count_common_suffix(real, glue)
@@ -258,12 +262,24 @@ class GlueFinder:
         real_before = real[: len(real) - len(glue)]
         num_more = self._count_ends(real_before) - self._count_ends(before)
         num_own = sum(map(self._count_ends, iterate_strings(conversation.turn)))
+        own = [word, *(call["function"]["name"] for call in conversation.turn.get("tool_calls") or ())]
+        if num_more == 0 and not self._begins_like(real_before, before, own) and _says_something(conversation.turn):
+            return f"another message is before it: ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         if 0 <= num_more <= num_own:
             return None
         return (
             f"there are {num_more:+d} ends of turns before the new messages compared with sentinels in the turn, which "
             f"itself spells {num_own}: it reads ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         )
+
+    def _begins_like(self, real_before: str, before: str, own: Sequence[str]) -> bool:
+        """Whether the text after the last end of a turn is the same up to the first of the turn's `own` words."""
+        last, real_last = (
+            text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :]
+            for text in (before, real_before)
+        )
+        header = last[: min(last.find(each) for each in own if each in last)]
+        return real_last.startswith(header.rstrip())
 
     def _count_ends(self, text: str) -> int:
         return sum(map(text.count, self._end_tokens))
@@ -337,6 +353,10 @@ def _get_texts(message: Mapping[str, Any]) -> list[str]:
 def _get_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The texts of messages without white space around them, if there is more to them."""
     return [words for message in messages for text in _get_texts(message) if (words := text.strip())]
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, _get_texts(turn))))
 
 
 def _replace_texts(message: Mapping[str, Any], word: str, names: list[str]) -> dict[str, Any]:
