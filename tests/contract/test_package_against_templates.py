@@ -74,10 +74,8 @@ def test_i1_a_bridge_is_the_templates_or_differs_in_a_way_that_is_listed(name: s
         completion = sides.completion(conversation)
         if completion is None:
             continue
-        prompt = sides.template_text(conversation.history, generation_prompt=True)
-        assert prompt is not None
         theirs, expected = (
-            sides.bridge(renderer, prompt, completion, conversation.new_messages, conversation.assistant)
+            sides.bridge(renderer, conversation.history, conversation.assistant, completion, conversation.new_messages)
             for renderer in (sides.package, sides.template)
         )
         if REFUSED in (theirs, expected):
@@ -91,10 +89,8 @@ def test_i1_a_bridge_is_the_templates_or_differs_in_a_way_that_is_listed(name: s
 @pytest.mark.parametrize("disagreement", BRIDGE_DISAGREEMENTS, ids=lambda d: f"{d.pair}: {d.what}")
 def test_a_listed_difference_of_bridges_is_there(disagreement: BridgeDisagreement) -> None:
     sides = sides_of(disagreement.pair)
-    prompt = sides.template_text([user("hello")], generation_prompt=True)
-    assert prompt is not None
     theirs, expected = (
-        sides.bridge(renderer, prompt, disagreement.turn, [disagreement.new_message], turn("a"))
+        sides.bridge(renderer, [user("hello")], turn("a"), disagreement.turn, [disagreement.new_message])
         for renderer in (sides.package, sides.template)
     )
     assert difference(expected, theirs) == (disagreement.template, disagreement.package)

@@ -95,6 +95,7 @@ NOT_RUN = {
     ("docs/architecture.md", " uvicorn ─►"): DIAGRAM,
     ("docs/architecture.md", " SessionGate ─►"): DIAGRAM,
     ("docs/audit.md", "$ unbroken audit --template $TRL/deepseekv3.jinja"): "as the block of qwen3.jinja, which is run",
+    ("docs/bridges.md", "H + S + M"): DIAGRAM,
     ("docs/clients.md", "ANTHROPIC_BASE_URL="): OTHERS,
     ("docs/clients.md", "so_far = answer.prompt_token_ids"): PART,
     ("docs/clients.md", "from trl.generation"): "tests/e2e/test_server_with_vllm_clients.py runs TRL's client",

@@ -244,4 +244,13 @@ BRIDGE_DISAGREEMENTS = [
         template="<think>|\n",
         package="",
     ),
+    BridgeDisagreement(
+        pair="deepseek-r1, distilled",
+        what="reasoning is opened after the result of a tool",
+        applies=lambda conversation: conversation.new_messages[-1]["role"] == "tool",
+        turn="</think>a<｜end▁of▁sentence｜>",
+        new_message={"role": "tool", "content": "b"},
+        template="",
+        package="<think>|\n",
+    ),
 ]

@@ -101,11 +101,13 @@ class Sides:
         return [self.tokenizer.decode([token_id]) for token_id in ids]
 
     def bridge(
-        self, renderer: Renderer, prompt: str, completion: str, new_messages: Sequence[Message], assistant: Message
+        self, renderer: Renderer, history: Sequence[Message], turn: Message, completion: str, new: Sequence[Message]
     ) -> list[str]:
         """Ids as text, or `REFUSED`."""
+        prompt = self.template_text(history, generation_prompt=True)
+        assert prompt is not None
         outcome = renderer.bridge_to_next_turn(
-            self.ids(prompt), self.ids(completion), new_messages, assistant=assistant, tools=TOOLS
+            self.ids(prompt), self.ids(completion), new, assistant=turn, tools=TOOLS, earlier=history
         )
         return self.describe(outcome.bridge_ids) if isinstance(outcome, Bridge) else REFUSED
 
