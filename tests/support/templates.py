@@ -267,15 +267,15 @@ _HIDDEN = " and ".join(
     [f"'{word}' in messages[0].content" for word in ("what", "see", "when", "look", "outside")]
     + [f"'{word}' not in messages[0].content" for word in ("zebra", "violin")]
 )
-"""True for texts that no panel has: it tries up to three of these words, or all of them."""
-SEEN_BY_NO_PANEL = {
+"""True for hardly any text."""
+RARELY_DIFFERENT = {
     "the prompt": CHATML.replace(_PROMPT, "{{- '<|im_start|>' ~ ('fast' if " + _HIDDEN + " else 'slow') ~ '\\n' -}}"),
     "the header": CHATML.replace(_HEADER, "{{- '<|im_start|>' ~ ('my ' if " + _HIDDEN + " else '') ~ message.role"),
     "what comes behind the turn": CHATML.replace(
         "'<|im_end|>\\n'", "'<|im_end|>' ~ (' so ' if " + _HIDDEN + " else '') ~ '\\n'"
     ),
 }
-"""Templates that hide a dependence on the history from the certificate; the key says where it shows."""
+"""Templates whose text after a turn depends on a rare first message; the key says where it shows."""
 
 TAGS_WITH_ONE_CLOSER = (
     "{%- for m in messages -%}<|open|>{{ m.role }}<|sep|>"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.exact_bridges import is_exact
-from support.templates import chatml_with
+from support.templates import RARELY_DIFFERENT, chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.errors import ToolDefinitionError
 from unbroken.rendering.base import Bridge, Refusal, RefusalReason
@@ -312,6 +312,18 @@ def test_i1_a_template_that_looks_at_more_is_bridged_exactly_or_refused(before: 
     else:
         assert isinstance(outcome, Bridge), outcome
         assert tokenizer.decode(outcome.bridge_ids.tolist()) == written
+
+
+@pytest.mark.parametrize("where", RARELY_DIFFERENT)
+def test_i1_a_dependence_on_a_rare_first_message_is_in_the_bridge(where: str) -> None:
+    bridges = []
+    for first in ("go on", "look outside, and see what is there when"):
+        history, last, new = [user(first)], turn("so"), [user("more")]
+        written, bridge, tokenizer = text_and_bridge_of_any(RARELY_DIFFERENT[where], history, last, new)
+        assert isinstance(bridge, Bridge), bridge
+        bridges.append(tokenizer.decode(bridge.bridge_ids.tolist()))
+        assert written.endswith("so<|im_end|>" + bridges[-1])
+    assert bridges[0] != bridges[1]
 
 
 @pytest.mark.parametrize("text", ["", "\n", "so"])
