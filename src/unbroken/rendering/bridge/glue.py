@@ -47,6 +47,7 @@ from unbroken.rendering.encoding.marks import (
     mark_messages,
     mark_suspicious_strings,
     remove_marks,
+    strip_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.jinja.chat_template import ChatTemplate
@@ -263,7 +264,8 @@ class GlueFinder:
         num_more = self._count_ends(real_before) - self._count_ends(before)
         num_own = sum(map(self._count_ends, iterate_strings(conversation.turn)))
         own = [word, *(call["function"]["name"] for call in conversation.turn.get("tool_calls") or ())]
-        if num_more == 0 and not self._begins_like(real_before, before, own) and _says_something(conversation.turn):
+        may_differ = num_own > 0 or not _says_something(conversation.turn)
+        if num_more == 0 and not may_differ and not self._begins_like(real_before, before, own):
             return f"another message is before it: ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
         if 0 <= num_more <= num_own:
             return None
@@ -273,13 +275,13 @@ class GlueFinder:
         )
 
     def _begins_like(self, real_before: str, before: str, own: Sequence[str]) -> bool:
-        """Whether the text after the last end of a turn is the same up to the first of the turn's `own` words."""
+        """Whether the text after the last end of a turn begins with the same word, before the turn's `own` words."""
         last, real_last = (
             text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :]
             for text in (before, real_before)
         )
-        header = last[: min(last.find(each) for each in own if each in last)]
-        return real_last.startswith(header.rstrip())
+        header = strip_marks(last[: min(last.find(each) for each in own if each in last)]).split(maxsplit=1)
+        return not header or real_last.lstrip().startswith(header[0])
 
     def _count_ends(self, text: str) -> int:
         return sum(map(text.count, self._end_tokens))

@@ -76,6 +76,11 @@ def remove_marks(marked: str) -> tuple[str, list[Span]] | None:
     return ("".join(pieces), spans) if opened is None else None
 
 
+def strip_marks(marked: str) -> str:
+    """The text without its marks, in pairs or not."""
+    return _MARK.sub("", marked)
+
+
 def find_outside_strings(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()) -> Iterator[str]:
     """Find all strings of messages and tools that come from outside and may be marked."""
     values = [
