@@ -14,7 +14,7 @@ all of this holds:
 
 - the second text, which is the real conversation, ends with it;
 - before it, the second text has as many ends of turns as the first, or more by at most those that A spells, and after
-  the last of them it is the same up to the first sentinel;
+  the last of them it begins with the same word;
 - each text of M stands in it once, and they stand in order.
 
 Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
@@ -73,22 +73,24 @@ class Glue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Conversation:
-    """A conversation in the template's message format, and the turn as it was given."""
-
-    before: list[dict[str, Any]]
-    turn: dict[str, Any]
-    new: list[dict[str, Any]]
-    tools: Sequence[ToolSchema]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sentinels:
     """Texts that no message has: they begin with `word`."""
 
     word: str
     of_end: tuple[str, ...]
     """The turn ends after the last of them: those of its last call, and that of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversation:
+    """A conversation in the template's message format, and the turn once more with a sentinel in each text."""
+
+    before: list[dict[str, Any]]
+    turn: dict[str, Any]
+    new: list[dict[str, Any]]
+    tools: Sequence[ToolSchema]
+    sentinel_turn: dict[str, Any]
+    sentinels: _Sentinels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +144,13 @@ class GlueFinder:
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
         before, [turn] = self._format.convert(earlier), self._format.convert([assistant])
-        conversation = _Conversation(before=before, turn=turn, new=new, tools=tools)
         messages = [*before, turn, *new]
         try:
             real = self._render(messages, tools=tools)
+            sentinel_turn, sentinels = self._build_sentinel_turn(turn, real)
+            conversation = _Conversation(
+                before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
+            )
             cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
             full = real[: len(real) - len(cut.glue)]
             history = self._effects.find(
@@ -166,8 +171,7 @@ class GlueFinder:
 
     def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
-        may_forge = self._encoder.may_forge
-        turn, sentinels = self._build_sentinel_turn(conversation, real)
+        may_forge, turn = self._encoder.may_forge, conversation.sentinel_turn
         if calls := turn.get("tool_calls"):
             named = mark_suspicious_strings(_remove_arguments(calls), may_forge)
             turn = {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
@@ -176,28 +180,28 @@ class GlueFinder:
             marked = self._render(
                 [*conversation.before, turn, *new], tools=mark_suspicious_strings(conversation.tools, may_forge)
             )
-            cut = self._cut(marked, sentinels)
+            cut = self._cut(marked, conversation.sentinels)
         except (TemplateError, BridgeRefusedError):
             return None
         if (read := remove_marks(cut.glue)) is None:
             return None
         glue, spans = read
-        if self._explain_difference(conversation, real, cut.before, glue, sentinels.word) is not None:
+        if self._explain_difference(conversation, real, cut.before, glue) is not None:
             return None
         shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
         texts = [(index, text) for index, message in enumerate(conversation.new) for text in _get_texts(message)]
         if shown != [index for index, text in texts if text.strip()]:
             return None
         if len(shown) < len(texts):  # a blank text has no mark
-            self._check_each_stands_once(conversation, turn, sentinels, real, glue)
+            self._check_each_stands_once(conversation, turn, real, glue)
         return _Cut(before=cut.before, glue=glue, end_token=cut.end_token), spans
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
         """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
-        turn, sentinels = self._build_sentinel_turn(conversation, real)
+        turn = conversation.sentinel_turn
         text = self._render([*conversation.before, turn, *conversation.new], tools=conversation.tools)
-        cut = self._cut(text, sentinels)
-        difference = self._explain_difference(conversation, real, cut.before, cut.glue, sentinels.word)
+        cut = self._cut(text, conversation.sentinels)
+        difference = self._explain_difference(conversation, real, cut.before, cut.glue)
         if difference is not None:
             raise BridgeRefusedError(RefusalReason.HISTORY_DEPENDENT, difference)
         outside = [{"tool_calls": _remove_arguments(turn.get("tool_calls") or ())}, *conversation.new]
@@ -205,17 +209,17 @@ class GlueFinder:
             raise BridgeRefusedError(
                 RefusalReason.UNSAFE_TEXT, "the template rewrites text that has a control token in it"
             )
-        self._check_each_stands_once(conversation, turn, sentinels, real, cut.glue)
+        self._check_each_stands_once(conversation, turn, real, cut.glue)
         return cut, []
 
-    def _build_sentinel_turn(self, conversation: _Conversation, real: str) -> tuple[dict[str, Any], _Sentinels]:
+    def _build_sentinel_turn(self, real_turn: Mapping[str, Any], real: str) -> tuple[dict[str, Any], _Sentinels]:
         """The turn with a sentinel at the end of each text.
 
         Content without words gets one only if there are no calls, to mark the end of the turn. Names and ids of calls
         stay, because some templates write them into the headers of tool results.
         """
         word = _choose_word("W", real)
-        turn = {**conversation.turn}
+        turn = {**real_turn}
         for key in REASONING_KEYS:
             if isinstance(turn.get(key), str):
                 turn[key] += f"{word}Reasoning"
@@ -248,9 +252,7 @@ class GlueFinder:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
         return _Cut(before=before, glue=glue, end_token=match.group())
 
-    def _explain_difference(
-        self, conversation: _Conversation, real: str, before: str, glue: str, word: str
-    ) -> str | None:
+    def _explain_difference(self, conversation: _Conversation, real: str, before: str, glue: str) -> str | None:
         """How the rendering of the real turn differs from the one with sentinels in its place; None if it does not."""
         if not real.endswith(glue):
             same = _count_common_suffix(real, glue)
@@ -263,7 +265,10 @@ class GlueFinder:
         real_before = real[: len(real) - len(glue)]
         num_more = self._count_ends(real_before) - self._count_ends(before)
         num_own = sum(map(self._count_ends, iterate_strings(conversation.turn)))
-        own = [word, *(call["function"]["name"] for call in conversation.turn.get("tool_calls") or ())]
+        own = [
+            conversation.sentinels.word,
+            *(call["function"]["name"] for call in conversation.turn.get("tool_calls") or ()),
+        ]
         may_differ = num_own > 0 or not _says_something(conversation.turn)
         if num_more == 0 and not may_differ and not self._begins_like(real_before, before, own):
             return f"another message is before it: ..{real_before[-_NUM_SHOWN:]!r}, not ..{before[-_NUM_SHOWN:]!r}"
@@ -286,9 +291,7 @@ class GlueFinder:
     def _count_ends(self, text: str) -> int:
         return sum(map(text.count, self._end_tokens))
 
-    def _check_each_stands_once(
-        self, conversation: _Conversation, turn: dict[str, Any], sentinels: _Sentinels, real: str, glue: str
-    ) -> None:
+    def _check_each_stands_once(self, conversation: _Conversation, turn: dict[str, Any], real: str, glue: str) -> None:
         """Check with sentinels as texts that each text of the new messages stands in the glue once, in order.
 
         The template may treat sentinels otherwise than the texts: all that it writes around them is in `glue` too.
@@ -297,7 +300,7 @@ class GlueFinder:
         names: list[str] = []
         probes = [_replace_texts(message, word, names) for message in conversation.new]
         text = self._render([*conversation.before, turn, *probes], tools=conversation.tools)
-        around, found = _split_at(self._cut(text, sentinels).glue, rf"{word}New\d+z")
+        around, found = _split_at(self._cut(text, conversation.sentinels).glue, rf"{word}New\d+z")
         if found != names:
             places = [names.index(name) for name in found]
             raise BridgeRefusedError(
@@ -323,12 +326,11 @@ class GlueFinder:
         A template may do that because of what they say. Then other turns end after this one than with sentinels, and
         the texts themselves are found there.
         """
-        turn, sentinels = self._build_sentinel_turn(conversation, real)
         names: list[str] = []
         word = _choose_word("X", real)
         probes = [_replace_texts(message, word, names) for message in conversation.before]
-        text = self._render([*probes, turn, *conversation.new], tools=conversation.tools)
-        glue = self._cut(text, sentinels).glue
+        text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
+        glue = self._cut(text, conversation.sentinels).glue
         is_moved = any(name in glue for name in names)
         if self._count_ends(glue) != self._count_ends(real_glue):
             rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)

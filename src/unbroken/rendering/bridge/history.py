@@ -22,6 +22,8 @@ from unbroken.messages import REASONING_KEYS, ToolSchema, get_reasoning
 from unbroken.rendering.base import HistoryEffect
 from unbroken.rendering.prompt import RecentPrompts
 
+_MAX_OPENING = 200
+"""How many characters at the end of a prompt may open reasoning."""
 Render = Callable[..., str]
 """`ChatTemplate.render`."""
 
@@ -66,8 +68,8 @@ class HistoryEffects:
 
     def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
         """Compare the turn with its sampled text; None if they differ in more than reasoning."""
-        before = self._open_reasoning.sub("", prompt[-200:])
-        before = prompt[: len(prompt) - min(len(prompt), 200)] + before
+        opened = self._open_reasoning.search(prompt, max(len(prompt) - _MAX_OPENING, 0))
+        before = prompt if opened is None else prompt[: opened.start()]
         if not full.startswith(before):
             return None
         turn, sampled = full[len(before) :], prompt[len(before) :] + sampled_text()
