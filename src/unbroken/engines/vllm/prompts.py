@@ -56,7 +56,7 @@ class PromptMaker:
         async with self._decoding:
             prompt = await asyncio.to_thread(self._prompt, request.images, hidden)
             try:
-                (made,) = await self._llm.renderer.render_cmpl_async([prompt])
+                made = await self._render(prompt)
             except Exception as error:
                 raise ImageError(
                     f"vLLM refuses the {len(request.images)} images of {request.request_id!r}: {error}"
@@ -70,6 +70,17 @@ class PromptMaker:
             made["prompt_token_ids"] = reported.tolist()
         SampleResult(prompt_ids=reported, sequences=(), image_sha256s=request.image_sha256s).check_prompt(request)
         _check_places(request.images, made)
+        return made
+
+    async def _render(self, prompt: TokensPrompt) -> DecoderOnlyEngineInput:
+        """Render a prompt in vLLM's frontend.
+
+        An image that another request lost may leave the cache between look-up and use (`AssertionError`): again then.
+        """
+        try:
+            (made,) = await self._llm.renderer.render_cmpl_async([prompt])
+        except AssertionError:
+            (made,) = await self._llm.renderer.render_cmpl_async([prompt])
         return made
 
     def _prompt(self, spans: Sequence[ImageSpan], prompt_ids: TokenIds) -> TokensPrompt:

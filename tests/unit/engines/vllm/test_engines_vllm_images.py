@@ -111,6 +111,28 @@ async def test_an_image_whose_request_was_cancelled_on_its_way_is_sent_again(vis
         await check_against_transformers(vision_vllm, request)
 
 
+async def test_an_image_that_leaves_the_cache_while_its_prompt_is_rendered_is_processed(
+    vision_vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks its cache first, and takes the image later: a lost image of another request may leave between."""
+    request = ask_with_images(vision_vllm.processor, 5, image_file(84, 84, seed=40), 6)
+    await check_against_transformers(vision_vllm, request)
+    cache = vision_vllm.engine._llm.renderer.mm_processor_cache
+    ask, dropped = cache.is_cached, []
+
+    def ask_then_drop(hashes: list[str]) -> list[bool]:
+        answer: list[bool] = ask(hashes)
+        if not dropped:
+            dropped.extend(name for name, known in zip(hashes, answer, strict=True) if known)
+            for name in dropped:
+                cache.invalidate(name)
+        return answer
+
+    monkeypatch.setattr(cache, "is_cached", ask_then_drop)
+    await check_against_transformers(vision_vllm, request)
+    assert len(dropped) == 1
+
+
 async def test_an_update_that_keeps_kv_harms_no_running_request_with_images(vision_vllm: Any) -> None:
     engine = vision_vllm.engine
     weights = load_file(vision_vllm.folder / "model.safetensors")
