@@ -27,11 +27,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.counters import Counters
+from unbroken.counters import Counters, add_effort
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.rollout.effort import add_effort
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.asynchronous.events import IdleTimes
 from unbroken.training.asynchronous.loop import run_steps

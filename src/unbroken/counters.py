@@ -1,8 +1,12 @@
-"""Counters of events by reason (I8)."""
+"""Counters of events by reason (I8), and of the ids that a piece of work has sampled."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -66,3 +70,41 @@ class Counters:
 
     def __repr__(self) -> str:
         return f"Counters({self.as_dict()})"
+
+
+@dataclass(slots=True)
+class Effort:
+    """How many ids a piece of work has sampled so far, also if it is cancelled and leaves no record.
+
+    The ids of a turn count when it has ended, those of an agent when its attempt has.
+    """
+
+    num_ids: int = 0
+
+    def add(self, num_ids: int) -> None:
+        """Count the ids of a turn."""
+        self.num_ids += num_ids
+
+
+_current_effort: ContextVar[Effort | None] = ContextVar("effort", default=None)
+
+
+@contextmanager
+def count_effort(effort: Effort) -> Iterator[None]:
+    """Add to `effort` what rollouts sample that are started in the block, in this task and those that it starts."""
+    token = _current_effort.set(effort)
+    try:
+        yield
+    finally:
+        _current_effort.reset(token)
+
+
+def get_effort() -> Effort | None:
+    """What counts in this task; None outside of `count_effort`."""
+    return _current_effort.get()
+
+
+def add_effort(num_ids: int) -> None:
+    """Count the ids of a turn."""
+    if (effort := _current_effort.get()) is not None:
+        effort.add(num_ids)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Required, TypeAlias, TypedDict
+from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar
 
 from unbroken.errors import MessagesError, ToolDefinitionError
+
+T = TypeVar("T")
 
 
 class TextPart(TypedDict):
@@ -300,3 +302,23 @@ def get_text(content: Content) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def copy_containers(value: T) -> T:
+    """Copy the lists and dictionaries in `value`, at any depth; everything else, such as images, is shared.
+
+    `copy.deepcopy` copies images, and fails on arguments nested deeper than Python's stack.
+    """
+    root: list[Any] = [value]
+    copies: dict[int, Any] = {}
+    pending: list[Any] = [root]
+    while pending:
+        parent = pending.pop()
+        for key, child in list(parent.items() if isinstance(parent, dict) else enumerate(parent)):
+            if isinstance(child, (dict, list)):
+                if id(child) not in copies:
+                    copies[id(child)] = child.copy()
+                    pending.append(copies[id(child)])
+                parent[key] = copies[id(child)]
+    copy: T = root[0]
+    return copy

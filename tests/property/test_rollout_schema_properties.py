@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.effort import num_cases
-from unbroken.rollout.schema import describe_function, find_problem
+from unbroken.rollout.tools import describe_function, find_problem
 
 ANY_CASE = settings(max_examples=num_cases(500), deadline=None, derandomize=True)
 

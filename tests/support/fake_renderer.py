@@ -30,7 +30,7 @@ from unbroken.rendering.base import (
     ResponseReader,
     ToolCallStatus,
 )
-from unbroken.rendering.threads import DaemonThreads
+from unbroken.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 
 HEADERS = {"system": 256, "user": 257, "assistant": 258, "tool": 259}

@@ -9,7 +9,7 @@ from support.vision import picture
 from unbroken.rollout.env import Continue, Done, Outcome, Reply
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.tool_results import to_content
+from unbroken.rollout.tools import to_content
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
 from unbroken.runs.reinforce import reinforce

@@ -20,9 +20,9 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, get_text
-from unbroken.rendering.threads import DaemonThreads
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.seeds import derive_problem_seed
+from unbroken.threads import DaemonThreads
 from unbroken.types import FinishReason
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", flags=re.DOTALL)

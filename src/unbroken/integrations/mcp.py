@@ -23,8 +23,7 @@ from unbroken.rollout.env import EnvStart
 from unbroken.rollout.failures import format_error, unwrap_group
 from unbroken.rollout.limits import is_duration
 from unbroken.rollout.tool_env import RewardFunction, ToolEnv
-from unbroken.rollout.tool_results import to_content
-from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
+from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus, to_content
 
 MODES = ("auto", "legacy")
 

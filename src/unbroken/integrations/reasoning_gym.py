@@ -19,9 +19,9 @@ from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.messages import Message, get_text
 from unbroken.rollout.env import EnvStart
 from unbroken.rollout.seeds import derive_problem_seed
-from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
+from unbroken.threads import run_in_daemon_thread
 
 INSTRUCTION = "Write your final answer between <answer> and </answer>."
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.threads import DaemonThreads
+from unbroken.threads import DaemonThreads
 from unbroken.types import ImageSpan, TokenIds, token_ids
 
 TEMPLATE = -1

@@ -31,7 +31,7 @@ from unbroken.rendering.images import (
 )
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
-from unbroken.rendering.threads import RendererLock
+from unbroken.threads import RendererLock
 
 _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""

@@ -41,7 +41,7 @@ from unbroken.rendering.parsing.detection import choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
 from unbroken.rendering.parsing.parser import ResponseParser
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
-from unbroken.rendering.threads import DaemonThreads, RendererLock
+from unbroken.threads import DaemonThreads, RendererLock
 from unbroken.types import TokenIds
 
 _MAX_LOADING_THREADS = 4

@@ -1,4 +1,7 @@
-"""The rollout loop: environment and policy take turns until one of them or a limit ends the episode."""
+"""The rollout loop: environment and policy take turns until one of them or a limit ends the episode.
+
+The conversation turns messages into prompts and completions into messages, and keeps the tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,37 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from unbroken.counters import Counters, Event
+from unbroken.counters import Counters, Event, add_effort
 from unbroken.engines.base import Engine
 from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, RewardError
+from unbroken.ledger.nodes import ForkReason
 from unbroken.ledger.numbers import to_finite_float32
-from unbroken.rendering.base import LoadsImages, Renderer
-from unbroken.rollout.conversation import Conversation
-from unbroken.rollout.copying import copy_containers
-from unbroken.rollout.effort import add_effort
+from unbroken.ledger.tree import TokenTree
+from unbroken.messages import Message, ToolSchema, check_messages, copy_containers
+from unbroken.rendering.base import (
+    LoadsImages,
+    ParsedResponse,
+    ParsedToolCall,
+    Renderer,
+    ThreadedRenderer,
+)
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget
-from unbroken.rollout.prompts import Prompt
+from unbroken.rollout.prompts import Prompt, PromptBuilder, attach_given, count_prompt
 from unbroken.rollout.seeds import derive_seed
-from unbroken.rollout.threads import run_in_daemon_thread
+from unbroken.rollout.tools import CutReason, cut_tool_result
 from unbroken.rollout.trajectory import (
     CallTime,
     CloseFailure,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
+    Turn,
     TurnTimes,
     sum_queue_s,
 )
+from unbroken.threads import DaemonThreads, run_in_daemon_thread
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _T = TypeVar("_T")
@@ -112,7 +123,7 @@ async def run_group(
 async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
     clock = _Stopwatch()
     counters = Counters()
-    conversation = Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
+    conversation = _Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
     close_error = None
     try:
         env = _check_type(make_env(), Env, "the environment must be")
@@ -182,7 +193,7 @@ class _Episode:
     env: Env
     policy: _Policy
     limits: Limits
-    conversation: Conversation
+    conversation: _Conversation
     clock: _Stopwatch
     env_s: float = 0.0
     """How long the environment, its tools and its reward have taken."""
@@ -333,7 +344,7 @@ class _Policy:
     def get_request_id(self, turn: int) -> str:
         return f"{self.trajectory_id}/{turn}"
 
-    def compute_budget(self, prompt: Prompt, conversation: Conversation, limits: Limits) -> TurnBudget:
+    def compute_budget(self, prompt: Prompt, conversation: _Conversation, limits: Limits) -> TurnBudget:
         num_prompt, context_length = len(prompt.token_ids), self.engine.context_length
         if not conversation.turns and num_prompt >= context_length:
             raise ContextOverflowError(num_prompt_tokens=num_prompt, context_length=context_length)
@@ -384,3 +395,121 @@ def _check_type(value: Any, expected: Any, rule: str) -> Any:
         names = " or ".join(kind.__name__ for kind in typing.get_args(expected) or (expected,))
         raise InvalidInputError(f"{rule} {names}, got {value!r}")
     return value
+
+
+class _Conversation:
+    """Messages, turns and the token tree of one rollout. Turns and tree only grow.
+
+    Every prompt after the first is counted once, as a bridge (all ids so far, and more) or as a fork, together with the
+    refusal that led to it, the closing that it begins with, and the template's effect on the history. It is counted
+    when its turn was sampled; without a completion (full context, failure, abort), only the limit or the status is.
+
+    The renderer works in threads, on messages and ids that do not change; this object changes in the event loop only.
+    """
+
+    def __init__(self, renderer: Renderer, counters: Counters, *, max_result_chars: int | None = None) -> None:
+        self.tree = TokenTree()
+        self.turns: list[Turn] = []
+        self.turn_rewards: list[float | None] = []
+        self.messages: list[Message] = []
+        self.tools: tuple[ToolSchema, ...] = ()
+        self._renderer = renderer
+        self._prompts = PromptBuilder(renderer, self.tree)
+        self._counters = counters
+        self._max_result_chars = max_result_chars
+        self._num_call_ids = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of ids sampled in all turns."""
+        return self.tree.num_sampled
+
+    def add_messages(self, outcome: EnvStart | Continue | Rewrite) -> None:
+        """Record the messages of the environment, but no ids yet; `MessagesError` if they are empty or malformed.
+
+        Tool results are cut to `max_result_chars`, except those of the episode's first messages.
+        """
+        check_messages(outcome.messages)
+        messages = copy_containers(list(outcome.messages))
+        if not isinstance(outcome, EnvStart):
+            num_cut = sum(cut_tool_result(message, self._max_result_chars) for message in messages)
+            self._counters.count(Event.CUT, CutReason.TOOL_RESULT, num_cut)
+        if isinstance(outcome, Continue):
+            self.messages.extend(messages)
+            for status in outcome.tool_errors:
+                self._counters.count(Event.TOOL_ERROR, status)
+        else:
+            self.messages = messages
+        if isinstance(outcome, EnvStart):
+            self.tools = outcome.tools
+
+    async def build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
+        """Build the prompt after `outcome`, whose messages were added: the first prompt, a bridge or a fork."""
+        return await _run_in_renderer_thread(self._renderer, functools.partial(self._build_next_prompt, outcome))
+
+    def _build_next_prompt(self, outcome: EnvStart | Continue | Rewrite) -> Prompt:
+        last = self.turns[-1] if self.turns else None
+        if last is not None and isinstance(outcome, Continue):
+            num_new = len(outcome.messages)
+            return self._prompts.extend(
+                last, self.messages[-num_new:], earlier=self.messages[: -num_new - 1], tools=self.tools
+            )
+        reason = None if last is None else ForkReason.REWRITTEN_HISTORY
+        return self._prompts.render(self.messages, tools=self.tools, last=last, reason=reason)
+
+    async def record(self, prompt: Prompt, sequence: SampledSequence, budget: TurnBudget) -> Reply:
+        """Parse a completion and add it to the tree, the turns and the messages."""
+        parse = functools.partial(self._renderer.parse_response, sequence.completion_ids)
+        parsed = await _run_in_renderer_thread(
+            self._renderer, functools.partial(parse, prompt_ids=prompt.token_ids, tools=self.tools)
+        )
+        prompt_end = attach_given(self.tree, prompt.parent, prompt.given)
+        end = self.tree.add_sampled(sequence, parent=prompt_end)
+        sequence = replace(sequence, routed_experts=None)  # those of all turns before too; the tree has them once
+        message = parsed.to_message(self._new_call_ids(parsed.tool_calls))
+        turn = Turn(
+            prompt_end=prompt_end,
+            end=end,
+            sequence=sequence,
+            message=message,
+            parsed=parsed,
+            bridge=prompt.bridge,
+            fork=prompt.fork,
+            cut_by=budget.limit if sequence.finish_reason is FinishReason.LENGTH else None,
+        )
+        count_prompt(prompt, self._counters)
+        self.turns.append(turn)
+        self.turn_rewards.append(None)
+        self.messages.append(message)
+        if turn.cut_by is not None:
+            self._counters.count(Event.TRUNCATION, turn.cut_by)
+        for failure in parsed.failures:
+            self._counters.count(Event.PARSE_FAILURE, failure.status)
+        return Reply(message=copy_containers(message), parsed=_copy_parse(parsed), finish_reason=sequence.finish_reason)
+
+    def _new_call_ids(self, calls: Sequence[ParsedToolCall]) -> list[str]:
+        """Choose a unique id for each call: the model's if unused, else nine characters, as some templates demand."""
+        taken = {call.get("id") for message in self.messages for call in message.get("tool_calls") or ()}
+        own = {call.call_id for call in calls}
+        ids: list[str] = []
+        for call in calls:
+            call_id = call.call_id
+            while not call_id or call_id in taken:
+                call_id = f"call{self._num_call_ids:05d}"
+                self._num_call_ids += 1
+                if call_id in own:
+                    call_id = ""  # another call of this turn has that id
+            taken.add(call_id)
+            ids.append(call_id)
+        return ids
+
+
+async def _run_in_renderer_thread(renderer: Renderer, function: Callable[[], _T]) -> _T:
+    """Call `function`, which uses the renderer, in one of the renderer's threads, or a new one if it has none."""
+    threads = renderer.renderer_threads if isinstance(renderer, ThreadedRenderer) else DaemonThreads(1)
+    return await threads.run(function)
+
+
+def _copy_parse(parsed: ParsedResponse) -> ParsedResponse:
+    calls = tuple(replace(call, arguments=copy_containers(call.arguments)) for call in parsed.tool_calls)
+    return replace(parsed, tool_calls=calls)

@@ -13,9 +13,9 @@ from unbroken.errors import ToolDefinitionError
 from unbroken.messages import Message, ToolCall
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
-from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
 from unbroken.rollout.trajectory import CallTime, TrajectoryStatus
+from unbroken.threads import run_in_daemon_thread
 from unbroken.types import FinishReason
 
 RewardFunction: TypeAlias = Callable[..., float] | Callable[..., Awaitable[float]]

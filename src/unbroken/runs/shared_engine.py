@@ -27,8 +27,8 @@ from unbroken.errors import missing_extra
 from unbroken.images.processing import ImageProcessor
 from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.loading import load_tokenizer
-from unbroken.rollout.threads import LoopThread
 from unbroken.runs.processes import Rank
+from unbroken.threads import LoopThread
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.steps import BeforeStep
 from unbroken.weights.base import WeightPublisher, WeightUpdate

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from unbroken.rollout.exiting import exit_in
+from unbroken.threads import exit_in
 
 _T = TypeVar("_T")
 INTERRUPTED = 130

@@ -19,8 +19,8 @@ from unbroken.engines.http import HttpEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.rollout.env import Rewrite
-from unbroken.rollout.threads import LoopThread
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.threads import LoopThread
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher

@@ -13,7 +13,7 @@ from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.encoding.tokenizer import encode_text, read_ids, read_offsets
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rendering.threads import DaemonThreads, RendererLock
+from unbroken.threads import DaemonThreads, RendererLock
 
 WORDS = "the quick brown fox, and 42 «naïve» dogs\n"
 

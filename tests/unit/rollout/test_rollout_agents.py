@@ -19,13 +19,13 @@ from support.gateways import CALL, CHAT, TOOLS, USER, running_gateway, scripted
 from support.open_files import find_open_files
 from support.servers import encode
 from unbroken.client import AsyncClient
+from unbroken.counters import Effort, count_effort
 from unbroken.errors import InvalidInputError, ServerUnreachableError
 from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward, run_process
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
-from unbroken.rollout.effort import Effort, count_effort
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams

@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unbroken.rollout.copying import copy_containers
+from unbroken.messages import copy_containers
 
 JSON = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(max_size=2)),

@@ -11,12 +11,11 @@ import pytest
 from support.fake_renderer import END, FakeRenderer, call_ids, encode
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.rollout.conversation import cut_text, cut_tool_result
 from unbroken.rollout.env import Continue, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.tools import tool
+from unbroken.rollout.tools import cut_text, cut_tool_result, tool
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.types import SamplingParams
 

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from unbroken.errors import ToolDefinitionError
-from unbroken.rollout.schema import describe_function, find_problem
+from unbroken.rollout.tools import describe_function, find_problem
 
 
 def search(

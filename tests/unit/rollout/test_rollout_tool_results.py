@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from support.images import dot, dot_file
-from unbroken.rollout.tool_results import to_content
-from unbroken.rollout.tools import ToolStatus, tool
+from unbroken.rollout.tools import ToolStatus, to_content, tool
 
 IMAGE = {"type": "image", "image": dot(1)}
 URL = f"data:image/png;base64,{base64.b64encode(dot_file(1).data).decode()}"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.harbor.containers import ContainerConfig, RunnableTask
-from unbroken.rollout.agents.session import AgentTask
-from unbroken.rollout.agents.tasks import describe_rows
+from unbroken.rollout.agents.session import AgentTask, describe_rows
 from unbroken.rollout.limits import is_duration
 
 _MAX_HASHED_BYTES = 1 << 20

@@ -18,8 +18,7 @@ from unbroken.messages import Message, get_text
 from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 from unbroken.rollout.seeds import derive_problem_seed
 from unbroken.rollout.tool_env import ToolEnv
-from unbroken.rollout.tool_results import to_content
-from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
+from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus, to_content
 from unbroken.types import FinishReason
 
 _STATUSES = {

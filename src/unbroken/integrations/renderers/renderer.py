@@ -33,7 +33,7 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.encoding.tokenizer import AddedTokens
 from unbroken.rendering.images import load_images
-from unbroken.rendering.threads import DaemonThreads
+from unbroken.threads import DaemonThreads
 from unbroken.types import TokenIds, token_ids
 
 _PACKAGE_ERRORS = (ValueError, TypeError, KeyError, NotImplementedError, jinja2.TemplateError)

@@ -25,8 +25,8 @@ from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.seeds import derive_seed
-from unbroken.rollout.threads import LoopThread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.threads import LoopThread
 from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher

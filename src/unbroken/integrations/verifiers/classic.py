@@ -14,8 +14,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
-from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
-from unbroken.rollout.agents.tasks import describe_rows
+from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask, describe_rows
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 
 _MODEL_ERRORS = frozenset(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.agents.tasks import TaskEnvironment
+from unbroken.rollout.agents.session import TaskEnvironment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

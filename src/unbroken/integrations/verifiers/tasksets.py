@@ -12,8 +12,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.integrations.verifiers.classic import AttemptError
-from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask
-from unbroken.rollout.agents.tasks import describe_rows
+from unbroken.rollout.agents.session import AgentOutcome, AgentSession, AgentTask, describe_rows
 
 _NO_KEY = "UNBROKEN_SESSIONS_NEED_NO_KEY"
 """verifiers reads keys from the environment, which all attempts share. A session's URL opens it without a key."""

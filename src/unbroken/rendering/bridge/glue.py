@@ -53,7 +53,7 @@ from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.rendering.prompt import RecentPrompts
-from unbroken.rendering.threads import RendererLock
+from unbroken.threads import RendererLock
 
 _NUM_SHOWN = 60
 """How many characters of a text an explanation shows."""

@@ -40,7 +40,7 @@ from unbroken.rendering.encoding.tokenizer import (
     read_ids,
     read_offsets,
 )
-from unbroken.rendering.threads import RendererLock
+from unbroken.threads import RendererLock
 from unbroken.types import TokenIds
 
 _MAX_NAME = 100

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.threads import RendererLock
+from unbroken.threads import RendererLock
 
 _COPIED_PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 _CHUNK = 2**13

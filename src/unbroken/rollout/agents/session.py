@@ -1,12 +1,13 @@
-"""Agents: their type, what they get for one attempt at one task, and what they return."""
+"""Agents and their tasks: what an agent gets for one attempt, what it returns, and environments that have tasks."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from unbroken.rollout.trajectory import TrajectoryGroup
 
@@ -25,7 +26,7 @@ class AgentSession:
     model: str
     """The name to ask for; any other name gets the same model."""
     task: Mapping[str, Any]
-    """The row of the data set, or whatever the problem is."""
+    """The row of the data set, or another description of the problem."""
     trajectory_id: str = ""
     """Of the trajectory that the attempt becomes."""
 
@@ -63,14 +64,14 @@ class AgentOutcome:
     """A reward with the numbers behind it."""
 
     reward: float | None = None
-    """None if it comes from elsewhere."""
+    """None if a reward function or `finish` of the session gives it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name. They become `Trajectory.reward_parts`, whose means are logged, and are kept with the session."""
 
 
 Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | AgentOutcome | None]]
-"""Makes one attempt, and returns its reward, or None if the reward comes from elsewhere: a reward function over the
-conversation, or `finish` of the session. An exception ends only this attempt, as FAILED."""
+"""Makes one attempt, and returns its reward, or None if a reward function over the conversation or `finish` of the
+session gives it. An exception ends only this attempt, as FAILED."""
 ScoreAttempts: TypeAlias = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """Returns a group of attempts with their final rewards."""
 
@@ -84,3 +85,34 @@ class AgentTask:
     """What the agent is given as `AgentSession.task`."""
     score: ScoreAttempts | None = None
     """For rewards that compare the attempts with each other: called once, after the last of them."""
+
+
+class TaskRows(Protocol):
+    """The rows of an environment for training or for evaluation."""
+
+    @property
+    def source(self) -> str:
+        """What says whether these are the rows of an earlier start of the run."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def make_task(self, index: int) -> AgentTask:
+        """A row as a task for a group of attempts, whose rollouts and rewards are the environment's."""
+        ...
+
+
+class TaskEnvironment(Protocol):
+    """An environment of another package."""
+
+    def rows(self, *, evaluation: bool) -> TaskRows:
+        """Its rows; raises `InvalidInputError` if there are none."""
+        ...
+
+
+def describe_rows(rows: Iterable[Mapping[str, Any]], *, num_rows: int, package: str) -> str:
+    """The number of rows, and a digest of what is in them."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return f"{num_rows} rows of {package} {digest.hexdigest()[:16]}"

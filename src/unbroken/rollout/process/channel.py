@@ -1,4 +1,6 @@
-"""Objects between a process and its child: pickled, each behind its length, over a socket.
+"""The messages between the trainer's process and that of the rollouts: pickled, each behind its length, over a socket.
+
+Orders are counted 0, 1, 2, ...
 
 Arrays that are read-only stay so. Exceptions keep their class and attributes; one that cannot be pickled, or read by
 the other process, becomes a `RuntimeError` with its class and message.
@@ -13,11 +15,79 @@ import socket
 import struct
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unbroken.rollout.failures import format_error, format_frames
+from unbroken.rollout.trajectory import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The first message to the rollouts."""
+
+    facts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Its answer, unless it is `Failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Sample a group."""
+
+    number: int
+    order: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel an order, if it still runs."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """For `Work.tell`."""
+
+    news: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An order has sampled ids, of a turn that has ended."""
+
+    number: int
+    num_ids: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer to an order."""
+
+    number: int
+    group: TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The answer to an order that was cancelled: nothing of it runs any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The error of an order, or without a number that of `Open`."""
+
+    number: int | None
+    error: Exception
+
 
 _LENGTH = struct.Struct("!Q")
 

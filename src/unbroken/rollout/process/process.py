@@ -9,11 +9,21 @@ import warnings
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from unbroken.counters import Effort, get_effort
 from unbroken.errors import InvalidInputError, RolloutError
-from unbroken.rollout.effort import Effort, get_effort
 from unbroken.rollout.failures import format_error, to_exception
-from unbroken.rollout.process.channel import Channel
-from unbroken.rollout.process.messages import Cancel, Cancelled, Done, Failed, News, Open, Opened, Order, Sampled
+from unbroken.rollout.process.channel import (
+    Cancel,
+    Cancelled,
+    Channel,
+    Failed,
+    Finished,
+    News,
+    Open,
+    Opened,
+    Order,
+    Sampled,
+)
 from unbroken.rollout.process.worker import OpenWork, run_worker
 from unbroken.rollout.trajectory import TrajectoryGroup
 
@@ -153,7 +163,7 @@ class RolloutProcess:
             case Sampled(number, num_ids):
                 if number in self._orders and (effort := self._orders[number][1]) is not None:
                     effort.add(num_ids)
-            case Done(number, group) if (answer := self._find_waiting(number)) is not None:
+            case Finished(number, group) if (answer := self._find_waiting(number)) is not None:
                 answer.set_result(group)
             case Cancelled(number) if (answer := self._find_waiting(number)) is not None:
                 answer.set_result(None)

@@ -14,13 +14,23 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
+from unbroken.counters import Effort, count_effort
 from unbroken.errors import RolloutError
-from unbroken.rollout.effort import Effort, count_effort
-from unbroken.rollout.exiting import exit_in
 from unbroken.rollout.failures import format_error, to_exception
-from unbroken.rollout.process.channel import Channel
-from unbroken.rollout.process.messages import Cancel, Cancelled, Done, Failed, News, Open, Opened, Order, Sampled
+from unbroken.rollout.process.channel import (
+    Cancel,
+    Cancelled,
+    Channel,
+    Failed,
+    Finished,
+    News,
+    Open,
+    Opened,
+    Order,
+    Sampled,
+)
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.threads import exit_in
 
 _CLOSE_S = 10.0
 """How long environments and connections may take to close, once the trainer's process is gone or wants no more."""
@@ -130,7 +140,7 @@ class _Worker:
 
     def _send_group(self, number: int, group: TrajectoryGroup) -> None:
         try:
-            self._channel.send(Done(number, group))
+            self._channel.send(Finished(number, group))
         except Exception as error:
             raise RolloutError(
                 "with rollouts.own_process, messages and rewards must be values that Python can pickle, got "

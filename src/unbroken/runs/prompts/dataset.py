@@ -13,9 +13,8 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.images.inputs import ImageInputs
-from unbroken.messages import Message, check_conversation
+from unbroken.messages import Message, check_conversation, copy_containers
 from unbroken.rendering.base import Renderer
-from unbroken.rollout.copying import copy_containers
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
 from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images

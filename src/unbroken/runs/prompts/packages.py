@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unbroken.rollout.agents.session import AgentTask
-from unbroken.rollout.agents.tasks import TaskEnvironment
+from unbroken.rollout.agents.session import AgentTask, TaskEnvironment
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.runs.collector import Problems

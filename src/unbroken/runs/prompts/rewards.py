@@ -27,12 +27,11 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.numbers import to_finite_float32
-from unbroken.messages import Message, get_text
-from unbroken.rollout.copying import copy_containers
+from unbroken.messages import Message, copy_containers, get_text
 from unbroken.rollout.failures import format_error, format_frames, is_connection_failure, must_propagate
-from unbroken.rollout.threads import run_in_daemon_thread
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.python_files import ModelName, load_object
+from unbroken.threads import run_in_daemon_thread
 from unbroken.training.objective.samples import keep_trainable
 
 _logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from unbroken.counters import Effort, count_effort
 from unbroken.errors import EngineError
-from unbroken.rollout.effort import Effort, count_effort
 from unbroken.rollout.failures import must_propagate, to_exception
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from unbroken.counters import Counters
+from unbroken.counters import Counters, Effort, add_effort, count_effort
 from unbroken.errors import ContextOverflowError, InvalidInputError, RolloutError, ServerUnreachableError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.rollout.effort import Effort, add_effort, count_effort
 from unbroken.rollout.process import worker
 from unbroken.rollout.process.process import RolloutProcess
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus

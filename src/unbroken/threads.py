@@ -1,4 +1,7 @@
-"""Threads of renderers: daemon threads that run blocking functions for an event loop, and a renderer's lock."""
+"""Daemon threads for blocking functions and for an event loop, a renderer's lock, and a process that ends in any case.
+
+It imports little: commands load it at their start.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import _thread
 import asyncio
 import contextlib
 import contextvars
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -141,3 +145,47 @@ class RendererLock:
         self._owner, self._depth = None, 0
         self._lock.release()
         return depth
+
+
+def exit_in(seconds: float, *, status: int) -> None:
+    """End this process after some time, with this exit status, if it has not ended by then."""
+    exit_now = threading.Timer(seconds, os._exit, args=(status,))
+    exit_now.daemon = True
+    exit_now.start()
+
+
+async def run_in_daemon_thread(function: Callable[[], T]) -> T:
+    """Call `function` in a new thread, and return its result or raise its exception; see `DaemonThreads.run`."""
+    return await DaemonThreads(1).run(function)
+
+
+class LoopThread:
+    """An event loop in a daemon thread. Tasks keep running between two calls of `run`.
+
+    For synchronous code, and for what must go on while the main loop is blocked.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="unbroken-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. An interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine from another event loop and return its result. Cancelling this call cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def close(self) -> None:
+        """End the loop and its thread. Idempotent."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
