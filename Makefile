@@ -82,7 +82,7 @@ check: $(ALL)  ## format, lint, types (strict), layers and size
 extras:  ## install each extra alone in a fresh environment and start what it is for
 	$(PYTHON) tools/check_extras.py
 
-bench: $(ALL)  ## side-by-side measurements; their numbers go into docs/lab-notes.md
+bench: $(ALL)  ## side-by-side measurements; their numbers go into docs/lab-notes/
 	for file in bench/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done
 
 templates: $(ALL)  ## write docs/templates.md: what we do with each chat template that trl and vllm ship

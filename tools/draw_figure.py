@@ -6,7 +6,7 @@ from pathlib import Path
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "exact.svg"
 
-# `make demo`, mean of five seeds (docs/lab-notes.md, "the demo over five fresh seeds").
+# `make demo`, mean of five seeds (docs/lab-notes/learning.md, "the demo over five fresh seeds").
 DRIFT = {
     "unbroken": 0.0,
     "retokenised, calls in the template's own JSON": 1.4,

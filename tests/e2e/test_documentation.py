@@ -37,9 +37,10 @@ from unbroken.runs.settings.build import read_options
 from unbroken.server.options import name_model
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HUB_NAME = "Qwen/Qwen2.5-0.5B-Instruct"
-DIARIES = {"docs/lab-notes.md", "docs/history.md"}
-"""Their blocks are measurements with the commands of their time."""
+NOTES = ("CONTRIBUTING.md", "docs/lab-notes", "docs/history.md", "docs/design/")
+"""Of these only the links are checked: their blocks are sketches, or measurements with the commands of their time."""
 SMALL = [
     *("--loop.num-steps=1", "--rollouts.problems-per-step=1", "--rollouts.group-size=2", "--trackers.names=[]"),
     "--rollouts.sampling.max-tokens=8",
@@ -64,9 +65,9 @@ class Block:
 
 def find_blocks() -> list[Block]:
     blocks, opening = [], re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in PAGES:
         page, text = str(path.relative_to(ROOT)), path.read_text("utf-8")
-        for found in opening.finditer(text) if page not in DIARIES else ():
+        for found in opening.finditer(text) if not page.startswith(NOTES) else ():
             blocks.append(Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]))
     return blocks
 
@@ -189,6 +190,24 @@ def test_every_block_is_run_or_listed_with_a_reason() -> None:
     for page, words in NOT_RUN:
         block(page, words)
     assert {*NOT_RUN} - run == {*NOT_RUN}, "a block that is run needs no reason"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub names them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text("utf-8")):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
 
 
 def test_the_commands_of_every_page_have_options_that_exist(tmp_path: Path) -> None:

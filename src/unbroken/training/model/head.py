@@ -6,7 +6,7 @@ Shapes: N picked tokens, D hidden size, V vocabulary.
 
 A sampler that computes in bfloat16 has this very matrix. What would change logprobs is to round the logits, by up to
 0.06 for a logit of 20; these are float32. Products of float32 have no tensor cores: with them the head took five times
-as long on an H200, and k3 to a sampler was the same (docs/lab-notes.md). The backward pass is written out, so that
+as long on an H200, and k3 to a sampler was the same (docs/lab-notes). The backward pass is written out, so that
 nothing of the size of the logits is kept.
 """
 

@@ -75,7 +75,7 @@ class Costs:
 
 
 GPU_COSTS = Costs(causal=0.08, masked=0.25, by_rows=0.04, in_blocks=0.16, per_pass=500)
-"""On an H200, bfloat16, width 1024: 22.7 us an id padded, 23.7 by rows, 27.1 in lanes of 930 (docs/lab-notes.md)."""
+"""On an H200, bfloat16, width 1024: 22.7 us an id padded, 23.7 by rows, 27.1 in lanes of 930 (docs/lab-notes)."""
 CPU_COSTS = Costs(causal=0.02, masked=0.05, per_pass=20)
 
 

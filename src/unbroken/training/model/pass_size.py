@@ -16,10 +16,10 @@ import torch
 
 MAX_PASS_IDS = 12_288
 """More is not faster: of a 0.6B model, the CPU launches the kernels of a pass in the time that the GPU needs for 8,000
-to 10,000 ids (docs/lab-notes.md), and larger models need fewer."""
+to 10,000 ids (docs/lab-notes/training-speed.md), and larger models need fewer."""
 MAX_COMPILED_PASS_IDS = 24_576
 """Compiled layers are done in two thirds of the time, but launched no faster: of this many ids a step took 3.56 s on an
-H200, of 12,288 3.90 s (docs/lab-notes.md)."""
+H200, of 12,288 3.90 s (docs/lab-notes/training-speed.md)."""
 MIN_PASS_IDS = 768
 _USABLE_SHARE = 0.8
 """Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
