@@ -35,12 +35,11 @@ from rendering import make_tokenizer
 from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import create_gateway
-from unbroken.gateway.hosting import hosted
 from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.running import prepare_process
+from unbroken.server.process import host_app, prepare_process
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, VersionSpan
 
 CALL = (
@@ -180,7 +179,7 @@ async def serve(kind: str, engine_seconds: float, profiles: bool) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with tempfile.TemporaryDirectory() as folder:
         app: Any = make_hop(engine_seconds) if kind == "hop" else make_gateway(engine_seconds, folder)
-        async with hosted(app) as url:
+        async with host_app(app) as url:
             prepare_process()  # as the commands do
             print(url, flush=True)
             if profile is not None:

@@ -12,9 +12,9 @@ from unbroken.server.routes.chat import ChatBody
 from unbroken.server.routes.completions import CompletionBody
 from unbroken.server.routes.token_generate import TokenGenerateBody, TokenSampling
 from unbroken.server.wire import fields
-from unbroken.server.wire.anthropic.body import MessagesBody
+from unbroken.server.wire.anthropic import MessagesBody
 from unbroken.server.wire.fields import DEFAULTS, Fields
-from unbroken.server.wire.responses.body import ResponsesBody
+from unbroken.server.wire.responses import ResponsesBody
 
 PAGE = Path(__file__).parents[1] / "docs/protocols.md"
 START, END = "<!-- fields: made by `make fields` -->\n", "<!-- end of fields -->\n"

@@ -8,10 +8,10 @@ from typing import Any
 from support.gateways import running_gateway
 from unbroken.client import AsyncClient
 from unbroken.engines.base import Engine
-from unbroken.gateway.hosting import hosted
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
+from unbroken.server.process import host_app
 
 
 async def sample_attempts(
@@ -21,7 +21,7 @@ async def sample_attempts(
     renderer: Any = None
     async with (
         running_gateway(engine, folder / "store") as gateway,
-        hosted(gateway.app) as url,
+        host_app(gateway.app) as url,
         AsyncClient(url) as client,
     ):
         sampler = Sampler(

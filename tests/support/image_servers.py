@@ -19,7 +19,7 @@ from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_im
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.app import create_app
-from unbroken.server.config import Limits, ServerConfig
+from unbroken.server.config import ServerConfig, ServerLimits
 from unbroken.types import EncodedImage
 
 MODEL = "tiny"
@@ -46,7 +46,7 @@ def vision_engine(reply: str = "ok<|im_end|>", **options: Any) -> ScriptedEngine
 
 
 def make_vision_app(
-    engine: Engine, *, images: ImageProcessor | None = None, limits: Limits | None = None, **config: Any
+    engine: Engine, *, images: ImageProcessor | None = None, limits: ServerLimits | None = None, **config: Any
 ) -> Any:
     """The application over an engine, with `processor()` or another one."""
     used = images or processor()
@@ -55,7 +55,7 @@ def make_vision_app(
         engine,
         lambda options: TemplateRenderer(tokenizer(), template_kwargs=options, images=inputs),
         TextCodec(tokenizer()),
-        ServerConfig(model_name=MODEL, limits=limits or Limits(), **config),
+        ServerConfig(model_name=MODEL, limits=limits or ServerLimits(), **config),
         image_processor=used,
     )
 

@@ -19,7 +19,7 @@ from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.app import create_app
-from unbroken.server.config import Limits, ServerConfig
+from unbroken.server.config import ServerConfig, ServerLimits
 from unbroken.types import TokenIds
 
 MODEL = "tiny"
@@ -49,7 +49,7 @@ def make_app(engine: Engine, **config: Any) -> Any:
         engine,
         lambda options: _renderer_with(json.dumps(options, sort_keys=True)),
         TextCodec(server_tokenizer()),
-        ServerConfig(**{"model_name": MODEL, "limits": Limits(), **config}),
+        ServerConfig(**{"model_name": MODEL, "limits": ServerLimits(), **config}),
     )
 
 

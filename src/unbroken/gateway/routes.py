@@ -23,7 +23,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import json_response, negotiated_response
-from unbroken.server.wire.sampling_fields import SamplingFields
+from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import ImageSpan, TrainingSample
 
 router = Routes(Access.CLIENT)
@@ -38,7 +38,7 @@ class CreateBody(SessionSettings):
     """Seconds until it expires; by default the gateway's."""
 
 
-class FinishBody(StrictBody):
+class FinishSessionBody(StrictBody):
     """How an attempt ended."""
 
     reward: float | None = Field(default=None, ge=-_MAX_REWARD, le=_MAX_REWARD)
@@ -154,7 +154,7 @@ async def get_image(session_id: str, sha256: str, request: Request) -> Response:
 
 
 @router.post("/v1/sessions/{session_id}/finish", summary="Finish a session", response_description="the session")
-async def finish_session(session_id: str, body: FinishBody, request: Request) -> Response:
+async def finish_session(session_id: str, body: FinishSessionBody, request: Request) -> Response:
     """End a session, with its reward. It takes no request any more."""
     check_size(body.metrics, name="metrics")
     record = await _get_sessions(request).finish(session_id, body.model_dump(mode="json"))

@@ -26,8 +26,8 @@ from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
-from unbroken.server.images.intake import Prompt as ServerPrompt
-from unbroken.server.plain_turns import continue_prompt
+from unbroken.server.images import RequestPrompt
+from unbroken.server.questions import continue_prompt
 from unbroken.server.texts import check_conversation as check_length
 from unbroken.server.turns import OpenTurn, Question
 from unbroken.server.wire.reply import WholeReply
@@ -112,7 +112,7 @@ class Session:
                 context,
                 question,
                 placed.renderer,
-                ServerPrompt(token_ids=placed.prompt.token_ids, images=placed.prompt.images),
+                RequestPrompt(token_ids=placed.prompt.token_ids, images=placed.prompt.images),
                 id_prefix=id_prefix,
             )
             self._num_opened += 1

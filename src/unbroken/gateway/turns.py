@@ -7,7 +7,7 @@ from starlette.requests import Request
 from unbroken.gateway.gate import SESSION, add_end
 from unbroken.gateway.sessions import Sessions
 from unbroken.server.context import ServerContext
-from unbroken.server.plain_turns import PlainTurns
+from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question
 
 

@@ -41,11 +41,11 @@ async def open_sessions(
     try:
         from unbroken.client import AsyncClient
         from unbroken.gateway.app import create_gateway
-        from unbroken.gateway.hosting import hosted
         from unbroken.ledger.store.opening import open_store
         from unbroken.rendering.encoding.text_codec import TextCodec
         from unbroken.rendering.loading import load_tokenizer
         from unbroken.server.config import ServerConfig
+        from unbroken.server.process import host_app
     except ModuleNotFoundError as error:
         raise missing_extra(error, "agents need the serve extra", "serve") from error
     sessions = config.sessions
@@ -71,6 +71,6 @@ async def open_sessions(
             store=open_store(location),
             image_processor=None if images is None else images.processor,
         )
-        url = await stack.enter_async_context(hosted(app, host=sessions.host))
+        url = await stack.enter_async_context(host_app(app, host=sessions.host))
         client = await stack.enter_async_context(AsyncClient(url, api_key=key))
         yield client.sessions

@@ -88,10 +88,10 @@ class EngineHost:
         self._thread.close()
 
     async def _open(self, start: Callable[[], Awaitable[SleepingEngine]]) -> None:
-        from unbroken.gateway.hosting import hosted
         from unbroken.rendering.encoding.text_codec import TextCodec
         from unbroken.server.app import create_app
         from unbroken.server.config import ServerConfig
+        from unbroken.server.process import host_app
 
         self._engine = await start()
         self._stack.push_async_callback(self._engine.close)
@@ -103,7 +103,7 @@ class EngineHost:
             ServerConfig(model_name="policy", api_key=self.key),
             image_processor=self._processor,
         )
-        self.url = await self._stack.enter_async_context(hosted(app))
+        self.url = await self._stack.enter_async_context(host_app(app))
 
 
 @asynccontextmanager
@@ -126,7 +126,7 @@ async def share_engine(
         TrainingError: another process failed.
     """
     try:
-        importlib.import_module("unbroken.gateway.hosting")
+        importlib.import_module("unbroken.server.process")
         from unbroken.engines.http import HttpEngine
     except ModuleNotFoundError as error:
         raise missing_extra(error, "engine.processes_per_engine above 1 needs the serve extra", "serve") from error

@@ -18,17 +18,15 @@ from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.server.config import Limits, ServerConfig
+from unbroken.server.config import ServerConfig, ServerLimits
 from unbroken.server.context import MakeRenderer, ServerContext
-from unbroken.server.http.access import Routes
+from unbroken.server.http.access import DESCRIPTION, Routes
 from unbroken.server.http.errors import HttpError, answer_error
 from unbroken.server.http.guard import Guard
 from unbroken.server.http.idempotency import Idempotency
-from unbroken.server.http.openapi import DESCRIPTION
-from unbroken.server.images.fetch import ImageFetcher
-from unbroken.server.images.intake import ImageIntake, ImageStore
+from unbroken.server.images import ImageFetcher, ImageIntake, ImageStore
 from unbroken.server.metrics import Metrics
-from unbroken.server.plain_turns import PlainTurns
+from unbroken.server.questions import PlainTurns
 from unbroken.server.routes import list_access, load_routers
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import TurnOpener
@@ -86,7 +84,7 @@ def create_app(
     return app
 
 
-def make_image_limits(limits: Limits) -> ImageLimits:
+def make_image_limits(limits: ServerLimits) -> ImageLimits:
     """The limits of images, for all that decode them in one server."""
     return ImageLimits(
         max_bytes=limits.max_image_bytes,

@@ -10,7 +10,7 @@ from unbroken.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """Limits of one server. A request beyond one is refused before anything is sampled; the error names the limit."""
 
     max_body_bytes: int = 64 * 2**20
@@ -65,7 +65,7 @@ class ServerConfig:
     """Fetch images behind http(s) URLs of exactly this host; can be repeated. By default no URL is fetched."""
     weights_dir: Path | None = None
     """Folder in which a trainer writes new weights; without it, none are loaded from files."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     @property
     def checks_origin(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from unbroken.docstrings import first_paragraph, read_field_docs
 from unbroken.errors import InvalidInputError
-from unbroken.server.config import Limits, ServerConfig, is_loopback
+from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 
 ENGINES = ("auto", "vllm", "transformers")
 _UNCHANGED = ("renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
@@ -117,8 +117,8 @@ def add_app_arguments(parser: argparse.ArgumentParser) -> None:
     access.add_key("admin_key")
     access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
     access.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
-    limits = OptionGroup(parser, "limits", Limits, description=first_paragraph(Limits.__doc__))
-    for each in dataclasses.fields(Limits):
+    limits = OptionGroup(parser, "limits", ServerLimits, description=first_paragraph(ServerLimits.__doc__))
+    for each in dataclasses.fields(ServerLimits):
         limits.add(each.name, type=type(each.default), metavar="NUMBER")
 
 
@@ -152,7 +152,7 @@ def read_app_options(
     Raises `InvalidInputError` for an invalid value.
     """
     try:
-        limits = Limits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(Limits)})
+        limits = ServerLimits(**{each.name: getattr(arguments, each.name) for each in dataclasses.fields(ServerLimits)})
     except InvalidInputError as error:
         raise name_option(error) from None
     config = ServerConfig(
@@ -175,7 +175,7 @@ def read_app_options(
 def name_option(error: InvalidInputError) -> InvalidInputError:
     """Name the option in an error about its field: `parser must ...` becomes `--parser must ...`."""
     argument, _, rule = str(error).partition(" ")
-    if argument in {each.name for each in (*dataclasses.fields(AppOptions), *dataclasses.fields(Limits))}:
+    if argument in {each.name for each in (*dataclasses.fields(AppOptions), *dataclasses.fields(ServerLimits))}:
         error.args = (f"{option_name(argument)} {rule}",)
     return error
 

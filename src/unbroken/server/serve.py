@@ -15,7 +15,7 @@ from unbroken.images.processing import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.app import create_app
 from unbroken.server.options import ServeOptions
-from unbroken.server.running import MakeApp, run_server
+from unbroken.server.process import MakeApp, run_server
 
 
 def serve(options: ServeOptions, *, make_app: MakeApp = create_app, note: str = "") -> int:

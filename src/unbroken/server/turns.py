@@ -20,10 +20,12 @@ from starlette.requests import Request
 from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
-from unbroken.server.wire.openai_fields import choose_max_tokens
+from unbroken.server.wire.openai import SamplingFields, choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader, WholeReply
-from unbroken.server.wire.sampling_fields import SamplingFields
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
+
+SESSION_HEADER = "X-Session-ID"
+"""Names the conversation that a request belongs to, as vLLM's clients give it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,3 +170,8 @@ def open_reply(turn: OpenTurn, question: Question, events: Counters, *, index: i
         events=events,
         name=f"{turn.answer_id}/{index}",
     )
+
+
+def get_session_id(request: Request, given: str | None) -> str | None:
+    """The body's `session_id`, else the header's; None without a name."""
+    return given or request.headers.get(SESSION_HEADER) or None

@@ -21,7 +21,7 @@ from unbroken.errors import (
     ServerError,
     ServerUnreachableError,
 )
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 from unbroken.types import SampleChunk, SampleRequest, SamplingParams
 
 
@@ -107,7 +107,7 @@ async def test_the_servers_words_come_back_as_our_errors(client: AsyncClient, ur
 
 async def test_a_server_that_is_full_is_asked_again_and_then_given_up() -> None:
     engine = scripted_engine(lambda prompt_ids: [7] * 4000)
-    app = make_app(engine, limits=Limits(max_queued=1, retry_after_s=1))
+    app = make_app(engine, limits=ServerLimits(max_queued=1, retry_after_s=1))
     long = SamplingParams(max_tokens=4000)
     async with listening(app) as url, AsyncClient(url) as patient, AsyncClient(url, max_retries=0) as hasty:
         await engine.pause()

@@ -32,7 +32,7 @@ from unbroken.client import AsyncClient, Client
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import EchoError, ImageError, InvalidInputError, SamplingError, ServerError, UnknownImageError
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 from unbroken.types import EncodedImage, ImageSpan, SampleChunk, SampleRequest, SampleResult, SamplingParams, token_ids
 
 
@@ -127,7 +127,7 @@ async def test_chats_and_tokens_name_images_by_hash() -> None:
 
 async def test_an_image_that_the_server_forgot_is_sent_again_unseen() -> None:
     large = [image_file(420, 420, seed=k) for k in range(2)]
-    async with serving(limits=Limits(image_cache_mib=1)) as (url, app), AsyncClient(url) as client:
+    async with serving(limits=ServerLimits(image_cache_mib=1)) as (url, app), AsyncClient(url) as client:
         for k in (0, 1, 0, 1):
             (result,) = await client.generate([[ID]], images=[large[k]])
             assert result.image_sha256s == (large[k].sha256,)
@@ -234,7 +234,7 @@ async def test_servers_as_an_engine_take_spans_and_files_once_each() -> None:
 
 async def test_a_stream_of_an_image_that_the_server_forgot_is_opened_again() -> None:
     large = [image_file(420, 420, seed=k) for k in range(2)]
-    async with serving(limits=Limits(image_cache_mib=1)) as (url, app):
+    async with serving(limits=ServerLimits(image_cache_mib=1)) as (url, app):
         engine = await HttpEngine.connect([url])
         for turn, image in enumerate((*large, *large)):
             assert [chunk async for chunk in engine.stream(ask(f"{turn}", image))]
@@ -291,7 +291,7 @@ async def test_a_client_compares_the_images_that_the_server_reports() -> None:
 
 
 async def test_an_image_that_only_the_server_refuses_is_named_by_its_place() -> None:
-    async with serving(limits=Limits(max_image_pixels=5000)) as (url, _), AsyncClient(url) as client:
+    async with serving(limits=ServerLimits(max_image_pixels=5000)) as (url, _), AsyncClient(url) as client:
         with pytest.raises(ImageError, match=r"images\[1\]\[0\] must have at most 5000 pixels, got 112 x 112"):
             await client.generate([[ID], [ID]], images=[CAT, image_file(112, 112)])
         with pytest.raises(ImageError, match=r"messages\[0\]\.content\[1\] must have at most 5000 pixels"):

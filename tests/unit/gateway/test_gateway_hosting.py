@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from unbroken.errors import ServerError
-from unbroken.gateway.hosting import hosted
+from unbroken.server.process import host_app
 
 
 @asynccontextmanager
@@ -20,5 +20,5 @@ async def _fail_to_start(_app: FastAPI) -> AsyncIterator[None]:
 
 async def test_an_application_that_does_not_start_is_an_error() -> None:
     with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:\d+ did not start"):
-        async with hosted(FastAPI(lifespan=_fail_to_start)):
+        async with host_app(FastAPI(lifespan=_fail_to_start)):
             pytest.fail("nothing is served")

@@ -21,13 +21,13 @@ from support.servers import encode
 from unbroken.client import AsyncClient
 from unbroken.counters import Effort, count_effort
 from unbroken.errors import InvalidInputError, ServerUnreachableError
-from unbroken.gateway.hosting import hosted
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward, run_process
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.server.process import host_app
 from unbroken.types import SamplingParams
 
 ANSWER = "It is 17.<|im_end|>"
@@ -37,7 +37,7 @@ ANSWER = "It is 17.<|im_end|>"
 async def gateway_client(folder: Path, *replies: str, queue_s: float | None = None) -> AsyncIterator[AsyncClient]:
     async with (
         running_gateway(scripted(*replies, queue_s=queue_s), folder) as gateway,
-        hosted(gateway.app) as url,
+        host_app(gateway.app) as url,
         AsyncClient(url) as client,
     ):
         yield client
@@ -134,7 +134,7 @@ async def test_an_agent_samples_from_the_distribution_that_the_run_asks_for(tmp_
             answer = await client.post("/chat/completions", json={"messages": [USER], **own})
         return float(answer.status_code == 200)
 
-    async with running_gateway(engine, tmp_path) as gateway, hosted(gateway.app) as url, AsyncClient(url) as client:
+    async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
         params = SamplingParams(temperature=0.8, top_k=5, max_tokens=9)
         group = await run_agent_group(
             insist, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits()
@@ -147,7 +147,7 @@ async def test_an_agent_samples_from_the_distribution_that_the_run_asks_for(tmp_
 
 async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> None:
     engine = scripted(ANSWER)
-    async with running_gateway(engine, tmp_path) as gateway, hosted(gateway.app) as url, AsyncClient(url) as client:
+    async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
 
         async def ask_once(session: AgentSession) -> float:
             await ask(session, [USER])

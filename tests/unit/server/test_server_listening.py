@@ -10,7 +10,7 @@ import pytest
 
 from support.servers import asgi_client, make_app, scripted_engine
 from unbroken.errors import InvalidInputError
-from unbroken.server.running import Server, format_url, listen, make_uvicorn_config
+from unbroken.server.process import HttpServer, format_url, listen, make_uvicorn_config
 
 
 async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
@@ -55,7 +55,7 @@ async def serving(app: Any = None, *, keep_alive_s: int = 60) -> AsyncIterator[t
     with listen("127.0.0.1", 0) as listener:
         config = make_uvicorn_config(app, drain_s=1, keep_alive_s=keep_alive_s)
         config.lifespan = "off"
-        server = Server(config)
+        server = HttpServer(config)
         work = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
             await asyncio.sleep(0.01)

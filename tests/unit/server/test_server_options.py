@@ -10,9 +10,9 @@ from support.servers import server_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoding import ImageLimits
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 from unbroken.server.options import ServeOptions, add_arguments, name_model, read_options
-from unbroken.server.running import make_renderer_factory
+from unbroken.server.process import make_renderer_factory
 
 
 def parse(*words: str) -> ServeOptions:
@@ -41,14 +41,14 @@ def test_help_explains_every_option_and_every_limit(capsys):
     helps = [block.split("\n", 1) for block in text.split("\n  --")[1:]]
     assert len(options) == len(helps)
     assert all(len(help_text.split()) >= 4 for _, help_text in helps)
-    for limit in dataclasses.fields(Limits):
+    for limit in dataclasses.fields(ServerLimits):
         assert f"--{limit.name.replace('_', '-')} NUMBER" in text
         assert f"Default: {limit.default}." in text
 
 
 def test_every_limit_has_an_option():
     options = parse("--max-n", "7", "--request-timeout-s", "1.5", "--retry-after-s", "3")
-    assert options.config.limits == Limits(max_n=7, request_timeout_s=1.5, retry_after_s=3)
+    assert options.config.limits == ServerLimits(max_n=7, request_timeout_s=1.5, retry_after_s=3)
 
 
 def test_a_limit_out_of_range_is_named_by_its_option():

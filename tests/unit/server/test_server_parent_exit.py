@@ -12,7 +12,7 @@ from pathlib import Path
 CHILD = """
 import asyncio, os, sys
 from pathlib import Path
-from unbroken.server.running import wait_for_parent_exit
+from unbroken.server.process import wait_for_parent_exit
 parent = os.getppid()
 Path(sys.argv[1], "started").touch()
 asyncio.run(wait_for_parent_exit(parent, every_s=0.05))

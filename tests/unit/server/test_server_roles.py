@@ -9,7 +9,7 @@ from support.servers import asgi_client, make_app, scripted_engine, server_token
 from unbroken.counters import Counters
 from unbroken.errors import MessagesError
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.server.roles import adapt_roles
+from unbroken.server.context import adapt_roles
 
 USER = {"role": "user", "content": "hi"}
 

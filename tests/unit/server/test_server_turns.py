@@ -13,10 +13,10 @@ from unbroken.server.app import create_app
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import ServerContext
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.plain_turns import PlainTurns
+from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question
+from unbroken.server.wire.openai import StopCutter
 from unbroken.server.wire.reply import ReplyReader
-from unbroken.server.wire.stop_text import StopCutter
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

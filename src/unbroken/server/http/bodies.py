@@ -12,14 +12,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 
-class Body(BaseModel):
+class BodyModel(BaseModel):
     """A body or a part of one. No value is converted; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
-class StrictBody(Body):
-    """A `Body` in which an unknown key is an error."""
+class StrictBody(BodyModel):
+    """A `BodyModel` in which an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from unbroken.server.http.access import Access, Routes
 
 DIALECTS = (
-    "admin", "chat", "completions", "images", "messages", "native", "operations", "responses", "server_info", "state",
+    "admin", "chat", "completions", "health", "messages", "native", "responses", "state",
     "token_generate", "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
 )  # fmt: skip
 

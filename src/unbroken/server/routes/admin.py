@@ -13,12 +13,12 @@ from pydantic import Field
 
 from unbroken.engines.base import AdapterEngine, Engine, SleepingEngine
 from unbroken.errors import EngineError
-from unbroken.server.admission import PauseMode
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body, Texts
+from unbroken.server.http.bodies import BodyModel, Texts
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.json import json_response
+from unbroken.server.service import PauseMode
 
 router = Routes(Access.ADMIN)
 _DISCARD_ALL = 2
@@ -27,20 +27,20 @@ _DISCARD_ALL = 2
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class AbortBody(Body):
+class AbortBody(BodyModel):
     """Requests to abort."""
 
     request_ids: Texts | None = None
     """The ids of answers, `request_id`s and `session_id`s; null and an empty list mean all requests."""
 
 
-class WeightVersionBody(Body):
+class WeightVersionBody(BodyModel):
     """A label for the weights in use."""
 
     new_version: str
 
 
-class LoadAdapterBody(Body):
+class LoadAdapterBody(BodyModel):
     """A LoRA adapter to load."""
 
     lora_name: Name
@@ -50,7 +50,7 @@ class LoadAdapterBody(Body):
     """Must be false: a name stays with its weights."""
 
 
-class UnloadAdapterBody(Body):
+class UnloadAdapterBody(BodyModel):
     """A LoRA adapter to unload."""
 
     lora_name: Name

@@ -18,13 +18,20 @@ from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
-from unbroken.server.images.intake import Prompt
+from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import encode_prompts
+from unbroken.server.turns import get_session_id
 from unbroken.server.wire.fields import COMPLETIONS
-from unbroken.server.wire.logprobs import format_completion_logprobs, format_prompt_logprobs
-from unbroken.server.wire.openai_fields import OpenAIFields, count_usage, format_finish_reason, format_usage
-from unbroken.server.wire.sessions import get_session_id
-from unbroken.server.wire.version_spans import format_weight_versions, list_version_spans
+from unbroken.server.wire.openai import (
+    OpenAIFields,
+    count_usage,
+    format_completion_logprobs,
+    format_finish_reason,
+    format_prompt_logprobs,
+    format_usage,
+    format_weight_versions,
+    list_version_spans,
+)
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
@@ -92,7 +99,7 @@ def _name_prompt(prompt: Any) -> Callable[[int], str]:
 
 
 def _make_requests(
-    context: ServerContext, request: Request, body: CompletionBody, prompts: list[Prompt], *, name: str
+    context: ServerContext, request: Request, body: CompletionBody, prompts: list[RequestPrompt], *, name: str
 ) -> list[SampleRequest]:
     params = body.to_params(
         end_ids=context.get_stop_token_ids(),
@@ -111,7 +118,7 @@ def _make_requests(
 
 
 async def _score_prompts(
-    context: ServerContext, body: CompletionBody, prompts: list[Prompt]
+    context: ServerContext, body: CompletionBody, prompts: list[RequestPrompt]
 ) -> list[ScoredSequence] | None:
     if body.prompt_logprobs is None:
         return None

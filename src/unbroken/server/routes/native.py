@@ -1,6 +1,6 @@
 """The dialect of our client: `SampleRequest` and `SampleResult` as JSON, answers also in the compact form.
 
-An unknown key is an error.
+An unknown key is an error. `POST /v1/images` takes an image once, and requests then name it as `sha256:...`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
-from unbroken.server.http.json import negotiated_response
-from unbroken.server.images.intake import Prompt
+from unbroken.server.http.json import json_response, negotiated_response
+from unbroken.server.images import RequestPrompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import encode_prompts
-from unbroken.server.wire.image_fields import list_images_and_spans
-from unbroken.server.wire.sessions import get_session_id
-from unbroken.server.wire.version_spans import list_version_spans
+from unbroken.server.turns import get_session_id
+from unbroken.server.wire.images import list_images_and_spans
+from unbroken.server.wire.openai import list_version_spans
 from unbroken.types import (
     SampleChunk,
     SampledSequence,
@@ -163,7 +163,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
     return negotiated_response(request, {"results": [_format_scored(sequence) for sequence in scored]})
 
 
-async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[Prompt]:
+async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[RequestPrompt]:
     intake = context.images
     images = list_images_and_spans(body.images, len(prompts), intake)
     return await intake.place(prompts, images, intake.encode_settings(body.mm_processor_kwargs))
@@ -211,3 +211,20 @@ def _format_scored(scored: ScoredSequence) -> dict[str, Any]:
 
 def _format_top_logprobs(tops: TopLogprobs | None) -> dict[str, Any] | None:
     return None if tops is None else {"token_ids": tops.token_ids, "logprobs": tops.logprobs}
+
+
+_FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+
+
+@router.post(
+    "/v1/images",
+    summary="Send an image once",
+    response_description="`sha256`, the image's name from now on, and its `width` and `height`",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"image/*": _FILE, "application/octet-stream": _FILE}},
+    },
+)
+async def upload(request: Request) -> Response:
+    """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, whatever its content type, within the image limits."""
+    image, width, height = await get_context(request).images.upload(await request.body())
+    return json_response({"sha256": image.sha256, "width": width, "height": height})

@@ -1,20 +1,30 @@
-"""OpenAI's Responses. No answer is kept: the input is the whole conversation."""
+"""OpenAI's Responses, whole and streamed. No answer is kept: the input is the whole conversation.
+
+A whole answer is its stream, joined.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import Request, Response
 
+from unbroken.rendering.base import PartKind
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_named_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import Question, open_reply, stream_events
-from unbroken.server.wire.responses.answer import ResponseStream, ResponseWriter
-from unbroken.server.wire.responses.body import ResponsesBody
-from unbroken.server.wire.responses.conversation import read_conversation
+from unbroken.server.wire.conversation import make_seal
+from unbroken.server.wire.openai import format_finish_reason, list_version_spans
+from unbroken.server.wire.reply import ReplyCall, ReplyPiece, ReplyReader, WholeReply
+from unbroken.server.wire.responses import ResponsesBody, read_conversation
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest
 
 router = Routes(Access.CLIENT)
 
@@ -43,3 +53,212 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 async def _read_question(context: ServerContext, request: Request, body: ResponsesBody) -> Question:
     note_ignored(request, body.check_supported())
     return await make_question(context, request, body, read_conversation(body), format_name="text.format")
+
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseWriter:
+    """Formats one answer."""
+
+    answer_id: str
+    model_name: str
+    body: ResponsesBody
+    request: SampleRequest
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def format_response(self, status: str, **fields: Any) -> dict[str, Any]:
+        """The response object. It says what was asked, and that it is not kept."""
+        body = self.body
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.model_name,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.effort, "summary": None},
+            "store": False,
+            "temperature": self.request.params.temperature,
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
+            "top_p": self.request.params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **fields,
+        }
+
+    def format_end(
+        self, reply: ReplyReader, items: ItemList, sampled: SampledSequence | SampleChunk, num_sampled: int
+    ) -> dict[str, Any]:
+        """The response object at its end."""
+        assert sampled.finish_reason is not None
+        is_cut = format_finish_reason(sampled.finish_reason) == "length"
+        malformed = reply.list_malformed()
+        return self.format_response(
+            "incomplete" if is_cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=items.items,
+            usage=self._format_usage(reply, num_sampled),
+            policy_versions=list_version_spans(sampled),
+            **({"malformed_tool_calls": malformed} if malformed else {}),
+        )
+
+    def format_whole(self, reply: WholeReply, sequence: SampledSequence) -> dict[str, Any]:
+        """Format a whole answer."""
+        items = self.make_items()
+        for piece in reply.pieces:
+            list(items.add(piece))
+        list(items.end(is_cut=sequence.finish_reason is FinishReason.LENGTH))
+        return self.format_end(reply.reader, items, sequence, len(sequence.completion_ids))
+
+    def make_items(self) -> ItemList:
+        """Make the empty list of output items."""
+        return ItemList(
+            self.answer_id.removeprefix("resp_"),
+            seals=self.body.seals_reasoning,
+            namespaces=self.body.find_namespaces(),
+        )
+
+    def _format_usage(self, reply: ReplyReader, num_sampled: int) -> dict[str, Any]:
+        """The counts of ids. What the engine has cached is not known here."""
+        reasoning = [part.span for part in reply.parsed.parts if part.kind is PartKind.REASONING]
+        num_prompt = len(self.request.prompt_ids)
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": num_sampled,
+            "output_tokens_details": {"reasoning_tokens": sum(stop - start for start, stop in reasoning)},
+            "total_tokens": num_prompt + num_sampled,
+        }
+
+
+class ResponseStream:
+    """Formats the events of one answer."""
+
+    def __init__(self, writer: ResponseWriter, reply: ReplyReader) -> None:
+        self._writer = writer
+        self._reply = reply
+        self._items = writer.make_items()
+        self._num_sampled = 0
+        self._num_events = 0
+
+    def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
+        """Format the events of one chunk. Text that is not certain yet comes with a later one."""
+        for event in self._format_events(chunk):
+            yield self._count(event)
+
+    def format_failure(self, error: HttpError) -> Event:
+        """The event of an error after the first chunk."""
+        failed = {"code": "server_error", "message": error.message}
+        return self._count(
+            {
+                "type": "response.failed",
+                "response": self._writer.format_response("failed", error=failed, output=self._items.items),
+            }
+        )
+
+    def _format_events(self, chunk: SampleChunk) -> Iterator[Event]:
+        if not self._num_events:
+            for kind in ("created", "in_progress"):
+                yield {"type": f"response.{kind}", "response": self._writer.format_response("in_progress")}
+        self._num_sampled += len(chunk.completion_ids)
+        for piece in self._reply.read(chunk):
+            yield from self._items.add(piece)
+        if chunk.finish_reason is not None:
+            yield from self._items.end(is_cut=chunk.finish_reason is FinishReason.LENGTH)
+            response = self._writer.format_end(self._reply, self._items, chunk, self._num_sampled)
+            yield {"type": f"response.{response['status']}", "response": response}
+
+    def _count(self, event: Event) -> Event:
+        self._num_events += 1
+        return {"type": event["type"], "sequence_number": self._num_events - 1, **event}
+
+
+class ItemList:
+    """The output items so far. The last one may be open."""
+
+    def __init__(self, name: str, *, seals: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._name = name
+        self._seals = seals
+        self._namespaces = namespaces
+        self._open: PartKind | None = None
+
+    def add(self, piece: ReplyPiece) -> Iterator[Event]:
+        """Add a piece; yields the events that tell it."""
+        if piece.call is not None:
+            yield from self.end()
+            yield from self._add_call(piece.call)
+            return
+        if self._open is not piece.kind:
+            yield from self.end()
+            yield from self._begin(piece.kind)
+        self._part["text"] += piece.text
+        yield self._tell(f"response.{self._part['type']}.delta", content_index=0, delta=piece.text, **self._logprobs)
+
+    def end(self, *, is_cut: bool = False) -> Iterator[Event]:
+        """End the open item; `is_cut` if the reply was cut in it."""
+        if self._open is None:
+            return
+        item, part = self.items[-1], self._part
+        item["status"] = "incomplete" if is_cut else "completed"
+        if self._open is PartKind.REASONING and self._seals:
+            item["encrypted_content"] = make_seal(part["text"], packed=True)
+        yield self._tell(f"response.{part['type']}.done", content_index=0, text=part["text"], **self._logprobs)
+        yield self._tell("response.content_part.done", content_index=0, part=part)
+        yield self._tell_item("done")
+        self._open = None
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = self.items[-1]["content"][0]
+        return part
+
+    @property
+    def _logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._open is PartKind.CONTENT else {}
+
+    def _begin(self, kind: PartKind) -> Iterator[Event]:
+        self._open = kind
+        if kind is PartKind.REASONING:
+            item = self._make_item("rs", "reasoning", summary=[], content=[], encrypted_content=None)
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        else:
+            item = self._make_item("msg", "message", role="assistant", content=[])
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self.items.append(item)
+        yield self._tell_item("added")
+        item["content"] = [part]
+        yield self._tell("response.content_part.added", content_index=0, part=dict(part))
+
+    def _add_call(self, call: ReplyCall) -> Iterator[Event]:
+        namespace, name = self._namespaces.get(call.name, (None, call.name))
+        item = self._make_item("fc", "function_call", call_id=call.call_id, name=name, arguments="")
+        if namespace is not None:
+            item["namespace"] = namespace
+        self.items.append(item)
+        yield self._tell_item("added")
+        yield self._tell("response.function_call_arguments.delta", delta=call.arguments)
+        yield self._tell("response.function_call_arguments.done", name=name, arguments=call.arguments)
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._tell_item("done")
+
+    def _tell(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+    def _tell_item(self, what: str) -> Event:
+        kind = f"response.output_item.{what}"
+        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _make_item(self, prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"id": f"{prefix}_{self._name}_{len(self.items)}", "type": kind, "status": "in_progress", **fields}

@@ -1,13 +1,19 @@
-"""What the server does now, for Prometheus, load balancers and trainers. The names are vLLM's."""
+"""What the server does now, and its configuration, for Prometheus, load balancers and trainers. The names are vLLM's.
+
+TRL since 1.11 learns from `/server_info` how to send weights.
+"""
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from unbroken.engines.base import SleepingEngine
-from unbroken.server.context import get_context
+from unbroken.engines.base import SleepingEngine, TransferEngine
+from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.json import json_response
 
@@ -45,3 +51,37 @@ async def is_sleeping(request: Request) -> Response:
 async def weight_info(request: Request) -> Response:
     """The policy version in use, as text."""
     return json_response({"weight_version": str(get_context(request).service.engine.policy_version)})
+
+
+@router.get(
+    "/server_info",
+    summary="Read the configuration (vLLM's form)",
+    response_description="`vllm_config` with `model_config`, `parallel_config`, and null for what this server lacks",
+)
+async def server_info(
+    request: Request, config_format: Annotated[Literal["text", "json"], Query()] = "text"
+) -> Response:
+    """`vllm_config`, as JSON or as a text of it. `weight_transfer_config` is null if the engine takes no transfer."""
+    config = await _describe(get_context(request))
+    shown = config if config_format == "json" else json.dumps(config)
+    return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": {}})
+
+
+async def _describe(context: ServerContext) -> dict[str, Any]:
+    engine = context.service.engine
+    placement = await engine.weight_placement()
+    backend = "nccl" if placement.device == "cuda" else "gloo"
+    return {
+        "model_config": {
+            "model": context.config.model_name,
+            "served_model_name": context.config.model_name,
+            "max_model_len": engine.context_length,
+            "dtype": f"torch.{placement.dtype}",
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": min(context.config.limits.max_top_logprobs, engine.vocab_size),
+        },
+        "parallel_config": {"world_size": engine.world_size},
+        # With one, TRL's asynchronous trainers send adapters through a shared folder instead of all weights.
+        "lora_config": None,
+        "weight_transfer_config": {"backend": backend} if isinstance(engine, TransferEngine) else None,
+    }

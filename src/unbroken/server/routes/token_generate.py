@@ -18,25 +18,26 @@ from pydantic import ConfigDict, Field
 
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body, Ids, Objects
+from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
-from unbroken.server.images.intake import Prompt
+from unbroken.server.images import RequestPrompt
+from unbroken.server.turns import get_session_id
 from unbroken.server.wire.fields import GENERATE, GENERATE_SAMPLING
-from unbroken.server.wire.image_features import FeaturesBody, find_part_source, format_placeholders, place_features
-from unbroken.server.wire.logprobs import format_chat_logprobs, format_token_logprobs
-from unbroken.server.wire.openai_fields import (
+from unbroken.server.wire.images import FeaturesBody, find_part_source, format_placeholders, place_features
+from unbroken.server.wire.openai import (
+    SamplingFields,
+    StopCutter,
     StreamOptions,
     choose_max_tokens,
     count_usage,
+    format_chat_logprobs,
     format_finish_reason,
+    format_token_logprobs,
     format_usage,
+    format_weight_versions,
 )
-from unbroken.server.wire.sampling_fields import SamplingFields
-from unbroken.server.wire.sessions import get_session_id
-from unbroken.server.wire.stop_text import StopCutter
-from unbroken.server.wire.version_spans import format_weight_versions
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, token_ids, write_experts
 
 router = Routes(Access.CLIENT)
@@ -60,7 +61,7 @@ class TokenSampling(SamplingFields):
     """For `output_mode` "text"; true by default."""
 
 
-class TokenGenerateBody(Body):
+class TokenGenerateBody(BodyModel):
     """One prompt to continue."""
 
     model_config = ConfigDict(extra="allow")
@@ -159,7 +160,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
     )
 
 
-async def _place(context: ServerContext, body: TokenGenerateBody) -> Prompt:
+async def _place(context: ServerContext, body: TokenGenerateBody) -> RequestPrompt:
     ids = token_ids(body.token_ids)
     if body.features is not None and body.content_parts:
         raise HttpError(400, "give either features or content_parts, not both", param="features")

@@ -12,19 +12,19 @@ from unbroken.images.loading import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body, Ids, Objects
+from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.texts import check_conversation, check_length
+from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT
-from unbroken.server.wire.image_fields import format_spans
-from unbroken.server.wire.tool_choice import Tools
+from unbroken.server.wire.images import format_spans
 from unbroken.types import ImageSpan, TokenIds
 
 router = Routes(Access.CLIENT)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(BodyModel):
     """`messages` to render, or `prompt` to encode."""
 
     model_config = ConfigDict(extra="allow")
@@ -43,7 +43,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(BodyModel):
     """Ids to decode."""
 
     model: str | None = None

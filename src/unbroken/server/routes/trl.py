@@ -15,16 +15,15 @@ from pydantic import Field, ValidationError
 
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body, Ids, ObjectOrObjects, Objects, Prompts
+from unbroken.server.http.bodies import BodyModel, Ids, ObjectOrObjects, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
 from unbroken.server.http.json import json_response
-from unbroken.server.images.intake import Prompt
+from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import check_conversation, encode_prompts
+from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT, GENERATION_KWARGS
-from unbroken.server.wire.image_fields import list_images
-from unbroken.server.wire.sampling_fields import SamplingFields
-from unbroken.server.wire.tool_choice import Tools
-from unbroken.server.wire.version_spans import list_version_spans
+from unbroken.server.wire.images import list_images
+from unbroken.server.wire.openai import SamplingFields, list_version_spans
 from unbroken.types import SampleResult, ScoredSequence, StructuredOutput, TokenIds, TopLogprobs, token_ids
 
 router = Routes(Access.CLIENT)
@@ -41,7 +40,7 @@ class Sampling(SamplingFields):
     """How many of the most likely ids to report with the sampled one; null for no logprobs."""
 
 
-class SamplingBody(Sampling):
+class TrlSamplingBody(Sampling):
     """The sampling fields of /generate/ and /chat/."""
 
     structured_outputs_regex: str | None = None
@@ -51,7 +50,7 @@ class SamplingBody(Sampling):
     """Overrides the other fields."""
 
 
-class GenerateBody(SamplingBody):
+class GenerateBody(TrlSamplingBody):
     """Prompts to continue."""
 
     prompts: Prompts
@@ -61,7 +60,7 @@ class GenerateBody(SamplingBody):
     """Settings of the image processor for all images, such as `max_pixels`, or a list with those of each prompt."""
 
 
-class ChatBody(SamplingBody):
+class TrlChatBody(TrlSamplingBody):
     """Conversations to answer."""
 
     messages: Annotated[list[Objects], Field(fail_fast=True)]
@@ -71,7 +70,7 @@ class ChatBody(SamplingBody):
     tools: Tools | None = None
 
 
-class ScoreBody(Body):
+class TrlScoreBody(BodyModel):
     """Sequences to score, each from its prompt's length on."""
 
     sequences: Annotated[list[Ids], Field(fail_fast=True)]
@@ -105,7 +104,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/chat", summary="Answer conversations (TRL)", response_description="as for /generate")
 @router.post("/chat/", include_in_schema=False)
-async def chat(body: ChatBody, request: Request) -> Response:
+async def chat(body: TrlChatBody, request: Request) -> Response:
     """Answer conversations, in the form of /generate."""
     context = get_context(request)
     CHAT.check({"chat_template": body.chat_template})
@@ -121,7 +120,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     response_description="`logprobs` and `logprob_token_ids` [B][L][k], or base64 arrays",
 )
 @router.post("/get_sequence_logprobs/", include_in_schema=False)
-async def get_sequence_logprobs(body: ScoreBody, request: Request) -> Response:
+async def get_sequence_logprobs(body: TrlScoreBody, request: Request) -> Response:
     """Report the most likely ids, and the given id, at each position from `prompt_lengths` on."""
     if len(body.prompt_lengths) != len(body.sequences):
         raise HttpError(
@@ -163,16 +162,18 @@ def _list_settings(context: ServerContext, given: Any, num_prompts: int) -> str 
     return [context.images.encode_settings(one, name=f"mm_processor_kwargs[{k}]") for k, one in enumerate(given)]
 
 
-def _render_all(context: ServerContext, body: ChatBody, conversations: list[Any], settings: str) -> list[Prompt]:
+def _render_all(
+    context: ServerContext, body: TrlChatBody, conversations: list[Any], settings: str
+) -> list[RequestPrompt]:
     renderer = context.get_renderer(body.chat_template_kwargs, settings)
     tools: Any = body.tools or ()
     for index, messages in enumerate(conversations):
         check_conversation(context, messages, tools, body.chat_template_kwargs, name=f"messages[{index}]")
     rendered = [renderer.render(messages, tools=tools) for messages in conversations]
-    return [Prompt(token_ids=one.token_ids, images=one.images) for one in rendered]
+    return [RequestPrompt(token_ids=one.token_ids, images=one.images) for one in rendered]
 
 
-async def _sample(context: ServerContext, body: SamplingBody, prompts: list[Prompt]) -> Response:
+async def _sample(context: ServerContext, body: TrlSamplingBody, prompts: list[RequestPrompt]) -> Response:
     fields = _merge_sampling(body)
     regex = body.structured_outputs_regex
     params = fields.to_params(
@@ -185,7 +186,7 @@ async def _sample(context: ServerContext, body: SamplingBody, prompts: list[Prom
     return json_response(_format_answer(results, with_logprobs=fields.logprobs is not None))
 
 
-def _merge_sampling(body: SamplingBody) -> Sampling:
+def _merge_sampling(body: TrlSamplingBody) -> Sampling:
     """Merge the sampling fields with `generation_kwargs`, which win."""
     known = Sampling.model_fields
     extra = body.generation_kwargs or {}

@@ -17,7 +17,7 @@ from pydantic import Field
 from unbroken.engines.base import CommunicatorEngine
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body
+from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.transfer.announcement import Transport
@@ -26,7 +26,7 @@ from unbroken.transfer.layout import TensorSpec
 router = Routes(Access.ADMIN)
 
 
-class CommunicatorBody(Body):
+class CommunicatorBody(BodyModel):
     """Where rank 0 of the workers listens; the client has the last rank."""
 
     host: Annotated[str, Field(min_length=1, max_length=255)]
@@ -39,7 +39,7 @@ class CommunicatorBody(Body):
     """Our addition: `gloo` is for engines on a CPU."""
 
 
-class ParameterBody(Body):
+class ParameterBody(BodyModel):
     """The parameter that is broadcast next."""
 
     name: Annotated[str, Field(min_length=1, max_length=4096)]

@@ -19,7 +19,7 @@ from pydantic import Field
 from unbroken.engines.base import TransferEngine
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
-from unbroken.server.http.bodies import Body
+from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.transfer.announcement import Transport
@@ -32,7 +32,7 @@ _BufferBytes = Annotated[int, Field(ge=1, lt=2**40)]
 _Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-class InitInfo(Body):
+class InitInfo(BodyModel):
     """Where the trainer listens; it has rank 0."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
@@ -48,13 +48,13 @@ class InitInfo(Body):
     """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
 
 
-class InitBody(Body):
+class InitBody(BodyModel):
     """A trainer to meet."""
 
     init_info: InitInfo
 
 
-class UpdateInfo(Body):
+class UpdateInfo(BodyModel):
     """The weights that are broadcast next, in this order."""
 
     names: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field(default_factory=list)
@@ -67,13 +67,13 @@ class UpdateInfo(Body):
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
 
 
-class TransferBody(Body):
+class TransferBody(BodyModel):
     """Weights to receive."""
 
     update_info: UpdateInfo
 
 
-class FinishBody(Body):
+class FinishBody(BodyModel):
     """The end of an update."""
 
     weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,9}$")] | None = None

@@ -1,17 +1,31 @@
-"""Conversations of dialects that have another form of messages than OpenAI's chat completions."""
+"""Messages, tools and seals of the dialects that have conversations.
+
+A seal shows that reasoning which a client sends back is ours and unchanged; it hides nothing. Anthropic's clients get
+it as `signature`, OpenAI's as `encrypted_content`:
+
+    make_seal("hm")                 "unbroken1.9b1f..."             a digest, where the client gets the text itself
+    make_seal("hm", packed=True)    "unbroken1.9b1f....aG0="        with the text, where the client gets nothing else
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, cast
 
-from unbroken.messages import Message, ToolCall
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.errors import HttpError, shorten
 
 
 @dataclass(slots=True)
-class Conversation:
+class ConversationBuilder:
     """Messages in the OpenAI form of chat completions, their images not loaded."""
 
     messages: list[Message] = field(default_factory=list)
@@ -54,3 +68,92 @@ def make_call(call_id: str, name: str, arguments: str) -> ToolCall:
 def refuse_misplaced(place: str, kind: str, role: str) -> HttpError:
     """The error for content that a message of this role must not have."""
     return HttpError(400, f"{place} must not be of the type {kind!r} in a message of the role {role!r}", param=place)
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a tool whose calls could not be read."""
+    if (kind := tool.get("type", "function")) != "function":
+        raise PydanticCustomError(
+            "type", "of the type {found} is no tool that this server takes (function)", {"found": shorten(kind)}
+        )
+    if "type" in tool and not (isinstance(name := get_name(tool), str) and name):
+        raise PydanticCustomError("name", "must have a function with a name")
+    return tool
+
+
+Tools = Annotated[list[Annotated[dict[str, Any], AfterValidator(_check_tool)]], Field(fail_fast=True)]
+"""The tools of dialects in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Which tools a reply may call, and must call. See the fields of `Question`."""
+
+    reads_calls: bool
+    required_functions: Sequence[ToolSchema] = ()
+    may_call_several: bool = True
+
+
+def make_tool(name: str, description: str | None, parameters: Any) -> ToolSchema:
+    """Make a tool in the OpenAI form, as its chat clients send it."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return cast(ToolSchema, {"type": "function", "function": function})
+
+
+def get_name(tool: Any) -> Any:
+    """Get the name of a tool; None where it has no function, as a client's may."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def require_tool(tools: Sequence[ToolSchema], *, name: str | None, choice: Any) -> Sequence[ToolSchema]:
+    """The tools of which one must be called: the one with this name, or all. Raises `HttpError` if there are none."""
+    chosen = [tool for tool in tools if name is None or get_name(tool) == name]
+    if not chosen:
+        raise HttpError(400, f"tool_choice must match a function in tools, got {shorten(choice)}", param="tool_choice")
+    return chosen
+
+
+_PREFIX = "unbroken1"
+_KEY = b"unbroken: reasoning"
+_MAX_CHARS = 2**24
+"""Longest packed text: a seal comes from outside, and a small one could expand to gigabytes."""
+
+
+def make_seal(text: str, *, packed: bool = False) -> str:
+    """Make the seal of a reasoning text; with `packed` it contains the text."""
+    parts = [_PREFIX, _digest(text)]
+    if packed:
+        parts.append(base64.b64encode(zlib.compress(text.encode())).decode())
+    return ".".join(parts)
+
+
+def is_seal(seal: str) -> bool:
+    """Whether a seal is ours; those of other servers cannot be checked."""
+    return seal.startswith(f"{_PREFIX}.")
+
+
+def fits_seal(seal: str, text: str) -> bool:
+    """Whether this is the text that was sealed."""
+    return seal.split(".")[1:2] == [_digest(text)]
+
+
+def unpack_seal(seal: str) -> str | None:
+    """The text in a packed seal of ours; None for other seals, and if text and digest do not match."""
+    parts = seal.split(".")
+    if len(parts) != 3 or parts[0] != _PREFIX:
+        return None
+    try:
+        inflate = zlib.decompressobj()
+        text = inflate.decompress(base64.b64decode(parts[2], validate=True), _MAX_CHARS).decode()
+    except (binascii.Error, ValueError, zlib.error):
+        return None
+    return text if inflate.eof and fits_seal(seal, text) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), key=_KEY, digest_size=16).hexdigest()

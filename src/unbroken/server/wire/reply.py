@@ -1,9 +1,9 @@
 """One reply, read as it is sampled, for every dialect: reasoning, content and calls, in their order.
 
     sampled     <think> hm </think> Let me see. <tool_call> {"name": "add", "arguments": {"a": 1}} </tool_call>
-    feed        Piece(REASONING, "hm")
-    feed        Piece(CONTENT, "Let me "), Piece(CONTENT, "see.")
-    feed        Piece(TOOL_CALL, call=ReplyCall("3f1c09ab2", "add", '{"a": 1}'))
+    feed        ReplyPiece(REASONING, "hm")
+    feed        ReplyPiece(CONTENT, "Let me "), ReplyPiece(CONTENT, "see.")
+    feed        ReplyPiece(TOOL_CALL, call=ReplyCall("3f1c09ab2", "add", '{"a": 1}'))
 
 A whole reply is its pieces, joined. A call that cannot be parsed is content, as in vLLM: its text with its delimiters,
 on lines of its own; `list_malformed` has what no dialect has a form for.
@@ -20,7 +20,7 @@ from typing import Any
 from unbroken.counters import Counters, Event
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, Renderer, ToolCallStatus
-from unbroken.server.wire.stop_text import StopCutter
+from unbroken.server.wire.openai import StopCutter
 from unbroken.types import SampleChunk, SampledSequence, TokenIds
 
 _TEXT_KINDS = (PartKind.REASONING, PartKind.CONTENT)
@@ -38,7 +38,7 @@ class ReplyCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ReplyPiece:
     """Text of one kind that is certain now, or a whole call."""
 
     kind: PartKind
@@ -52,7 +52,7 @@ class WholeReply:
     """A reply that was read to its end."""
 
     reader: ReplyReader
-    pieces: Sequence[Piece]
+    pieces: Sequence[ReplyPiece]
     """All of it, in order."""
 
 
@@ -99,16 +99,16 @@ class ReplyReader:
         """The stop string that ended a text."""
         return next((cutter.found for cutter in self._cutters.values() if cutter.found is not None), None)
 
-    def read(self, sampled: SampledSequence | SampleChunk) -> list[Piece]:
+    def read(self, sampled: SampledSequence | SampleChunk) -> list[ReplyPiece]:
         """Take more of what is sampled, and end the completion if this is its end; returns what is certain now."""
         pieces = self.feed(sampled.completion_ids.tolist())
         return pieces if sampled.finish_reason is None else pieces + self.close()
 
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+    def feed(self, token_ids: Sequence[int]) -> list[ReplyPiece]:
         """Take more ids; returns what is certain now."""
         return list(self._follow(self._reader.feed(token_ids)))
 
-    def close(self) -> list[Piece]:
+    def close(self) -> list[ReplyPiece]:
         """End the completion; returns what was held back."""
         return [*self._follow(self._reader.close()), *self._release(_TEXT_KINDS)]
 
@@ -119,7 +119,7 @@ class ReplyReader:
             self._events.count(Event.PARSE_FAILURE, call.status)
         return [{"raw": call.raw, "status": call.status.value, "span": list(call.span)} for call in failures]
 
-    def _follow(self, deltas: Sequence[Delta]) -> Iterator[Piece]:
+    def _follow(self, deltas: Sequence[Delta]) -> Iterator[ReplyPiece]:
         for delta in deltas:
             call = delta.tool_call
             if call is None:
@@ -130,23 +130,23 @@ class ReplyReader:
             else:
                 yield from self._release(_TEXT_KINDS)
                 self.calls.append(self._make_call(call))
-                yield Piece(kind=PartKind.TOOL_CALL, call=self.calls[-1])
+                yield ReplyPiece(kind=PartKind.TOOL_CALL, call=self.calls[-1])
 
-    def _cut(self, kind: PartKind, text: str) -> Iterator[Piece]:
+    def _cut(self, kind: PartKind, text: str) -> Iterator[ReplyPiece]:
         """Add text up to a stop string. What the other kind held back comes first: the order is the model's."""
         if text:
             yield from self._release([other for other in _TEXT_KINDS if other is not kind])
             yield from self._add_text(kind, self._cutters[kind].feed(text))
 
-    def _release(self, kinds: Iterable[PartKind]) -> Iterator[Piece]:
+    def _release(self, kinds: Iterable[PartKind]) -> Iterator[ReplyPiece]:
         """Add what was held back for a stop string: one that spans two kinds would have ended the reply."""
         for kind in kinds:
             yield from self._add_text(kind, self._cutters[kind].finish())
 
-    def _add_text(self, kind: PartKind, text: str) -> Iterator[Piece]:
+    def _add_text(self, kind: PartKind, text: str) -> Iterator[ReplyPiece]:
         if text:
             self._texts[kind] += text
-            yield Piece(kind=kind, text=text)
+            yield ReplyPiece(kind=kind, text=text)
 
     def _make_call(self, call: ParsedToolCall) -> ReplyCall:
         own_id = hashlib.sha256(f"{self._name}/{len(self.calls)}".encode()).hexdigest()[:9]

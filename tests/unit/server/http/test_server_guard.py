@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from unbroken.errors import InvariantError
 from unbroken.server import routes
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 from unbroken.server.http.access import Access
 
 SAMPLE = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4}}
@@ -79,7 +79,7 @@ async def test_weights_come_from_nobody_without_the_admin_key(path: str) -> None
 
 
 async def test_a_body_over_the_limit_is_refused_by_its_size() -> None:
-    app = make_app(scripted_engine("hi"), limits=Limits(max_body_bytes=1000))
+    app = make_app(scripted_engine("hi"), limits=ServerLimits(max_body_bytes=1000))
     async with asgi_client(app) as client:
         answer = await client.post("/v1/sample", content=b"x" * 1001)
         assert answer.status_code == 413
@@ -94,7 +94,7 @@ async def _parts():
 
 
 async def test_a_full_queue_says_when_to_come_again() -> None:
-    app = make_app(slow_engine(), limits=Limits(max_queued=2, retry_after_s=7))
+    app = make_app(slow_engine(), limits=ServerLimits(max_queued=2, retry_after_s=7))
     async with asgi_client(app) as client:
         first = asyncio.create_task(client.post("/v1/sample", json={**LONG, "n": 2}))
         await asyncio.sleep(0.02)
@@ -109,7 +109,7 @@ async def test_a_full_queue_says_when_to_come_again() -> None:
 
 async def test_a_request_that_takes_too_long_is_aborted_with_504() -> None:
     engine = slow_engine()
-    async with asgi_client(make_app(engine, limits=Limits(request_timeout_s=0.05))) as client:
+    async with asgi_client(make_app(engine, limits=ServerLimits(request_timeout_s=0.05))) as client:
         await engine.pause()
         answer = await client.post("/v1/sample", json=LONG)
         assert answer.status_code == 504

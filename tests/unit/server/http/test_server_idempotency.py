@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.guard import ReplayBody
 from unbroken.server.http.idempotency import ABANDON_PATH, Idempotency
@@ -61,7 +61,7 @@ async def test_another_body_under_the_same_key_is_refused() -> None:
 
 async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:
     engine = scripted_engine(lambda prompt_ids: [7] * 500)
-    async with asgi_client(make_app(engine, limits=Limits(max_queued=1))) as client:
+    async with asgi_client(make_app(engine, limits=ServerLimits(max_queued=1))) as client:
         await engine.pause()
         first = asyncio.create_task(client.post("/v1/sample", json={**BODY, "params": {"max_tokens": 500}}))
         while not engine.requests:  # noqa: ASYNC110  # the engine tells by this alone

@@ -11,7 +11,7 @@ from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig,
 
 from support.effort import num_cases
 from support.servers import MODEL, make_app, scripted_engine
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 
 USER = {"role": "user", "content": "hi"}
 RANGES = {"n": 4, "max_tokens": 50, "temperature": 2, "top_p": 1, "min_p": 1, "repetition_penalty": 2, "best_of": 1}
@@ -30,7 +30,7 @@ def no_proxies() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def schema(no_proxies: None) -> schemathesis.BaseSchema:
     engine = scripted_engine("<think>\nhm\n</think>\n\nhello<|im_end|>", context_length=512)
-    app = make_app(engine, limits=Limits(max_n=4, request_timeout_s=LONGEST_S), hosts=("testserver",))
+    app = make_app(engine, limits=ServerLimits(max_n=4, request_timeout_s=LONGEST_S), hosts=("testserver",))
     generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
     return schemathesis.openapi.from_asgi("/openapi.json", app, config=config)

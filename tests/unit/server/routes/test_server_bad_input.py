@@ -9,7 +9,7 @@ import pytest
 
 from support.servers import MODEL, asgi_client, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 
 USER = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}]}]
@@ -55,7 +55,7 @@ def with_ids(path: str, ids: Any) -> dict[str, Any]:
 async def check_refused(path: str, content: Any, expected: tuple[str, ...], status: int = 400) -> dict[str, Any]:
     """Send it twice; a good request follows. Returns the error object."""
     engine = scripted_engine("ok<|im_end|>", context_length=CONTEXT)
-    app = make_app(engine, limits=Limits(max_n=64, max_prompts=8, max_queued=256))
+    app = make_app(engine, limits=ServerLimits(max_n=64, max_prompts=8, max_queued=256))
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     async with asgi_client(app, **{"Content-Type": "application/json"}) as client:
         times_s = []

@@ -29,8 +29,8 @@ from support.image_servers import (
 from support.servers import asgi_client, listening
 from support.vision import PAD, picture
 from unbroken.images.decoding import encode_picture
-from unbroken.server.config import Limits
-from unbroken.server.images.intake import ImageStore
+from unbroken.server.config import ServerLimits
+from unbroken.server.images import ImageStore
 from unbroken.types import EncodedImage
 
 
@@ -96,7 +96,7 @@ async def test_an_image_that_came_in_a_request_is_known_as_well() -> None:
 async def test_the_store_forgets_the_oldest_and_says_which_is_unknown() -> None:
     noise = [encode_picture(picture(420, 420, seed=k)) for k in range(2)]
     assert 2**19 < len(noise[0].data) < 2**20
-    async with asgi_client(make_vision_app(vision_engine(), limits=Limits(image_cache_mib=1))) as client:
+    async with asgi_client(make_vision_app(vision_engine(), limits=ServerLimits(image_cache_mib=1))) as client:
         for image in noise:
             assert (await client.post("/v1/images", content=image.data)).status_code == 200
         body = {"prompts": [[1]] * 2, "images": [None, [f"sha256:{noise[0].sha256}"]]}

@@ -37,7 +37,7 @@ from support.servers import asgi_client
 from support.vision import PAD, picture
 from unbroken.images.processing import HfImageProcessor
 from unbroken.server.app import make_image_limits
-from unbroken.server.config import Limits
+from unbroken.server.config import ServerLimits
 
 MOST_BYTES, MOST_PIXELS, CONTEXT = 100_000, 500_000, 64
 NATIVE, TRL, TRL_CHAT, VLLM = "/v1/sample", "/generate/", "/chat/", "/inference/v1/generate"
@@ -133,7 +133,7 @@ PATHS = (NATIVE, TRL, SCORE, TRL_CHAT, VLLM, TOKENS, CHAT, RENDER, TOKENIZE)
 async def check_refused(path: str, body: Any, *expected: str, app: Any = None, status: int = 400) -> dict[str, Any]:
     """Refused twice, with these words; a good request follows. The error object."""
     engine = vision_engine(context_length=CONTEXT)
-    limits = Limits(max_image_bytes=MOST_BYTES, max_image_pixels=MOST_PIXELS, max_images=8)
+    limits = ServerLimits(max_image_bytes=MOST_BYTES, max_image_pixels=MOST_PIXELS, max_images=8)
     async with asgi_client(app or make_vision_app(engine, limits=limits)) as client:
         for _ in range(2):
             start_s = time.monotonic()
@@ -339,7 +339,7 @@ async def test_a_url_of_another_host_than_the_allowed_one_is_refused() -> None:
 async def test_requests_in_flight_are_unharmed_by_bad_ones_beside_them() -> None:
     engine = vision_engine()
     bad = [with_image(path, source)[0] for path in (NATIVE,) for source, _ in BAD_SOURCES.values()]
-    async with asgi_client(make_vision_app(engine, limits=Limits(max_image_pixels=MOST_PIXELS))) as client:
+    async with asgi_client(make_vision_app(engine, limits=ServerLimits(max_image_pixels=MOST_PIXELS))) as client:
 
         async def good(seed: int) -> httpx.Response:
             image = image_file(56, 56, seed=100 + seed)
@@ -399,7 +399,7 @@ async def test_pictures_for_print_and_of_16_bits_are_taken(file: bytes) -> None:
 
 
 async def test_an_image_that_needs_more_memory_than_all_may_have_is_refused_everywhere() -> None:
-    limits = Limits(image_memory_mib=1)
+    limits = ServerLimits(image_memory_mib=1)
     own = HfImageProcessor(processor()._processor, limits=make_image_limits(limits))
     file = image_file(300, 300)
     message = "must need at most 1048576 bytes to be decoded (image_memory_mib), got 1440000 for 90000 pixels"

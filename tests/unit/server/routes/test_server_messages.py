@@ -9,8 +9,8 @@ from support.dialects import MESSAGES, join_message, read_events, without_ids
 from support.image_servers import image_file, in_base64, make_vision_app, vision_engine
 from support.servers import MODEL, asgi_client, close_soon, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.server.config import Limits
-from unbroken.server.wire.seals import make_seal
+from unbroken.server.config import ServerLimits
+from unbroken.server.wire.conversation import make_seal
 
 COUNT = "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "hi"}]
@@ -203,7 +203,7 @@ async def test_what_cannot_be_represented_is_refused_by_name(fields: dict[str, A
 
 async def test_errors_before_the_route_are_in_the_same_form() -> None:
     assert (await refused({}, api_key="k"))["type"] == "authentication_error"
-    assert (await refused({}, path=COUNT, limits=Limits(max_body_bytes=1)))["type"] == "request_too_large"
+    assert (await refused({}, path=COUNT, limits=ServerLimits(max_body_bytes=1)))["type"] == "request_too_large"
     other = {"max_tokens": 10, "messages": USER, "model": "claude"}
     assert (await refused(other))["type"] == "not_found_error"
     async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:

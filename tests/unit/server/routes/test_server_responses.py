@@ -12,7 +12,7 @@ from support.dialects import RESPONSES, join_response, read_events, without_ids
 from support.image_servers import data_url, image_file, make_vision_app, vision_engine
 from support.servers import MODEL, asgi_client, close_soon, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.server.wire.seals import make_seal
+from unbroken.server.wire.conversation import make_seal
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [{"type": "function", "name": "add", "description": "Add.", "parameters": SCHEMA, "strict": False}]

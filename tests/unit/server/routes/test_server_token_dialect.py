@@ -139,7 +139,7 @@ async def test_vllms_own_names_reach_the_engine() -> None:
 
 
 async def test_ranks_are_those_among_the_most_likely_ids() -> None:
-    from unbroken.server.wire.logprobs import format_token_logprobs
+    from unbroken.server.wire.openai import format_token_logprobs
     from unbroken.types import SampledSequence, TopLogprobs, VersionSpan
 
     sampled = SampledSequence(

@@ -1,18 +1,37 @@
-"""Bodies of OpenAI's Responses. What this server does not have is refused by name."""
+"""Bodies of OpenAI's Responses, and their input as our messages. What this server does not have is refused by name.
+
+    instructions                                one system message
+    message                                     one message
+    reasoning, message, function_call, ..       one assistant message: reasoning, content, calls
+    function_call_output                        one tool message
+
+All items of the assistant that follow one another are one message: they are the items of one reply.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from unbroken.messages import ToolSchema
-from unbroken.server.http.bodies import Body, Texts, by_type, find_form_of_texts
+from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.server.http.bodies import BodyModel, Texts, by_type, find_form_of_texts
 from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.wire.conversation import (
+    ConversationBuilder,
+    ToolChoice,
+    is_seal,
+    make_call,
+    make_tool,
+    refuse_misplaced,
+    require_tool,
+    simplify_parts,
+    unpack_seal,
+)
 from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS
-from unbroken.server.wire.sampling_fields import SamplingFields
-from unbroken.server.wire.tool_choice import ToolChoice, make_tool, require_tool
+from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -20,7 +39,7 @@ SEALED = "reasoning.encrypted_content"
 """What `include` names to get the reasoning in a form that comes back whole."""
 
 
-class _Item(Body):
+class _Item(BodyModel):
     model_config = ConfigDict(extra="allow")
 
     def refuse_extra(self, place: str) -> None:
@@ -28,14 +47,14 @@ class _Item(Body):
         RESPONSES_ITEMS.check(self.model_extra, place=place)
 
 
-class TextPart(_Item):
+class InputTextPart(_Item):
     """Text."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class ImagePart(_Item):
+class InputImagePart(_Item):
     """An image. `detail` has no effect."""
 
     type: Literal["input_image"]
@@ -45,9 +64,9 @@ class ImagePart(_Item):
 
 _PARTS = by_type("input_text", "output_text", "input_image", what="parts")
 Part = Annotated[
-    Annotated[TextPart, Tag("<input_text>")]
-    | Annotated[TextPart, Tag("<output_text>")]
-    | Annotated[ImagePart, Tag("<input_image>")],
+    Annotated[InputTextPart, Tag("<input_text>")]
+    | Annotated[InputTextPart, Tag("<output_text>")]
+    | Annotated[InputImagePart, Tag("<input_image>")],
     _PARTS[1],
     _PARTS[0],
 ]
@@ -84,7 +103,7 @@ class OutputItem(_Item):
     output: TextOrParts
 
 
-class ReasoningText(Body):
+class ReasoningText(BodyModel):
     """A text of a reasoning item."""
 
     type: Literal["summary_text", "reasoning_text", "text"]
@@ -145,21 +164,21 @@ def flatten_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-class TextOptions(Body):
+class TextOptions(BodyModel):
     """The form of the reply's text. `verbosity` has no effect."""
 
     format: dict[str, Any] | None = None
     """Type `text`, `json_object`, or `json_schema` with a schema."""
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(BodyModel):
     """How much to reason. `summary` has no effect: the reasoning itself is in the answer."""
 
     effort: str | None = None
     """The template's variable `reasoning_effort`, if it reads it; "none": `enable_thinking: false`, likewise."""
 
 
-class ResponsesBody(Body):
+class ResponsesBody(BodyModel):
     """A conversation to answer."""
 
     model_config = ConfigDict(extra="allow")
@@ -288,3 +307,119 @@ class ResponsesBody(Body):
     def sampling(self) -> SamplingFields:
         """The sampling parameters."""
         return SamplingFields(temperature=self.temperature, top_p=self.top_p)
+
+
+@dataclass(slots=True)
+class _Reply:
+    """The items of one reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def read_conversation(body: ResponsesBody) -> ConversationBuilder:
+    """Translate a body's instructions and input.
+
+    Raises:
+        HttpError: a part is not allowed in its item, an output answers no call, or reasoning cannot be read.
+        SamplingError: an item has a key that is not supported.
+    """
+    conversation = ConversationBuilder()
+    if body.instructions:
+        conversation.messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        conversation.messages.append({"role": "user", "content": body.input})
+        return conversation
+    reply: _Reply | None = None
+    for k, item in enumerate(body.input):
+        place = f"input.{k}"
+        item.refuse_extra(place)
+        if isinstance(item, (CallItem, ReasoningItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
+            reply = reply or _Reply()
+            _add_to_reply(reply, place, item)
+            continue
+        if reply is not None:
+            conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
+            reply = None
+        conversation.messages.append(_read_given(conversation, place, item))
+    if reply is not None:
+        conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
+    return conversation
+
+
+def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | ReasoningItem) -> None:
+    if isinstance(item, CallItem):
+        _check_arguments(place, item.arguments)
+        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), item.arguments))
+    elif isinstance(item, ReasoningItem):
+        reply.reasoning += _read_reasoning(place, item)
+    elif isinstance(item.content, str):
+        reply.content += item.content
+    else:
+        for k, part in enumerate(item.content):
+            if not isinstance(part, InputTextPart):
+                raise refuse_misplaced(f"{place}.content.{k}", part.type, item.role)
+            part.refuse_extra(f"{place}.content.{k}")
+            reply.content += part.text
+
+
+def _read_given(conversation: ConversationBuilder, place: str, item: MessageItem | OutputItem) -> Message:
+    if isinstance(item, MessageItem):
+        content = _read_content(conversation, f"{place}.content", item.content)
+        return cast(Message, {"role": item.role, "content": content})
+    conversation.check_answers(item.call_id, place=f"{place}.call_id", call="function_call")
+    content = _read_content(conversation, f"{place}.output", item.output)
+    return cast(Message, {"role": "tool", "tool_call_id": item.call_id, "content": content})
+
+
+def _read_content(
+    conversation: ConversationBuilder, place: str, content: str | list[InputTextPart | InputImagePart]
+) -> Any:
+    """One text as it is, anything else as parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for k, part in enumerate(content):
+        part.refuse_extra(f"{place}.{k}")
+        if isinstance(part, InputTextPart):
+            parts.append({"type": "text", "text": part.text})
+        else:
+            parts.append(conversation.make_image_part(part.image_url, place=f"{place}.{k}.image_url"))
+    return simplify_parts(parts)
+
+
+def _read_reasoning(place: str, item: ReasoningItem) -> str:
+    if item.content:
+        return "".join(part.text for part in item.content)
+    if item.encrypted_content and is_seal(item.encrypted_content):
+        text = unpack_seal(item.encrypted_content)
+        if text is None:
+            raise HttpError(
+                400,
+                f"{place}.encrypted_content must come back as this server wrote it",
+                param=f"{place}.encrypted_content",
+            )
+        return text
+    if item.summary:
+        return "\n\n".join(part.text for part in item.summary)
+    if item.encrypted_content:
+        raise HttpError(
+            400,
+            f"{place} must have content or a summary: its encrypted_content is another server's",
+            param=f"{place}.encrypted_content",
+        )
+    return ""
+
+
+def _check_arguments(place: str, arguments: str) -> None:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise HttpError(
+            400,
+            f"{place}.arguments must be a JSON object as text, got {shorten(arguments)}",
+            param=f"{place}.arguments",
+        )

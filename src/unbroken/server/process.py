@@ -1,4 +1,4 @@
-"""Runs a server until a signal: what all commands with a server have in common."""
+"""Runs an application as a server: until a signal, for the commands, or beside a trainer in its event loop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, ServerError
 from unbroken.images.decoding import ImageLimits
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
@@ -132,7 +132,7 @@ async def _run_app(app: FastAPI, listener: socket.socket, options: AppOptions, p
     config = make_uvicorn_config(app, drain_s=options.drain_s, keep_alive_s=options.keep_alive_s)
     # Requests that are cancelled at the end are answered, and no failures.
     logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cancelled(record))
-    server = Server(config)
+    server = HttpServer(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
@@ -214,7 +214,7 @@ if HttpToolsProtocol is not None:
                 self.send_400_response(f"The head of a request must have at most {MAX_HEAD_BYTES} bytes.")
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Leaves signals to us: uvicorn raises SIGTERM again at its end, which would end this process before the engine.
 
     Closes connections that have sent no whole head of a request for as long as connections are kept: uvicorn's own
@@ -268,3 +268,34 @@ def format_url(listener: socket.socket) -> str:
     """The URL of an open port."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+_DRAIN_S = 5
+
+
+@asynccontextmanager
+async def host_app(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve an application at an address until the block ends; yields its URL.
+
+    Raises:
+        ServerError: the application did not start.
+    """
+    with listen(host, port) as listener:
+        server = HttpServer(make_uvicorn_config(app, drain_s=_DRAIN_S))
+        serving = asyncio.create_task(_serve(server, listener))
+        try:
+            while not server.started and not serving.done():  # noqa: ASYNC110  # uvicorn has no event for it
+                await asyncio.sleep(0.01)
+            if serving.done():
+                serving.result()
+            yield format_url(listener)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def _serve(server: HttpServer, listener: socket.socket) -> None:
+    try:
+        await server.serve(sockets=[listener])
+    except SystemExit:  # as uvicorn ends if the application does not start
+        raise ServerError(f"the server at {format_url(listener)} did not start: the log has its error") from None

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from unbroken.errors import ImageError
-from unbroken.server.images.fetch import ImageFetcher
+from unbroken.server.images import ImageFetcher
 
 FILE = b"the file"
 

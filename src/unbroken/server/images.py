@@ -1,8 +1,8 @@
-"""Takes the images of a request from its body into its prompts.
+"""The images of requests, from bodies into prompts.
 
     body      "images": [["sha256:9f86...", "iVBORw0..."], null]     prompts [[11, 90, 12, 90], [13]]
     loaded    two files by hash, checked against the limits and kept for later requests
-    placed    Prompt([11, 90, 90, 12, 90, 90, 90], two spans), Prompt([13])
+    placed    RequestPrompt([11, 90, 90, 12, 90, 90, 90], two spans), RequestPrompt([13])
 
 Images are read, decoded and processed in separate threads, so that requests with text only never wait for them.
 """
@@ -10,12 +10,15 @@ Images are read, decoded and processed in separate threads, so that requests wit
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urljoin, urlsplit
 
+import httpx
 import numpy as np
 
 from unbroken.errors import ContextOverflowError, ImageError
@@ -26,7 +29,6 @@ from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.server.concurrency import run_all
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.images.settings import check_settings
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, encode_image_settings
 
 _T = TypeVar("_T")
@@ -34,7 +36,7 @@ _NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class RequestPrompt:
     """The engine's input: expanded ids and the images in them."""
 
     token_ids: TokenIds
@@ -195,7 +197,7 @@ class ImageIntake:
         settings: str | Sequence[str],
         *,
         names: Callable[[int], str] = "images[{}]".format,
-    ) -> list[Prompt]:
+    ) -> list[RequestPrompt]:
         """Expand the images of prompts, in which each image is one placeholder or expanded already.
 
         `images` has for each prompt, in order, sources in any form that the loader takes, or `ClientSpan`s, which have
@@ -220,9 +222,9 @@ class ImageIntake:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def _place(self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str) -> Prompt:
+    async def _place(self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str) -> RequestPrompt:
         if not sources and (self._inputs is None or sources is not None or not self._has_placeholder(ids)):
-            return Prompt(token_ids=ids)
+            return RequestPrompt(token_ids=ids)
         inputs, sources = self._require_inputs(name), sources or ()
         given = [source for source in sources if isinstance(source, ClientSpan)]
         if given and len(given) != len(sources):
@@ -240,11 +242,11 @@ class ImageIntake:
                 self._check_span(ids, span, image, f"{name}[{k}]")
                 for k, (span, image) in enumerate(zip(given, images, strict=True))
             ]
-            return Prompt(token_ids=ids, images=tuple(spans))
+            return RequestPrompt(token_ids=ids, images=tuple(spans))
         placed, found = await self._run_in_thread(
             lambda: expand_placeholders(ids, images, inputs.processor, settings=settings, name=name)
         )
-        return Prompt(token_ids=placed, images=found)
+        return RequestPrompt(token_ids=placed, images=found)
 
     async def _expand(self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str]) -> None:
         """Expand the images of one prompt, which caches their ids, and keep their files.
@@ -309,3 +311,114 @@ class ImageIntake:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="unbroken-images")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+_AREAS = frozenset({"min_pixels", "max_pixels"})
+_AREAS_OR_EDGES = frozenset({"shortest_edge", "longest_edge"})
+_SIZE_KEYS = _AREAS_OR_EDGES | {"height", "width", "max_height", "max_width"}
+
+
+def check_settings(given: Mapping[str, Any], *, known: frozenset[str], max_pixels: int, name: str) -> None:
+    """Check `mm_processor_kwargs`: of the processor's `known` arguments, `min_pixels`, `max_pixels` and `size`.
+
+    The others (patch sizes, crops, normalisation) belong to the model: some would turn a small image into gigabytes, or
+    into pixels that the model was never trained on. `name` is the field's name in errors.
+
+    Raises `ImageError` for any other name, and for a size that is not a whole number or asks for too many pixels.
+    """
+    allowed = known & (_AREAS | {"size"})
+    if unknown := sorted(set(given) - allowed):
+        raise ImageError(f"{name} must be some of {sorted(allowed)}, got {shorten(unknown)}")
+    for area in _AREAS & set(given):
+        _check_number(f"{name}.{area}", given[area], max_pixels)
+    size = given.get("size")
+    if size is None:
+        return
+    if not isinstance(size, Mapping) or not set(size) <= _SIZE_KEYS:
+        raise ImageError(f"{name}.size must be an object with some of {sorted(_SIZE_KEYS)}, got {shorten(size)}")
+    # Processors with min_pixels and max_pixels expect areas in `size`, under the names of edges.
+    areas = _AREAS_OR_EDGES if known >= _AREAS else frozenset[str]()
+    for key, value in size.items():
+        _check_number(f"{name}.size.{key}", value, max_pixels if key in areas else math.isqrt(max_pixels))
+
+
+def _check_number(name: str, value: Any, maximum: int) -> None:
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise ImageError(f"{name} must be a whole number in [1, {maximum}], got {shorten(value)}")
+
+
+_MAX_REDIRECTS = 3
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFetcher:
+    """Fetches the image behind an http(s) URL, from the hosts that the operator allows; call it in a thread.
+
+    Fetching any URL would let clients reach services in the server's own network. So the URL's host must be allowed,
+    together with its port unless that is the scheme's default; redirects are checked, too.
+    """
+
+    hosts: tuple[str, ...]
+    """`HOST` or `HOST:PORT`, exactly as in the URL, ignoring case."""
+    max_bytes: int
+    timeout_s: float = 10.0
+    """For one image, redirects included."""
+    transport: httpx.AsyncBaseTransport | None = None
+    """Replaces real connections in tests."""
+
+    def __call__(self, url: str) -> bytes:
+        """Fetch the file. Raises `ImageError` if the host is not allowed, or sends no file within the limits."""
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(self._fetch(url))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()  # `asyncio.run` would wait for the thread that looks up the host's name, past the deadline
+
+    async def _fetch(self, url: str) -> bytes:
+        # httpx's own time-out begins again with every byte of a header.
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                httpx.AsyncClient(timeout=self.timeout_s, trust_env=False, transport=self.transport) as client,
+            ):
+                for _ in range(_MAX_REDIRECTS + 1):
+                    self._check(url)
+                    async with client.stream("GET", url) as response:
+                        if not response.has_redirect_location:
+                            return await self._read(response, url)
+                        url = urljoin(url, response.headers["location"])
+        except TimeoutError:
+            raise ImageError(f"the image at {shorten(url)} takes longer than {self.timeout_s} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ImageError(
+                f"the image at {shorten(url)} cannot be fetched: {type(error).__name__}: {error}"
+            ) from None
+        raise ImageError(f"the image at {shorten(url)} takes more than {_MAX_REDIRECTS} redirects")
+
+    def _check(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ImageError(f"image URL {shorten(url)} is not a valid URL: {error}") from None
+        host = (parts.hostname or "").lower()
+        name = host if port in (None, _PORTS.get(parts.scheme)) else f"{host}:{port}"
+        if parts.scheme not in _PORTS or "@" in parts.netloc or name not in {one.lower() for one in self.hosts}:
+            raise ImageError(
+                f"image URLs must be http(s) with a host that this server allows ({', '.join(self.hosts)}), got "
+                f"{shorten(url)}: send the image itself"
+            )
+
+    async def _read(self, response: httpx.Response, url: str) -> bytes:
+        if response.status_code != 200:
+            raise ImageError(f"the image at {shorten(url)} cannot be fetched: HTTP {response.status_code}")
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in response.aiter_bytes():
+            pieces.append(piece)
+            size += len(piece)
+            if size > self.max_bytes:
+                raise ImageError(f"the image at {shorten(url)} has more than {self.max_bytes} bytes")
+        return b"".join(pieces)

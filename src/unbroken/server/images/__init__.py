@@ -1,1 +1,0 @@
-"""Images of requests: fetched or uploaded, kept by hash, and expanded into prompts."""

@@ -1,1 +1,0 @@
-"""Anthropic's Messages: bodies to conversations, replies to content blocks."""

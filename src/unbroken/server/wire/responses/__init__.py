@@ -1,1 +1,0 @@
-"""OpenAI's Responses: input items to conversations, replies to output items."""
