@@ -7,11 +7,11 @@ README := $(VENV)/.installed-readme
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz clients agents check extras bench templates fields clean
+.PHONY: help setup demo quick test e2e fuzz coverage clients agents check extras bench templates fields clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
 
 setup: $(ALL)  ## make the virtual environment and install everything (vLLM and the development tools too)
 
@@ -33,8 +33,24 @@ demo: $(README)  ## train a tiny tool-using model by GRPO (installs what the REA
 	$(BIN)/unbroken demo
 
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
-test: $(ALL)  ## run the tests that need no GPU, in three processes, of which one mostly waits for vLLM
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not clients" -n 3 --durations 25 --durations-min 5
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+SUITE := -n 3 --durations 25 --durations-min 5
+TESTS := tests
+
+quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at most; `make quick ARGS='-k word'`
+	OMP_NUM_THREADS=1 $(BIN)/python tools/run_touched_tests.py $(ARGS)
+
+test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in three processes; 8 minutes on two cores
+	$(PYTEST) -m "not e2e and not gpu and not clients" $(SUITE)
+
+e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
+	$(PYTEST) -m "e2e and not gpu and not clients" $(SUITE)
+
+coverage: $(ALL)  ## lines and branches that `make test` and `make e2e` run; `make coverage TESTS=tests/unit/ledger`
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not gpu and not clients" -n 3 $(TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 fuzz: $(ALL)  ## the property tests with ten times as many random cases (an hour)
 	OMP_NUM_THREADS=1 TEST_EFFORT=10 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 \
@@ -93,4 +109,4 @@ fields: $(ALL)  ## write the tables of fields in docs/protocols.md: what is foll
 	$(BIN)/python tools/write_field_tables.py
 
 clean:  ## remove the virtual environment and what was built
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist runs .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

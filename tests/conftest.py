@@ -1,4 +1,4 @@
-"""How tests are spread over processes, and failures that show at once."""
+"""Which tests `make test` and `make e2e` run, how they are spread over processes, and failures that show at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of vLLM, and put what takes longest first: that is the order in which tests are given out."""
+    """Mark the tests of vLLM and of `make e2e`, and put what takes longest first: tests are given out in this order."""
     for item in items:
-        if _VLLM.search(item.nodeid):
+        if is_vllm := _VLLM.search(item.nodeid):
             item.add_marker(pytest.mark.vllm)
+        if item.nodeid.startswith("tests/e2e/") or (is_vllm and not item.nodeid.startswith("tests/contract/")):
+            item.add_marker(pytest.mark.e2e)
     items.sort(key=_rank)
 
 

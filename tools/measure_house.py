@@ -47,10 +47,10 @@ LONG = 50
 
 def main() -> int:
     """Print the tables; 1 if a number is above its bound."""
-    modules = {_name_module(path): path for path in sorted((SOURCE / PACKAGE).rglob("*.py"))}
+    modules = {name_module(path): path for path in sorted((SOURCE / PACKAGE).rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
     lines = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
-    imports = {name: _find_imports(name, tree, modules) for name, tree in trees.items()}
+    imports = {name: find_imports(name, tree, modules) for name, tree in trees.items()}
     importers = Counter(each for found in imports.values() for each in found)
     functions = [
         ((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}")
@@ -65,7 +65,7 @@ def main() -> int:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     tests = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
-    tested = {each for path, text in tests.items() for each in _find_imports(path.stem, ast.parse(text), modules)}
+    tested = {each for path, text in tests.items() for each in find_imports(path.stem, ast.parse(text), modules)}
     is_package = {name: path.name == "__init__.py" for name, path in modules.items()}
     small = [name for name, num in importers.items() if num == 1 and lines[name] < SMALL and not is_package[name]]
     twice = [name for name, num in classes.items() if num > 1]
@@ -97,12 +97,13 @@ def main() -> int:
     return bool(grown)
 
 
-def _name_module(path: Path) -> str:
+def name_module(path: Path) -> str:
+    """The dotted name of a file of the package."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _find_imports(name: str, tree: ast.AST, modules: dict[str, Path]) -> set[str]:
+def find_imports(name: str, tree: ast.AST, modules: dict[str, Path]) -> set[str]:
     """The modules of the package that a file imports anywhere; `from package import module` means the module."""
     found = set()
     for node in ast.walk(tree):

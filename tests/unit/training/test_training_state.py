@@ -204,7 +204,7 @@ def test_a_copy_is_written_as_it_was_taken_whatever_the_trainer_and_the_caller_d
 
 
 class SlowCheckpoints(Checkpoints):
-    """Writes only once it may."""
+    """Writes only once it may, or once the run ends in whatever way."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -213,6 +213,10 @@ class SlowCheckpoints(Checkpoints):
     def _write(self, write, folder) -> None:
         assert folder.name == "step-00000001" or self.may_write.wait(60)
         super()._write(write, folder)
+
+    def close(self) -> None:
+        self.may_write.set()
+        super().close()
 
 
 async def run_slowly(tmp_path, checkpoints, on_step, *, num_steps: int = 4) -> Trainer:
@@ -256,11 +260,10 @@ async def test_a_run_that_is_cancelled_completes_the_checkpoint_that_is_being_wr
     run = asyncio.create_task(
         run_slowly(tmp_path, checkpoints, lambda step, _: reached.set() if step == 2 else None, num_steps=10_000)
     )
-    await reached.wait()
-    run.cancel()
-    await asyncio.sleep(0.1)
+    await asyncio.wait([run, asyncio.create_task(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert reached.is_set(), run
     assert not checkpoints.holds(2)
-    checkpoints.may_write.set()
+    run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
     assert checkpoints.holds(2)
