@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 def _rank(item: pytest.Item) -> int:
     if item.get_closest_marker("vllm"):
         return 0
-    if item.get_closest_marker("processes"):
+    if item.get_closest_marker("e2e"):
         return 1
     return 3 if item.nodeid.startswith(_SPREAD_SINGLY) else 2
 

@@ -1,7 +1,7 @@
 """Run the unit, contract and property tests that a change touches, for a minute at most: `make quick`.
 
-A change is what differs from the commit where this branch left main, committed or not, and new files. The test files that
-changed run first, then those that import a changed module, then those that import a module that does, and so on; of
+A change is what differs from the commit where this branch left main, committed or not, and new files. Test files that
+changed run first, then those that import a changed module, then those that import a module that does, and so on; among
 these first those that import the fewest modules, as they are about what changed. Slow kinds of tests (`LEFT_OUT`) do
 not run. Arguments go to pytest: `-k word`, `--lf`.
 """
@@ -21,7 +21,7 @@ LIMIT_S = 50.0
 MAX_DISTANCE = 3
 TESTS = ROOT / "tests"
 FOLDERS = (TESTS / "unit", TESTS / "contract", TESTS / "property")
-LEFT_OUT = "not gpu and not clients and not e2e and not vllm and not processes"
+LEFT_OUT = "not gpu and not clients and not e2e and not vllm"
 
 
 def main() -> int:

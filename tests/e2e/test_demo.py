@@ -140,7 +140,6 @@ class Page(HTMLParser):
             self._is_data = False
 
 
-@pytest.mark.slow
 def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
     summary = json.loads((demo.output / "summary.json").read_text())
     assert summary["steps"] == 3
@@ -169,7 +168,6 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
     assert [step["step"] for step in steps] == [0, 1, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_the_report_opens_in_a_browser_without_a_network(demo, browser: Browser):
     browser.open((demo.output / "report.html").as_uri(), width=400)

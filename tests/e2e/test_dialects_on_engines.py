@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from support.dialects import MESSAGES, RESPONSES, join_message, join_response, read_events, without_ids
 from support.served import save_tiny_model, served
@@ -74,7 +73,6 @@ async def check_dialects(client: httpx.AsyncClient, *, requires: bool = False) -
     return message, response
 
 
-@pytest.mark.slow
 async def test_the_dialects_agree_on_the_embedded_engine(tmp_path: Path) -> None:
     with served(save_tiny_model(tmp_path), engine="transformers") as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -83,7 +81,6 @@ async def test_the_dialects_agree_on_the_embedded_engine(tmp_path: Path) -> None
     assert response["status"] in ("incomplete", "completed")
 
 
-@pytest.mark.slow
 async def test_the_dialects_agree_on_vllm_with_required_calls_too(tmp_path: Path) -> None:
     with served(save_tiny_model(tmp_path)) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

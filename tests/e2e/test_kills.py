@@ -18,7 +18,7 @@ from support.forks import ForkedPython
 from support.served import save_tiny_model
 from unbroken.runs.records.files import find_records, read_records
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 RECIPE = Path(__file__).parents[1] / "support" / "letters_recipe.py"
 NUM_STEPS = 10

@@ -14,10 +14,7 @@ from unbroken.audit.output.html import to_html
 from unbroken.audit.run import run_audit
 from unbroken.viewer.reports import write_page
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 MARKUP = "<script>hacked()</script><img src=x onerror=hacked()>"
 
 

@@ -15,10 +15,7 @@ from unbroken.cli import main
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import ViewerServer
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 HOSTILE = "<script>hacked()</script></script><img src=x onerror=hacked()> \\u202eright to left \\u0000"
 
 

@@ -22,10 +22,7 @@ from unbroken.ledger.store import open_store
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import ViewerServer
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 MARKUP = "<img src=x onerror=hacked()>"
 AS_TEXT = SHOWN.replace("\u202e", "\\u202e").replace("\x00", "\\u0000")
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.forks import ForkedPython
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 DEMO = """
 import sys

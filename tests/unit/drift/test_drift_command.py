@@ -218,7 +218,7 @@ def test_nothing_changed_is_no_drift(report: DriftReport) -> None:
     assert "NO DRIFT" in to_html(report)
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_a_served_model_is_measured_like_an_embedded_one(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--model", model, "--conversations", 2, "--max-tokens", 8, "--max-turns", 2, "--json")
     with served(model, engine="transformers") as server:

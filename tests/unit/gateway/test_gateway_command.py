@@ -138,7 +138,7 @@ def check_agent_is_confined(url: str, created: dict[str, Any]) -> None:
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_serve_keeps_sessions_too(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     folder = tmp_path / "sessions"

@@ -8,7 +8,7 @@ import pytest
 
 from support.processes import run_two
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from support.served import save_tiny_model
 from support.vllm_session import SMALL_VLLM
 from unbroken.runs.processes import without_launcher
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 _SET_BY_LAUNCHERS = ("ACCELERATE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCHELASTIC_")
 

@@ -19,7 +19,7 @@ from unbroken.runs.config import EngineConfig, EngineKind
 from unbroken.runs.engines import open_engine
 from unbroken.runs.processes import Rank
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 
 async def test_two_processes_share_an_engine_that_sleeps_and_wakes_for_both(tmp_path: Path) -> None:

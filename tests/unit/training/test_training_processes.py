@@ -17,7 +17,7 @@ from support.models import tiny_qwen3
 from support.processes import run_two
 from unbroken.engines.transformers.adapters import UpdateLoader
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 MOVES = "model.layers.0.self_attn.q_proj.weight"
 

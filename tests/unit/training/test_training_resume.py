@@ -14,7 +14,7 @@ import torch
 from support import forks
 from support.resumed_run import NUM_STEPS, POINTS, SKIPPED_STEP, run
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 NUM_KILLS = 12
 

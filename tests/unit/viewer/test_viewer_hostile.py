@@ -198,7 +198,7 @@ def test_numbers_and_a_recipe_of_other_forms_are_left_out(tmp_path: Path) -> Non
     assert (shown["model"], shown["recipe"]) == (None, None)
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_a_template_without_an_end_is_stopped_and_the_next_rollout_is_compared(tmp_path: Path) -> None:
     """It ran in the viewer's own process."""
     run = write_run(tmp_path / "run")

@@ -76,7 +76,7 @@ def test_a_killed_run_evaluates_again_what_was_not_recorded(tmp_path, model, mon
     assert sorted(set(steps)) == steps
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_two_processes_evaluate_their_parts_beside_training(tmp_path, model):
     words = ["train", str(RECIPE), f"--output={tmp_path}", f"--model={model}", "--loop.num-steps=6"]
     words += ["--evaluation.num-problems=3", "--evaluation.every=2", "--loop.max-staleness=1"]

@@ -223,7 +223,7 @@ def test_agents_are_evaluated_through_a_gateway_of_their_own(tmp_path, model):
     assert (output / "sessions" / "evaluation-0").exists()
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_two_processes_evaluate_their_parts_on_servers_of_their_own(tmp_path, model):
     output = tmp_path / "run"
     with evaluation_server(model, tmp_path / "weights") as server:

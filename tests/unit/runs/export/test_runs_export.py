@@ -225,7 +225,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
         yield hub
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_a_model_is_pushed_to_the_hub(adapted, tmp_path):
     """Through huggingface_hub, against a server with the hub's HTTP API, by a command with the usual variables."""
     command = [sys.executable, "-m", "unbroken", "export", str(adapted), "--push-to-hub", "me/mine", "--private"]

@@ -207,7 +207,7 @@ def test_a_server_that_restarts_with_its_first_weights_is_not_sampled_from(
     assert [line["train/num_rows"] for line in lines] == [16] * 4
 
 
-@pytest.mark.processes
+@pytest.mark.e2e
 def test_each_of_two_trainer_processes_has_its_own(tmp_path, model):
     output = tmp_path / "run"
     with engine_options(model, tmp_path / "weights") as engine:

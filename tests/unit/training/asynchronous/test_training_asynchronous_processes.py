@@ -10,7 +10,7 @@ import pytest
 from support.ahead_process import CASES, MAX_STALENESS, NUM_STEPS, REPLACED_CASES
 from support.processes import run_two
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

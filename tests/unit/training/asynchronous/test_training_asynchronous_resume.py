@@ -13,7 +13,7 @@ import pytest
 from support import forks
 from support.resumed_ahead import GROUPS_PER_STEP, NUM_STEPS, run
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.e2e
 
 NUM_KILLS = 10
 KILLS_PER_RUN = 5

@@ -17,8 +17,6 @@ from unbroken.training.model.backbone import check_tower_runs_once
 from unbroken.training.model.images import RowImages
 from unbroken.training.trainer import Trainer
 
-pytestmark = pytest.mark.processes
-
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
 
