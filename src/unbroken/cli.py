@@ -91,7 +91,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     options = read_options(arguments, arguments.engine_options)
     sessions = read_session_options(arguments)
     try:
-        from unbroken.gateway.serving import serve_with_sessions
+        from unbroken.gateway.serve import serve_with_sessions
         from unbroken.server.serve import serve
     except ModuleNotFoundError as error:
         raise missing_extra(error, "serving needs the serve extra", "serve") from error
@@ -101,7 +101,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _gateway(arguments: argparse.Namespace) -> int:
     options = read_gateway_options(arguments)
     try:
-        from unbroken.gateway.serving import serve_gateway
+        from unbroken.gateway.serve import serve_gateway
     except ModuleNotFoundError as error:
         raise missing_extra(error, "a gateway needs the gateway extra", "gateway") from error
     return serve_gateway(options)

@@ -10,10 +10,9 @@ from fastapi import Query, Request, Response
 from pydantic import Field
 
 from unbroken.errors import SamplingError
-from unbroken.gateway.message_records import name_images
-from unbroken.gateway.recording import RecordedTurn, SessionState
+from unbroken.gateway.config import SessionSettings
 from unbroken.gateway.sessions import Sessions
-from unbroken.gateway.settings import SessionSettings
+from unbroken.gateway.state import RecordedTurn, SessionState, name_images
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Node
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
@@ -199,7 +198,7 @@ def _format_record(record: SessionRecord) -> dict[str, Any]:
 
 def _summarise(state: SessionState) -> dict[str, Any]:
     forks = [
-        {"turn": recorded.number, "reason": recorded.turn.fork.value}
+        {"turn": recorded.record.number, "reason": recorded.turn.fork.value}
         for recorded in state.turns
         if recorded.turn.fork is not None
     ]
@@ -222,20 +221,20 @@ def _format_sample(sample: TrainingSample) -> dict[str, Any]:
 
 
 def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
-    turn = recorded.turn
+    record, turn = recorded.record, recorded.turn
     return {
-        "number": recorded.number,
-        "choice": recorded.choice,
-        "prompt_message": recorded.prompt_node,
-        "reply_message": recorded.reply_node,
+        "number": record.number,
+        "choice": record.choice,
+        "prompt_message": record.prompt_node,
+        "reply_message": record.reply_node,
         "prompt_end": asdict(turn.prompt_end),
         "end": asdict(turn.end),
         "fork": None if turn.fork is None else turn.fork.value,
-        "tools": recorded.tools_key,
-        "tolerances": recorded.tolerances,
+        "tools": record.tools_key,
+        "tolerances": record.tolerances,
         "finish_reason": turn.sequence.finish_reason.value,
-        "answer_id": recorded.answer_id,
-        "created_at": recorded.created_s,
+        "answer_id": record.answer_id,
+        "created_at": record.created_s,
     }
 
 

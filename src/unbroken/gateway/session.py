@@ -12,11 +12,9 @@ from typing import Any
 
 from unbroken.counters import Event
 from unbroken.errors import StoreError
-from unbroken.gateway.config import OnDisconnect
-from unbroken.gateway.pending import PendingTurn
-from unbroken.gateway.recording import Answered, SessionState, make_settings
-from unbroken.gateway.retries import Attempt, Attempts, RecordedAnswer
-from unbroken.gateway.settings import StoredSettings
+from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
+from unbroken.gateway.config import OnDisconnect, StoredSettings
+from unbroken.gateway.state import Answered, SessionState, make_settings
 from unbroken.ledger.forest import Match, TurnSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
@@ -236,7 +234,7 @@ class Session:
         if last is None or not match.continues:
             turn = None if last is None else last.turn
             return builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
-        num_before = self.state.forest.nodes[last.reply_node].place.position - 1
+        num_before = self.state.forest.nodes[last.record.reply_node].place.position - 1
         prompt = builder.extend(
             last.turn,
             match.messages[num_before + 1 :],
@@ -271,7 +269,7 @@ class Session:
             turn.renderer,
             answer_id=turn.answer_id,
             record=record,
-            on_start=lambda _: self._follow(attempt),
+            on_start=lambda: self._follow(attempt),
             counts=self.settings.limits.tokens is not None,
         )
 
@@ -324,19 +322,19 @@ class Session:
     async def _answer_again(self, context: ServerContext, question: Question, attempt: Attempt) -> OpenTurn:
         if attempt.pending is not None:
             return attempt.pending
-        turns = sorted((self.state.turns[number] for number in attempt.numbers), key=lambda turn: turn.choice)
+        turns = sorted((self.state.turns[number] for number in attempt.numbers), key=lambda turn: turn.record.choice)
         question = self._apply_settings(question)
         renderer = await context.run_in_text_thread(
             lambda: context.get_renderer(question.template_options, question.image_settings)
         )
         request = SampleRequest(
-            request_id=turns[0].answer_id,
+            request_id=turns[0].record.answer_id,
             prompt_ids=self.state.tree.token_ids(turns[0].turn.prompt_end),
             images=self.state.tree.images(turns[0].turn.prompt_end),
             n=len(turns),
         )
         return RecordedAnswer(
-            answer_id=turns[0].answer_id,
+            answer_id=turns[0].record.answer_id,
             renderer=renderer,
             request=request,
             sequences=tuple(recorded.turn.sequence for recorded in turns),

@@ -18,11 +18,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from unbroken.errors import SessionEndedError, StoreError, UnknownSessionError
-from unbroken.gateway.config import GatewayConfig
-from unbroken.gateway.gate import KEY_PREFIX
-from unbroken.gateway.recording import SessionState
+from unbroken.gateway.config import GatewayConfig, SessionSettings, StoredSettings
 from unbroken.gateway.session import Session, ended
-from unbroken.gateway.settings import SessionSettings, StoredSettings
+from unbroken.gateway.state import SessionState
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.writer import SessionWriter
@@ -33,6 +31,8 @@ from unbroken.server.http.errors import HttpError
 from unbroken.types import EncodedImage, SampledSequence, TokenIds
 
 _log = logging.getLogger(__name__)
+KEY_PREFIX = "ub-session-"
+"""How the keys of sessions begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ import pytest
 from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
 from support.servers import asgi_client, encode, listening, scripted_engine
 from unbroken.engines.scripted import ScriptedEngine
+from unbroken.gateway.app import _AGENT_PATHS
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
-from unbroken.gateway.gate import _AGENT_PATHS
 from unbroken.ledger.store.opening import open_store
 from unbroken.server.http.access import Access
 from unbroken.server.routes import list_access, load_routers

@@ -23,7 +23,7 @@ from support.servers import listening, make_app, server_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.gateway.config import GatewayConfig
-from unbroken.gateway.serving import with_control_key
+from unbroken.gateway.serve import with_control_key
 from unbroken.ledger.records import SessionStatus
 from unbroken.ledger.store.opening import open_store
 from unbroken.server.options import AppOptions
@@ -204,5 +204,5 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gateway_needs_no_torch() -> None:
-    code = "import sys, unbroken.gateway.serving; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    code = "import sys, unbroken.gateway.serve; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

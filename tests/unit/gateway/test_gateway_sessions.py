@@ -8,7 +8,7 @@ from typing import Any
 
 from support.gateways import CALL, CHAT, TOOLS, USER, ask, result, running_gateway, scripted
 from support.servers import encode
-from unbroken.gateway.pending import PendingTurn
+from unbroken.gateway.attempts import PendingTurn
 
 RETRY = {"x-stainless-retry-count": "1"}
 

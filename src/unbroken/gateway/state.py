@@ -3,38 +3,31 @@
 answer ──► plan ──► TurnCommit ──► store           a turn exists when its commit is on disk
              └────► apply ──► forest, tree         in memory only then
 stored session ──► restore ──► the same forest, tree and turns
+
+A record names images by their hash: each is stored once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import orjson
 
 from unbroken.counters import Counters, Event
-from unbroken.gateway.message_records import (
-    LoadImage,
-    from_given_record,
-    from_json,
-    list_images,
-    make_messages,
-    name_images,
-    to_given_record,
-)
 from unbroken.ledger.forest import Forest, Match, TurnSettings
 from unbroken.ledger.matching import digest_json
 from unbroken.ledger.nodes import ForkReason, Position
-from unbroken.ledger.records import MessageRecord, StoredSession, TurnCommit, TurnRecord
+from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, StoredSession, TurnCommit, TurnRecord
 from unbroken.ledger.tree import TokenTree
-from unbroken.messages import Message, ToolSchema
-from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason
+from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
+from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason, ToolCallStatus
 from unbroken.rollout.prompts import GivenIds, Prompt, attach_given, count_prompt
 from unbroken.rollout.trajectory import Turn
 from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import ReplyReader
-from unbroken.types import ImageSpan, SampledSequence
+from unbroken.types import EncodedImage, ImageSpan, SampledSequence
 
 Parse = Callable[[TurnRecord, SampledSequence, Any, Sequence[ToolSchema]], ParsedResponse]
 """Parses a recorded completion: the turn, its sequence, its prompt's ids, and its tools."""
@@ -42,20 +35,10 @@ Parse = Callable[[TurnRecord, SampledSequence, Any, Sequence[ToolSchema]], Parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTurn:
-    """A turn of a session."""
+    """A turn of a session: what the store has of it, and the turn itself."""
 
-    number: int
-    choice: int
-    """Which of the n answers to one request."""
+    record: TurnRecord
     turn: Turn
-    prompt_node: int
-    reply_node: int
-    tools_key: str
-    answer_id: str
-    body_sha256: str
-    idempotency_key: str | None
-    tolerances: tuple[str, ...]
-    created_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,34 +106,15 @@ class SessionState:
 
     def plan(self, session_id: str, answered: Answered, *, created_s: float) -> Planned:
         """Give a turn its numbers. Nothing else may be planned until this is applied or given up."""
-        match, prompt = answered.match, answered.prompt
-        messages, parent = self._find_new_messages(match)
-        first = len(self.forest.nodes)
-        records = [
-            MessageRecord(
-                node=first + k,
-                parent=parent if k == 0 else first + k - 1,
-                message=name_images(message),
-                sampled=False,
-            )
-            for k, message in enumerate(messages)
-        ]
-        prompt_node = first + len(messages) - 1 if messages else parent
-        assert prompt_node is not None, "a conversation has messages"
+        match, prompt, tools_key = answered.match, answered.prompt, answered.settings.tools
         parsed = answered.reply.parsed
-        message, delivered = make_messages(parsed, answered.reply)
-        reply_node = first + len(messages)
-        records.append(
-            MessageRecord(
-                node=reply_node,
-                parent=prompt_node,
-                message=message,
-                sampled=True,
-                delivered=None if delivered == message else delivered,
-            )
-        )
-        given, end = self._find_new_ids(prompt)
-        tools_key = answered.settings.tools
+        reply, delivered = make_messages(parsed, answered.reply)
+        new, parent = self._find_new_messages(match)
+        messages = (*new, reply)
+        records = self._number_messages(messages, parent, delivered=None if delivered == reply else delivered)
+        prompt_node, reply_node = records[-1].parent, records[-1].node
+        assert prompt_node is not None, "a conversation has messages"
+        given, prompt_end = self._find_new_ids(prompt)
         turn = TurnRecord(
             number=len(self.turns),
             choice=answered.choice,
@@ -160,7 +124,7 @@ class SessionState:
             tools_key=tools_key,
             options=answered.options,
             given=None if given is None else to_given_record(prompt.parent, given),
-            parent=end,
+            parent=prompt_end,
             sequence=answered.sequence,
             continued=None if prompt.continued is None else prompt.continued.value,
             fork=None if prompt.fork is None else prompt.fork.value,
@@ -171,23 +135,16 @@ class SessionState:
             answer_id=answered.answer_id,
             created_s=created_s,
         )
-        images = {image.sha256: image.data for image in list_images(messages)}
-        images |= {span.sha256: span.image.data for span in (given.images if given else ())}
         commit = TurnCommit(
             session_id=session_id,
-            messages=tuple(records),
+            messages=records,
             tools={} if tools_key in self.tools else {tools_key: answered.tools},
-            images={sha256: data for sha256, data in images.items() if sha256 not in self.images},
+            images=self._find_new_images(new, given),
             turns=(turn,),
             counters=_count(prompt, parsed, turn).as_dict(),
         )
         return Planned(
-            commit=commit,
-            messages=(*messages, message),
-            given=given,
-            parsed=parsed,
-            prompt=prompt,
-            settings=answered.settings,
+            commit=commit, messages=messages, given=given, parsed=parsed, prompt=prompt, settings=answered.settings
         )
 
     def apply(self, planned: Planned) -> None:
@@ -231,6 +188,30 @@ class SessionState:
                 return match.messages[position:], parent
             parent = node
         return (), parent
+
+    def _number_messages(
+        self, messages: Sequence[Message], parent: int | None, *, delivered: Message | None
+    ) -> tuple[MessageRecord, ...]:
+        """Give messages the forest's next numbers, each behind the one before; the last is the reply.
+
+        With 5 nodes recorded, a tool message and a reply after node 4:
+
+            node  parent  message
+            5     4       tool
+            6     5       assistant, sampled    the turn's prompt_node is its parent, 5, and its reply_node 6
+        """
+        first = len(self.forest.nodes)
+        parents = (parent, *range(first, first + len(messages) - 1))
+        *given, last = (
+            MessageRecord(node=node, parent=before, message=name_images(message), sampled=False)
+            for node, (before, message) in enumerate(zip(parents, messages, strict=True), start=first)
+        )
+        return *given, replace(last, sampled=True, delivered=delivered)
+
+    def _find_new_images(self, messages: Sequence[Message], given: GivenIds | None) -> dict[str, bytes]:
+        """The files of the images in new messages and ids that are not recorded, by SHA-256."""
+        images = [*list_images(messages), *(span.image for span in (given.images if given else ()))]
+        return {image.sha256: image.data for image in images if image.sha256 not in self.images}
 
     def _find_new_ids(self, prompt: Prompt) -> tuple[GivenIds | None, Position]:
         """The ids of a prompt that are not recorded, and its end."""
@@ -281,8 +262,7 @@ class SessionState:
         refusal = None if record.refusal is None else Refusal(reason=RefusalReason(record.refusal))
         self.turns.append(
             RecordedTurn(
-                number=record.number,
-                choice=record.choice,
+                record=record,
                 turn=Turn(
                     prompt_end=record.parent,
                     end=end,
@@ -293,14 +273,6 @@ class SessionState:
                     fork=None if record.fork is None else ForkReason(record.fork),
                     cut_by=None,
                 ),
-                prompt_node=record.prompt_node,
-                reply_node=record.reply_node,
-                tools_key=record.tools_key,
-                answer_id=record.answer_id,
-                body_sha256=record.request_digest.hex(),
-                idempotency_key=record.idempotency_key,
-                tolerances=record.tolerances,
-                created_s=record.created_s,
             )
         )
 
@@ -322,3 +294,77 @@ def _count(prompt: Prompt, parsed: ParsedResponse, turn: TurnRecord) -> Counters
 
 def _given_key(parent: Position | None, given: GivenIds) -> tuple[Position | None, bytes, tuple[ImageSpan, ...]]:
     return parent, given.token_ids.tobytes(), given.images
+
+
+LoadImage = Callable[[str], EncodedImage]
+"""Loads an image by its SHA-256."""
+
+
+def make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
+    """The reply as it is rendered, and as it was delivered, with the same call ids."""
+    delivered_ids = iter([call.call_id for call in reply.calls])
+    call_ids = [next(delivered_ids) if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
+    delivered: Message = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        delivered["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        delivered["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return parsed.to_message(call_ids), delivered
+
+
+def to_given_record(parent: Position | None, given: GivenIds) -> GivenRecord:
+    """The record of given ids that are attached at `parent`."""
+    return GivenRecord(
+        parent=parent,
+        origin=given.origin,
+        token_ids=given.token_ids,
+        message_indices=given.message_indices,
+        images=tuple(map(ImageRecord.from_span, given.images)),
+    )
+
+
+def from_given_record(record: GivenRecord, load_image: LoadImage) -> GivenIds:
+    """The given ids of a record."""
+    return GivenIds(
+        origin=record.origin,
+        token_ids=record.token_ids,
+        message_indices=record.message_indices,
+        images=tuple(image.to_span(load_image(image.sha256)) for image in record.images),
+    )
+
+
+def list_images(messages: Sequence[Message]) -> list[EncodedImage]:
+    """The images of messages, in order."""
+    parts = [part for message in messages for part in _get_parts(message) if part["type"] in IMAGE_TYPES]
+    sources = [get_image_source(part) for part in parts]
+    return [source for source in sources if isinstance(source, EncodedImage)]
+
+
+def name_images(message: Message) -> dict[str, Any]:
+    """A message whose images are named by their hash."""
+    record: dict[str, Any] = dict(message)
+    if isinstance(message.get("content"), list):
+        record["content"] = [
+            {"type": "image", "sha256": get_image_source(part).sha256} if part["type"] in IMAGE_TYPES else part
+            for part in _get_parts(message)
+        ]
+    return record
+
+
+def from_json(record: Mapping[str, Any], load_image: LoadImage) -> Message:
+    """The message of a record, with its images."""
+    message = dict(record)
+    if isinstance(message.get("content"), list):
+        message["content"] = [
+            {"type": "image", "image": load_image(part["sha256"])} if part["type"] == "image" else part
+            for part in message["content"]
+        ]
+    return cast(Message, message)
+
+
+def _get_parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()

@@ -1,7 +1,8 @@
-"""One question of a session while it is sampled: readers come and go, the turn is sampled once.
+"""Questions of a session and their answers: readers come and go, a turn is sampled once.
 
     agent ── request ──► PendingTurn ── engine            the connection breaks, the turn goes on
     agent ── retry ────────┘                              reads the same chunks from the first on
+    agent ── retry ──► RecordedAnswer                     the turn is on disk, and is not sampled again
 
 The last chunk of a completion is handed out when the turn is on disk.
 """
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
+from unbroken.gateway.state import RecordedTurn
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.service import SamplingService
+from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
 
@@ -25,7 +29,7 @@ Record = Callable[[int, SampledSequence], Awaitable[WholeReply]]
 
 
 class PendingTurn:
-    """See the module. An `OpenTurn` of the server."""
+    """A turn while it is sampled, whoever reads it: an `OpenTurn` of the server."""
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class PendingTurn:
         *,
         answer_id: str,
         record: Record,
-        on_start: Callable[[PendingTurn], None],
+        on_start: Callable[[], None],
         counts: bool,
     ) -> None:
         """`on_start` is called when the work begins; `counts` keeps `num_unrecorded` also for whole answers."""
@@ -108,7 +112,7 @@ class PendingTurn:
         if self._work is None:
             self._work = asyncio.create_task(work())
             self._work.add_done_callback(self._end)
-            self._on_start(self)
+            self._on_start()
 
     def _end(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled():
@@ -182,3 +186,106 @@ def to_chunk(index: int, sequence: SampledSequence) -> SampleChunk:
 def _check_complete(reason: FinishReason) -> None:
     if reason is FinishReason.ABORT:
         raise HttpError(503, "the engine aborted the turn: ask again", code="aborted", headers={"Retry-After": "1"})
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One question and its answer, as far as there is one."""
+
+    retry: RetryHint
+    n: int
+    pending: PendingTurn | None = None
+    """The turn while it is sampled; afterwards only if it has more than is recorded."""
+    numbers: list[int] = field(default_factory=list)
+    """The recorded turns, in the order in which they ended."""
+    num_requests: int = 0
+    """Requests that are being answered with it."""
+    is_delivered: bool = False
+    """Whether one of them was answered to the end."""
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether there is an answer, or will be one."""
+        return len(self.numbers) == self.n or (self.pending is not None and not self.pending.is_over)
+
+    def enter(self) -> Callable[[bool], None]:
+        """Count a request that is answered with it; returns what to call at its end, with whether it was answered."""
+        self.num_requests += 1
+
+        def leave(is_delivered: bool) -> None:
+            self.num_requests -= 1
+            self.is_delivered = self.is_delivered or is_delivered
+
+        return leave
+
+
+class Attempts:
+    """The attempts of a session."""
+
+    def __init__(self) -> None:
+        self._by_body: dict[str, list[Attempt]] = {}
+        """By the digest of the request."""
+
+    def add(self, attempt: Attempt) -> None:
+        """Remember an attempt whose work begins now."""
+        self._by_body.setdefault(attempt.retry.body_sha256, []).append(attempt)
+
+    def add_recorded(self, turns: Sequence[RecordedTurn]) -> None:
+        """Remember turns from the store; nobody knows whether their answers arrived."""
+        by_answer: dict[str, list[RecordedTurn]] = {}
+        for recorded in turns:
+            by_answer.setdefault(recorded.record.answer_id, []).append(recorded)
+        for choices in by_answer.values():
+            first = choices[0].record
+            retry = RetryHint(body_sha256=first.request_digest.hex(), idempotency_key=first.idempotency_key)
+            attempt = Attempt(retry, len(choices), numbers=[recorded.record.number for recorded in choices])
+            self._by_body.setdefault(retry.body_sha256, []).append(attempt)
+
+    def end(self, attempt: Attempt) -> None:
+        """Forget what nobody needs of an attempt whose work has ended: a session would hold every prompt twice."""
+        assert attempt.pending is not None
+        if not attempt.can_answer:
+            self._by_body[attempt.retry.body_sha256].remove(attempt)
+        elif attempt.pending.request.params.num_top_logprobs == 0:  # these are not recorded
+            attempt.pending = None
+
+    def find(self, retry: RetryHint, *, n: int) -> Attempt | None:
+        """The attempt that a retry asks for; None for a new question.
+
+        A retry says so (an idempotency key, the retry count of an SDK), or has the same body as a request whose answer
+        was not delivered. The same body beside a request that is being answered is a sibling if it comes from an SDK
+        that counts its retries: it would have said so.
+        """
+        for attempt in reversed(self._by_body.get(retry.body_sha256, [])):
+            if not attempt.can_answer or attempt.n != n:
+                continue
+            has_key = retry.idempotency_key is not None and retry.idempotency_key == attempt.retry.idempotency_key
+            if has_key or retry.retry_count:
+                return attempt
+            if not attempt.is_delivered and (attempt.num_requests == 0 or retry.retry_count is None):
+                return attempt
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedAnswer:
+    """A turn that is recorded, for an agent that asks for it again: an `OpenTurn` of the server."""
+
+    answer_id: str
+    renderer: Renderer
+    request: SampleRequest
+    sequences: tuple[SampledSequence, ...]
+    replies: Mapping[int, WholeReply] = field(default_factory=dict)
+
+    async def sample(self) -> SampleResult:
+        """See `OpenTurn`."""
+        return SampleResult(
+            prompt_ids=self.request.prompt_ids,
+            sequences=self.sequences,
+            image_sha256s=self.request.image_sha256s,
+        )
+
+    async def stream(self) -> AsyncGenerator[SampleChunk]:
+        """See `OpenTurn`."""
+        for index, sequence in enumerate(self.sequences):
+            yield to_chunk(index, sequence)
