@@ -35,7 +35,7 @@ from rendering import make_tokenizer
 from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import create_gateway
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig

@@ -25,7 +25,7 @@ import httpx
 
 from kills import Process, free_port
 from unbroken.ledger.records import SessionStatus
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "lookup_agent.py"
 EXACT_K3 = 1e-10

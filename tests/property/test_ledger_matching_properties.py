@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.effort import num_cases
-from unbroken.ledger.forest import Forest, Match, TurnSettings
+from unbroken.ledger.forest import Forest, Match, TurnSettings, Walk
 from unbroken.ledger.matching import digest_json
-from unbroken.ledger.walks import Walk
 
 EXAMPLES = settings(max_examples=num_cases(300), deadline=None, derandomize=True)
 TEXTS = ["a", " a", "", None]

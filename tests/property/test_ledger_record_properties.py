@@ -12,7 +12,7 @@ from support.effort import num_cases
 from support.sessions import to_plain
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, TurnRecord
-from unbroken.ledger.store.rows import decode_message, decode_turn, encode_message, encode_turn
+from unbroken.ledger.store.tables import decode_message, decode_turn, encode_message, encode_turn
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 

@@ -16,7 +16,7 @@ from unbroken.engines.scripted import ScriptedReply
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.sessions import Sessions
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig

@@ -14,7 +14,7 @@ from support.servers import asgi_client, server_tokenizer
 from unbroken.gateway.app import create_gateway
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig

@@ -22,8 +22,8 @@ from unbroken.errors import InvalidInputError
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.options import GatewayOptions, SessionOptions
+from unbroken.ledger.store import is_postgres_url, open_store
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.opening import is_postgres_url, open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer

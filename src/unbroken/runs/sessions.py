@@ -41,7 +41,7 @@ async def open_sessions(
     try:
         from unbroken.client import AsyncClient
         from unbroken.gateway.app import create_gateway
-        from unbroken.ledger.store.opening import open_store
+        from unbroken.ledger.store import open_store
         from unbroken.rendering.encoding.text_codec import TextCodec
         from unbroken.rendering.loading import load_tokenizer
         from unbroken.server.config import ServerConfig

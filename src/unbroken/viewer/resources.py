@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from unbroken import __version__
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.ledger.store.opening import is_postgres_url
+from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory

@@ -19,7 +19,7 @@ from support.servers import asgi_client, encode, listening, scripted_engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import _AGENT_PATHS
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.server.http.access import Access
 from unbroken.server.routes import list_access, load_routers
 from unbroken.types import SampleChunk, SampleRequest

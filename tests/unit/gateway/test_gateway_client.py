@@ -21,8 +21,8 @@ from unbroken.gateway.app import create_gateway
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.loading import ImageLoader
 from unbroken.ledger.records import StoredSession
+from unbroken.ledger.store import open_store
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.opening import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig

@@ -25,7 +25,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.serve import with_control_key
 from unbroken.ledger.records import SessionStatus
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.server.options import AppOptions
 
 STARTED = re.compile(r"unbroken serves (\S+) at (http://\S+) \(.*; sessions in (.*)\)")

@@ -19,8 +19,8 @@ from support.gateways import CALL, CHAT, TOOLS, USER, Gateway, restarted, runnin
 from support.servers import encode
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.records import TurnCommit
+from unbroken.ledger.store import open_store
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.opening import open_store
 from unbroken.types import SampleChunk, SampleRequest, SampleResult
 
 NUM_TURNS = 4

@@ -13,7 +13,7 @@ import pytest
 from support.gateways import CALL, CHAT, TOOLS, USER, ask, error, restarted, result, running_gateway, scripted
 from support.servers import listening, scripted_engine
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store import open_store
 from unbroken.server.http.errors import HttpError
 from unbroken.server.turns import Question, RetryHint
 from unbroken.types import SampleChunk, SampleRequest

@@ -12,7 +12,7 @@ from support.sessions import make_turn
 from unbroken.errors import InvariantError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.store.rows import encode_turn
+from unbroken.ledger.store.tables import encode_turn
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import SampledSequence, SampleResult, token_ids
 

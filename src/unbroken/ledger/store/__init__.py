@@ -1,7 +1,65 @@
-"""Durable storage of sessions: SQLite in a folder, or PostgreSQL (docs/design/0013-sessions.md)."""
+"""Durable storage of sessions: SQLite in a folder, or PostgreSQL (docs/design/0013-sessions.md).
 
+`open_store` and `open_store_reader` take a location as people write it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.opening import open_store
+from unbroken.ledger.store.reader import StoreReader
+from unbroken.ledger.store.sqlite import open_sqlite_reader, open_sqlite_store
 from unbroken.ledger.store.writer import SessionWriter
 
-__all__ = ["SessionStore", "SessionWriter", "open_store"]
+__all__ = ["SessionStore", "SessionWriter", "StoreReader", "is_postgres_url", "open_store", "open_store_reader"]
+
+
+def open_store(location: str) -> SessionStore:
+    """Open the store at `location`: a folder (SQLite), which is made if it is missing, or a `postgresql://` URL.
+
+    Raises:
+        InvalidInputError: it is neither, or the folder cannot be written.
+        StoreError: it cannot be opened: another process uses the folder, the server does not answer, or its sessions
+            are of a later version.
+    """
+    if is_postgres_url(location):
+        return cast(SessionStore, _import_postgres().open_postgres_store(location))
+    return open_sqlite_store(_get_folder(location))
+
+
+def open_store_reader(location: str) -> StoreReader:
+    """Open the store at `location` to read it, also while gateways use it; nothing of it is changed.
+
+    Raises:
+        InvalidInputError: there is no store.
+        StoreError: it cannot be opened: the server does not answer, or its sessions are of another version.
+    """
+    if is_postgres_url(location):
+        return cast(StoreReader, _import_postgres().open_postgres_reader(location))
+    return open_sqlite_reader(_get_folder(location))
+
+
+def is_postgres_url(location: str) -> bool:
+    """Whether a location is that of a PostgreSQL database."""
+    return location.startswith(("postgresql://", "postgres://"))
+
+
+def _get_folder(location: str) -> Path:
+    scheme, separator, _ = location.partition("://")
+    if separator:
+        raise InvalidInputError(f"store must be a folder or a postgresql:// URL, got one that begins with {scheme}://")
+    if not location:
+        raise InvalidInputError("store must be a folder or a postgresql:// URL, got ''")
+    return Path(location)
+
+
+def _import_postgres() -> ModuleType:
+    try:
+        import unbroken.ledger.store.postgres as postgres
+    except ImportError as error:
+        raise missing_extra(error, "store is a postgresql:// URL, which needs psycopg", "postgres") from error
+    return postgres

@@ -20,10 +20,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store.database import Cursor
-from unbroken.ledger.store.reading import StoreReader, StoreState
-from unbroken.ledger.store.schema import MIGRATIONS, check_version, find_statements
-from unbroken.ledger.store.sql import SqlSessionStore
+from unbroken.ledger.store.reader import StoreReader, StoreState
+from unbroken.ledger.store.sql import Cursor, SqlSessionStore
+from unbroken.ledger.store.tables import MIGRATIONS, check_version, find_statements
 
 T = TypeVar("T")
 _SCHEMA = "unbroken"

@@ -11,8 +11,7 @@ from threading import Lock
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.store.sqlite import DATABASE_FILE
-from unbroken.ledger.store.sqlite_reading import is_running
+from unbroken.ledger.store.sqlite import DATABASE_FILE, is_running
 from unbroken.runs.records.files import FOLDER, find_records
 from unbroken.untrusted import open_inside
 from unbroken.viewer.sources.numbers import make_columns, read_numbers

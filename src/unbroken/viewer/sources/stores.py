@@ -13,8 +13,8 @@ from threading import Lock
 from typing import Any
 
 from unbroken.ledger.records import SessionRecord, StoredSession
-from unbroken.ledger.store.opening import is_postgres_url, open_store_reader
-from unbroken.ledger.store.reading import ListedSession
+from unbroken.ledger.store import is_postgres_url, open_store_reader
+from unbroken.ledger.store.reader import ListedSession
 from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
 from unbroken.viewer.sources.sessions import (

@@ -20,7 +20,7 @@ from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, NotOwnerError, SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
-from unbroken.ledger.store.schema import MIGRATIONS
+from unbroken.ledger.store.tables import MIGRATIONS
 
 WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
 

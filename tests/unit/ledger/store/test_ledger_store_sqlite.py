@@ -13,8 +13,8 @@ from support.killed_store import kill_and_check
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import open_store
-from unbroken.ledger.store.schema import MIGRATIONS
 from unbroken.ledger.store.sqlite import open_sqlite_store
+from unbroken.ledger.store.tables import MIGRATIONS
 
 WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
 

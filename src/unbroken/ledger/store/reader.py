@@ -13,8 +13,7 @@ from typing import Protocol, TypeVar
 
 from unbroken.errors import InvariantError
 from unbroken.ledger.records import StoredSession
-from unbroken.ledger.store.database import Cursor
-from unbroken.ledger.store.sql import load_image, load_session
+from unbroken.ledger.store.sql import Cursor, load_image, load_session
 
 T = TypeVar("T")
 _STATUS = "CAST(status AS TEXT)"
@@ -29,7 +28,7 @@ class StoreState(StrEnum):
     """Its last gateway was killed; all turns that it acknowledged are there."""
 
 
-class Snapshots(Protocol):
+class StoreSnapshots(Protocol):
     """A database that is only read. The methods raise `StoreError` if it cannot be."""
 
     def read(self, work: Callable[[Cursor], T]) -> T:
@@ -54,9 +53,9 @@ class ListedSession:
 
 
 class StoreReader:
-    """Reads the sessions of a store. Several threads may use it; the methods raise `StoreError` as `Snapshots` do."""
+    """Reads the sessions of a store. Several threads may use it; the methods raise `StoreError` as its snapshots do."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: StoreSnapshots) -> None:
         self._snapshots = snapshots
         self.find_state = snapshots.find_state
         self.find_revision = snapshots.find_revision

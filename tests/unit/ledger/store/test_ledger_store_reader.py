@@ -17,8 +17,7 @@ from support.postgres import run_postgres
 from support.sessions import make_commit, make_session, to_plain
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.records import SessionStatus
-from unbroken.ledger.store import open_store
-from unbroken.ledger.store.opening import open_store_reader
+from unbroken.ledger.store import open_store, open_store_reader
 
 WRITER = """
 import os, signal, sys
