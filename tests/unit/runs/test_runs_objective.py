@@ -207,7 +207,7 @@ def test_names_come_from_the_command_line_and_from_toml(tmp_path):
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():
-    known = r"loss must be one of clipped, gspo, gspo_token, cispo, sapo, or written module:function .* got 'ppo'"
+    known = rf"loss must be one of {', '.join(LOSSES)}, or written module:function .* got 'ppo'"
     with pytest.raises(InvalidInputError, match=known):
         make_config(loss=FunctionName("ppo"))
 
