@@ -47,6 +47,7 @@ described = schemathesis.pytest.from_fixture("schema").exclude(path=["/pause", "
 """Requests are made when the test runs, not in each process that collects it; each route is a subtest."""
 
 
+@pytest.mark.e2e  # half a minute, nearly all in schemathesis
 @pytest.mark.usefixtures("old_node_id")
 @described.parametrize()
 @settings(
