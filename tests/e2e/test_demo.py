@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from support.browser import CHROMIUM, Browser
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
-from unbroken.demo.report import print_result
+from unbroken.demo.report import to_text
 from unbroken.demo.run import run_demo
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.loading import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.retokenising.changes import Cause
 from unbroken.runs.collector import Sampler
 from unbroken.runs.config import EvaluationConfig
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
@@ -48,7 +49,7 @@ def demo(tmp_path_factory):
         loop=replace(defaults.loop, num_steps=3),
         evaluation=EvaluationConfig(num_problems=16),
     )
-    print_result(asyncio.run(run_demo(config)))
+    assert "exact (ours)" in to_text(asyncio.run(run_demo(config)))
     return config
 
 
@@ -154,6 +155,7 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
         row = summary["retokenized"][style]
         assert {"share_differ", "k3", "share_off_20pct", "causes"} <= set(row)
         assert row["num_rollouts"] == 8
+        assert set(row["causes"]) == {cause.value for cause in Cause}
     assert summary["counters"]["bridges/derived"] > 0
 
     page = Page()

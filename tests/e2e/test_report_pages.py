@@ -10,9 +10,9 @@ from support import templates
 from support.audits import subject_of
 from support.browser import CHROMIUM, Browser
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.output.html import to_html
+from unbroken.audit.output import to_html
 from unbroken.audit.run import run_audit
-from unbroken.viewer.reports import write_page
+from unbroken.viewer.reports import write_file
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 MARKUP = "<script>hacked()</script><img src=x onerror=hacked()>"
@@ -23,7 +23,7 @@ def test_an_audit_opens_offline_with_two_grids_and_runs_nothing_of_the_template(
 ) -> None:
     template = templates.QWEN.replace("Answer with", f"{MARKUP} Answer with").replace("<|im_end|>", "<|<b>end</b>|>")
     report = run_audit(subject_of(template), AuditConfig(num_conversations=10))
-    write_page(tmp_path / "audit.html", to_html(report))
+    write_file(tmp_path / "audit.html", to_html(report))
     browser.open((tmp_path / "audit.html").as_uri())
     browser.wait("document.querySelectorAll('.grid').length === 2")
     assert browser.run("document.querySelectorAll('.grid .cell').length") > 50

@@ -14,9 +14,9 @@ import pytest
 
 from support.scripted_env import ScriptedEnv
 from support.trl_runs import GROUP_SIZE, IGNORED_WARNINGS, Seen, trl_run, warmed_up
-from unbroken.demo.comparison import UsualPipeline
 from unbroken.integrations.trl import env_reward, on_trained_rows
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.retokenising.comparison import TemplateTexts, compare_trajectory
 from unbroken.rollout.env import Rewrite
 
 pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
@@ -90,9 +90,9 @@ def test_i4_what_decoding_and_rendering_again_would_make_of_these_rollouts_are_o
     """Else the tests above would pass with a trainer that goes through text."""
     _, seen = run
     _, tokenizer = warmed_up()
-    usual = UsualPipeline(tokenizer, TemplateRenderer(tokenizer))
-    rollouts = [usual.retokenize(trajectory) for generation in seen.trajectories for trajectory in generation]
-    assert sum(rollout.differs for rollout in rollouts) > len(rollouts) / 2
+    texts = TemplateTexts(tokenizer=tokenizer, template_renderer=TemplateRenderer(tokenizer))
+    rollouts = [compare_trajectory(texts, trajectory) for generation in seen.trajectories for trajectory in generation]
+    assert sum(rollout is not None and rollout.differs for rollout in rollouts) > len(rollouts) / 2
     again = [
         tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for _, ids, _, _, _ in seen.rows()
     ]

@@ -7,15 +7,13 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unbroken.audit.config import DEFAULT_CONVERSATIONS, AuditConfig, AuditTarget
-from unbroken.audit.output.text import to_text
-from unbroken.audit.process import run_in_process
-from unbroken.audit.report import AuditReport
-from unbroken.errors import InvalidInputError
 from unbroken.limited_process import DEFAULT_TIMEOUT_S, ProcessLimits
-from unbroken.viewer.texts import make_printable
+
+if TYPE_CHECKING:
+    from unbroken.audit.report import AuditReport
 
 _DESCRIPTION = """\
 Audits a chat template for multi-turn, tool-calling training: what it does to the
@@ -94,6 +92,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error("--output goes with --table; a page is written with --html")
     if arguments.model is None and arguments.template is None:
         parser.error("give MODEL_OR_PATH, or --template FILE, or both")
+    from unbroken.audit.process import run_in_process
+
     target = AuditTarget(
         model=arguments.model,
         template=arguments.template,
@@ -107,13 +107,13 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
+    from unbroken.audit.output import to_html, to_text
+    from unbroken.viewer.reports import make_printable, write_file
+
     for name in report.about.unread_options:
         print(f"unbroken: warning: the template never reads the option {make_printable(name)!r}", file=sys.stderr)
     if arguments.html is not None:
-        from unbroken.audit.output.html import to_html
-        from unbroken.viewer.reports import write_page
-
-        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
+        write_file(arguments.html, to_html(report))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
         return
@@ -124,6 +124,7 @@ def _show_report(report: AuditReport, arguments: argparse.Namespace) -> None:
 
 def _write_table(arguments: argparse.Namespace) -> int:
     from unbroken.audit.table import find_templates, make_table
+    from unbroken.viewer.reports import write_file
 
     files = find_templates(arguments.table)
     table = make_table(
@@ -132,7 +133,7 @@ def _write_table(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(table, end="")
     else:
-        write_file(arguments.output, lambda: arguments.output.write_text(table, encoding="utf-8"))
+        write_file(arguments.output, table)
         print(f"{len(files)} templates: {arguments.output}")
     return 0
 
@@ -143,14 +144,6 @@ def _get_config(arguments: argparse.Namespace) -> AuditConfig:
 
 def _get_limits(arguments: argparse.Namespace) -> ProcessLimits:
     return ProcessLimits(timeout_s=arguments.timeout)
-
-
-def write_file(path: Path, write: Any) -> None:
-    """Call `write`; raises `InvalidInputError` if the file cannot be written."""
-    try:
-        write()
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def read_option(parser: argparse.ArgumentParser, text: str) -> tuple[str, Any]:

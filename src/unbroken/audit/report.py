@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from unbroken.viewer.reports import SideBySide, to_plain
 
 JSON_FORMAT, JSON_VERSION = "unbroken-audit", 2
 
@@ -99,7 +101,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class AuditSetup:
     """The subject of the audit and its settings."""
 
     name: str
@@ -277,34 +279,12 @@ class FuzzFinding:
         return self.num_exact / self.num_accepted if self.num_accepted else 0.0
 
 
-class Origin(StrEnum):
-    """The source of an id."""
-
-    PROMPT = "prompt"
-    SAMPLED = "sampled"
-    BRIDGE = "bridge"
-    MESSAGE = "message"
-    """The text of a tool or user message within a bridge."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownToken:
-    """An id in one of the two sequences of `SideBySide`."""
-
-    token_id: int
-    text: str
-    origin: Origin
-    is_changed: bool
-    """The other sequence has a different id in its place, or none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideBySide:
+class ShownConversation:
     """One conversation as the ids that we train on, and as the ids that retokenising would give."""
 
-    exact: tuple[ShownToken, ...]
-    retokenised: tuple[ShownToken, ...]
-    notes: tuple[str, ...]
+    sides: SideBySide | None
+    notes: tuple[str, ...] = ()
     """How the sampled turns differ from what the template would write."""
     missing: str = ""
     """Why there are no sequences; empty if there are."""
@@ -314,7 +294,7 @@ class SideBySide:
 class AuditReport:
     """All findings of an audit, with the verdict in one `sentence`, and the `action` to take."""
 
-    about: About
+    about: AuditSetup
     verdict: Verdict
     sentence: str
     action: str
@@ -327,7 +307,7 @@ class AuditReport:
     drift: DriftFinding
     round_trip: RoundTripFinding
     fuzz: FuzzFinding
-    side_by_side: SideBySide
+    side_by_side: ShownConversation
 
     @property
     def exit_code(self) -> int:
@@ -343,16 +323,3 @@ class AuditReport:
         }
         values["fuzz"]["exact_share"] = self.fuzz.exact_share
         return {"format": JSON_FORMAT, "version": JSON_VERSION, "exit_code": self.exit_code, **values}
-
-
-def to_plain(value: Any) -> Any:
-    """Convert dataclasses, enums and mappings to values that JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [to_plain(item) for item in value]
-    return value

@@ -15,7 +15,7 @@ from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.report import About, AuditReport, Trait
+from unbroken.audit.report import AuditReport, AuditSetup, Trait
 from unbroken.audit.subject import Subject
 from unbroken.audit.verdict import find_verdict
 
@@ -48,8 +48,8 @@ def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
     )
 
 
-def _describe_subject(subject: Subject, config: AuditConfig) -> About:
-    return About(
+def _describe_subject(subject: Subject, config: AuditConfig) -> AuditSetup:
+    return AuditSetup(
         name=subject.name,
         is_stand_in=subject.is_stand_in,
         renderer=subject.renderer_name,

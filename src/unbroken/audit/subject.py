@@ -8,7 +8,7 @@ from typing import Any
 
 from unbroken.audit.report import Token
 from unbroken.rendering.base import Renderer
-from unbroken.retokenising.texts import TemplateTexts
+from unbroken.retokenising.comparison import TemplateTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,5 +35,4 @@ class Subject(TemplateTexts):
 
     def get_tokens(self, token_ids: Sequence[int]) -> tuple[Token, ...]:
         """The ids, each with its text."""
-        control = self.facts.control_tokens
-        return tuple(Token(token_id=int(i), text=control.get_text(int(i)) or self.decode([int(i)])) for i in token_ids)
+        return tuple(Token(token_id=int(i), text=self.get_text(int(i))) for i in token_ids)

@@ -8,7 +8,7 @@ from unbroken.audit.report import (
     LIMITS,
     PARALLEL_LIMITS,
     TRAIT_WORDS,
-    About,
+    AuditSetup,
     FuzzFinding,
     KindFinding,
     RenderingFinding,
@@ -36,7 +36,7 @@ _GIVE_TOKENIZER = "Give the model's tokenizer, which knows its control tokens: u
 
 
 def find_verdict(
-    about: About,
+    about: AuditSetup,
     kind: KindFinding,
     rendering: RenderingFinding,
     turn_ends: TurnEndFinding,
@@ -95,7 +95,7 @@ def find_verdict(
     )
 
 
-def _judge_wrong_bridges(about: About, fuzz: FuzzFinding) -> tuple[Verdict, str, str]:
+def _judge_wrong_bridges(about: AuditSetup, fuzz: FuzzFinding) -> tuple[Verdict, str, str]:
     wrong = f"{fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes"
     if about.renderer != "template":
         return (

@@ -23,7 +23,7 @@ def add_demo_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         from unbroken.demo.config import LookupConfig
-        from unbroken.demo.report import print_result
+        from unbroken.demo.report import to_text
         from unbroken.demo.run import run_demo
         from unbroken.training.config import LoopConfig
     except ModuleNotFoundError as error:
@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> int:
         config = replace(config, loop=LoopConfig(num_steps=arguments.steps))
 
     def work() -> None:
-        print_result(run_until_terminated(run_demo(config)))
+        print(to_text(run_until_terminated(run_demo(config))), end="")
         print(f"report: {arguments.output / 'report.html'}")
 
     return run_command(work, advice="the same command begins anew")

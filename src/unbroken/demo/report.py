@@ -1,63 +1,126 @@
-"""The demo's report: an HTML page that opens without a network, the numbers as JSON, and a table in the terminal."""
+"""The result of the demo, and its forms: a table in the terminal, `summary.json`, and a page that opens offline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from unbroken.demo.comparison import Cause, Exact, Retokenized, Rollout, changed_positions
-from unbroken.demo.result import DemoResult
-from unbroken.ledger.nodes import Origin
-from unbroken.rendering.base import TEMPLATE
-from unbroken.rollout.trajectory import Trajectory
-from unbroken.types import TokenIds
-from unbroken.viewer.reports import make_token, render_report
+from unbroken.demo.lookup import JsonStyle
+from unbroken.retokenising.changes import Cause
+from unbroken.training.metrics.mismatch import Mismatch
+from unbroken.viewer.reports import WIDTH, SideBySide, format_percent, render_page, write_file
 
 
-def write_report(result: DemoResult, tokenizer: Any, directory: Path) -> Path:
-    """Write `report.html` and `summary.json` into `directory` and return the path of the page."""
-    directory.mkdir(parents=True, exist_ok=True)
-    summary = json.dumps(result.summary(), indent=2, allow_nan=False)
-    (directory / "summary.json").write_text(summary + "\n", encoding="utf-8")
-    page = render_report(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRollouts:
+    """The ids of a set of rollouts as a trainer would get them, and as they were sampled."""
+
+    num_rollouts: int
+    share_differ: float
+    """Share of rollouts in which at least one id that is trained on is another."""
+    mismatch: Mismatch
+    causes: Mapping[Cause, int]
+    """The number of rollouts that differ, by cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """The numbers and the example that the report shows."""
+
+    seed: int
+    num_parameters: int
+    success_before: float
+    """Share of right answers at temperature 1, before the first GRPO step."""
+    success_after: float
+    """The same after the last step, on the same tasks."""
+    step_rewards: tuple[float, ...]
+    seconds: float
+    """Wall time of the whole demo, the comparison included."""
+    rollouts: int
+    """Rollouts sampled for training."""
+    exact: ComparedRollouts
+    """Trainer against sampler on the rollouts of the last evaluation."""
+    retokenised: Mapping[JsonStyle, ComparedRollouts]
+    """The same rollouts through the usual pipeline."""
+    counters: dict[str, int]
+    """The events of training, by `event/reason`."""
+    example: SideBySide
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of GRPO."""
+        return len(self.step_rewards)
+
+    @property
+    def rows(self) -> list[tuple[str, ComparedRollouts]]:
+        """What is compared, each with its name."""
+        return [("exact (ours)", self.exact), *((f"retokenised, {s} JSON", row) for s, row in self.retokenised.items())]
+
+    @property
+    def explanation(self) -> str:
+        """How much of the difference comes from the JSON style."""
+        canonical, compact = (format_percent(self.retokenised[style].share_differ) for style in JsonStyle)
+        return (
+            f"Where the model writes tool calls in the template's own JSON style, {canonical} of the rollouts "
+            f"change; where it was asked for compact JSON, {compact} do. So the larger number comes from the JSON "
+            "style, which the template rewrites and this demo chose; only the smaller one is what tokenisation and "
+            "truncation do by themselves."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of `summary.json`."""
+        return {
+            "seed": self.seed,
+            "success_before": self.success_before,
+            "success_after": self.success_after,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+            "rollouts": self.rollouts,
+            "exact": _get_numbers(self.exact),
+            "retokenized": {
+                style.value: {"num_rollouts": row.num_rollouts, **_get_numbers(row), "causes": dict(row.causes)}
+                for style, row in self.retokenised.items()
+            },
+            "counters": self.counters,
+        }
+
+
+def to_text(result: DemoResult) -> str:
+    """Show the comparison as a table, and the success before and after."""
+    lines = [
+        "the same rollouts as sampled, and decoded, rendered, retokenised",
+        f"{'':<28}{'rollouts':>8}{'other ids':>11}{'off > 20 %':>12}{'k3':>10}{'max diff':>10}",
+    ]
+    for name, row in result.rows:
+        found = row.mismatch
+        lines.append(
+            f"{name:<28}{row.num_rollouts:>8}{format_percent(row.share_differ):>11}"
+            f"{format_percent(found.share_off_20pct):>12}{found.k3:>10.1e}{found.max_abs:>10.1e}"
+        )
+    lines += ["", *textwrap.wrap(result.explanation, WIDTH, break_on_hyphens=False), ""]
+    lines.append(
+        f"success at temperature 1: {result.success_before:.2f} -> {result.success_after:.2f} "
+        f"in {result.steps} GRPO steps, {result.rollouts:,} rollouts, {result.seconds:.0f} s"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def write_report(result: DemoResult, folder: Path) -> None:
+    """Write `report.html` and `summary.json` into a folder."""
+    write_file(folder / "summary.json", json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n")
+    page = render_page(
         "unbroken.demo",
         "report.html.jinja",
         result=result,
         curves=make_curves(result),
-        causes=[cause.value for cause in Cause],
-        explanation=result.explanation,
-        example=tokens_of_trajectory(result.example, tokenizer),
-        usual=tokens_of_retokenized(result.example_retokenized, tokenizer),
-        percent=lambda share: f"{100 * share:.1f} %",
+        causes=list(Cause),
+        ratio_rows=[(name, row.mismatch) for name, row in result.rows],
     )
-    path = directory / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-def print_result(result: DemoResult) -> None:
-    """Print the comparison as a table, and the success before and after."""
-    table = Table(title="the same rollouts as sampled, and decoded, rendered, retokenised (by JSON style)")
-    for column in ("pipeline", "rollouts", "other ids", "off > 20 %", "k3", "max diff"):
-        table.add_column(column, justify="left" if column == "pipeline" else "right", no_wrap=True)
-    rows: list[tuple[str, int, Exact | Retokenized]] = [("exact (ours)", result.num_compared, result.exact)]
-    rows += [(f"usual, {style}", row.num_rollouts, row) for style, row in result.retokenized.items()]
-    for name, count, row in rows:
-        found = row.mismatch
-        off, k3, max_abs = f"{found.share_off_20pct:.1%}", f"{found.k3:.1e}", f"{found.max_abs:.1e}"
-        table.add_row(name, str(count), f"{row.share_differ:.1%}", off, k3, max_abs)
-    console = Console()
-    console.print(table)
-    console.print(result.explanation)
-    console.print(
-        f"[bold]success at temperature 1: {result.success_before:.2f} -> {result.success_after:.2f}[/bold] "
-        f"in {result.steps} GRPO steps, {result.rollouts:,} rollouts, {result.seconds:.0f} s"
-    )
+    write_file(folder / "report.html", page)
 
 
 def make_curves(result: DemoResult) -> list[dict[str, Any]]:
@@ -70,30 +133,11 @@ def make_curves(result: DemoResult) -> list[dict[str, Any]]:
     ]
 
 
-def tokens_of_trajectory(trajectory: Trajectory, tokenizer: Any) -> list[dict[str, Any]]:
-    """The ids of a trajectory's last branch, each with its origin, logprob and policy version."""
-    path = trajectory.tree.path(trajectory.tree.leaves()[-1])
-    tokens = []
-    rows = zip(_texts(path.token_ids, tokenizer), path.origins, path.message_indices, strict=True)
-    for position, (text, origin, message_index) in enumerate(rows):
-        note = None
-        if origin is Origin.SAMPLED:
-            probability = f"logprob {path.rollout_logprobs[position]:.4f}"
-            note = f"{probability}, policy version {path.policy_versions[position]}"
-        is_tool_text = origin is Origin.BRIDGE and message_index != TEMPLATE
-        kind = "message" if is_tool_text else origin.value
-        tokens.append(make_token(int(path.token_ids[position]), text, kind, note=note))
-    return tokens
-
-
-def tokens_of_retokenized(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
-    """The ids of the usual pipeline, and which differ from the sampled ids."""
-    texts, changed = _texts(rollout.retokenized_ids, tokenizer), changed_positions(rollout)
-    return [
-        make_token(int(token_id), text, "prompt", is_changed=bool(is_changed))
-        for text, token_id, is_changed in zip(texts, rollout.retokenized_ids, changed, strict=True)
-    ]
-
-
-def _texts(ids: TokenIds, tokenizer: Any) -> Sequence[str]:
-    return [tokenizer.decode([int(i)]) for i in ids]
+def _get_numbers(row: ComparedRollouts) -> dict[str, float]:
+    found = row.mismatch
+    return {
+        "share_differ": row.share_differ,
+        "k3": found.k3,
+        "max_abs": found.max_abs,
+        "share_off_20pct": found.share_off_20pct,
+    }

@@ -12,16 +12,19 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 
-from unbroken.demo.comparison import Exact, Retokenized, Rollout, UsualPipeline, compare
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import JsonStyle, lookup_problems, style_of
-from unbroken.demo.report import write_report
-from unbroken.demo.result import DemoResult
+from unbroken.demo.report import ComparedRollouts, DemoResult, write_report
 from unbroken.demo.warm_up import write_warm_model
+from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.loading import load_tokenizer
+from unbroken.rendering.template import TemplateRenderer
+from unbroken.retokenising.changes import Cause
+from unbroken.retokenising.comparison import Comparison, TemplateTexts, compare_trajectory, count_changed
+from unbroken.retokenising.ratios import score_rollouts
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
@@ -29,6 +32,7 @@ from unbroken.runs.reinforce import TrainedRun, reinforce
 from unbroken.runs.settings.build import describe
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.types import TrainingSample
+from unbroken.viewer.reports import SideBySide, show_side_by_side
 
 
 async def run_demo(config: LookupConfig) -> DemoResult:
@@ -60,9 +64,8 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
         accelerator=Accelerator(cpu=True),
     )
     tokenizer = load_tokenizer(model)
-    pipeline = UsualPipeline(tokenizer, trained.renderer)
-    retokenized = [pipeline.retokenize(trajectory) for trajectory in trained.rollouts]
-    example = choose_example(trained.rollouts, retokenized)
+    texts = TemplateTexts(tokenizer=tokenizer, template_renderer=TemplateRenderer(tokenizer))
+    retokenised = [compare(texts, trajectory) for trajectory in trained.rollouts]
     steps = read_steps(config.output)
     before, after = (line["reward/mean"] for line in read_evaluations(config.output))
     result = DemoResult(
@@ -73,22 +76,31 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
         step_rewards=tuple(step["reward/mean"] or 0.0 for step in steps),
         rollouts=len(steps) * config.rollouts.problems_per_step * config.rollouts.group_size,
         exact=compare_exact(trained),
-        retokenized=await compare_by_style(retokenized, trained),
+        retokenised=await compare_by_style(retokenised, trained),
         counters=sum_counters(steps),
-        example=trained.rollouts[example],
-        example_retokenized=retokenized[example],
+        example=show_example(texts, trained.rollouts, retokenised),
         seconds=time.perf_counter() - started,
     )
-    write_report(result, tokenizer, config.output)
+    write_report(result, config.output)
     return result
 
 
-def compare_exact(trained: TrainedRun) -> Exact:
+def compare(texts: TemplateTexts, trajectory: Trajectory) -> Comparison:
+    """Compare a rollout with what the usual pipeline makes of it. The demo's template refuses no conversation."""
+    found = compare_trajectory(texts, trajectory)
+    assert found is not None
+    return found
+
+
+def compare_exact(trained: TrainedRun) -> ComparedRollouts:
     """Compare trainer and sampler on the rollouts as they were sampled."""
     rows = [row for trajectory in trained.rollouts for row in export_samples(trajectory.tree, advantage=0.0)]
     differ = [not trains_what_was_sampled(*pair) for pair in zip(rows, trained.rollouts, strict=True)]
-    return Exact(
-        share_differ=sum(differ) / len(differ), mismatch=mismatch_of_rows(rows, trained.trainer.logprobs(rows))
+    return ComparedRollouts(
+        num_rollouts=len(differ),
+        share_differ=sum(differ) / len(differ),
+        mismatch=mismatch_of_rows(rows, trained.trainer.logprobs(rows)),
+        causes={},
     )
 
 
@@ -98,16 +110,27 @@ def trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool
     return np.array_equal(row.token_ids[row.loss_mask], returned)
 
 
-async def compare_by_style(rollouts: Sequence[Rollout], trained: TrainedRun) -> dict[JsonStyle, Retokenized]:
+async def compare_by_style(rollouts: Sequence[Comparison], trained: TrainedRun) -> dict[JsonStyle, ComparedRollouts]:
     """Score the retokenised rollouts with the trained weights, for each JSON style."""
-    by_style: dict[JsonStyle, list[Rollout]] = {style: [] for style in JsonStyle}
+    by_style: dict[JsonStyle, list[Comparison]] = {style: [] for style in JsonStyle}
     for number, rollout in enumerate(rollouts):
         by_style[style_of(number)].append(rollout)
     engine = TransformersEngine(trained.model)
     try:
-        return {style: await compare(of_style, engine) for style, of_style in by_style.items()}
+        return {style: await _compare_retokenised(of_style, engine) for style, of_style in by_style.items()}
     finally:
         await engine.close()
+
+
+async def _compare_retokenised(rollouts: Sequence[Comparison], engine: Engine) -> ComparedRollouts:
+    ratios = await score_rollouts(rollouts, engine)
+    assert ratios.retokenised is not None
+    return ComparedRollouts(
+        num_rollouts=len(rollouts),
+        share_differ=count_changed(rollouts).num_rollouts / len(rollouts),
+        mismatch=ratios.retokenised,
+        causes={cause: count_changed(rollouts, cause).num_rollouts for cause in Cause},
+    )
 
 
 def read_steps(output: Path) -> list[dict[str, float | None]]:
@@ -125,9 +148,17 @@ def sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
     return {name: n for name, n in by_reason.items() if "/" in name}
 
 
-def choose_example(trajectories: Sequence[Trajectory], rollouts: Sequence[Rollout]) -> int:
-    """The index of the rollout to show, preferably changed by the usual pipeline, right, and of many turns."""
-    return max(
-        range(len(rollouts)),
-        key=lambda k: (rollouts[k].differs, trajectories[k].reward or 0.0, len(trajectories[k].turns)),
+def show_example(
+    texts: TemplateTexts, trajectories: Sequence[Trajectory], rollouts: Sequence[Comparison]
+) -> SideBySide:
+    """Show a rollout that is changed by the usual pipeline, if there is one, right, and of many turns."""
+    trajectory, rollout = max(
+        zip(trajectories, rollouts, strict=True),
+        key=lambda pair: (pair[1].differs, pair[0].reward or 0.0, len(pair[0].turns)),
     )
+    path = trajectory.tree.path(trajectory.turns[-1].end)
+    notes = {
+        int(k): f"logprob {path.rollout_logprobs[k]:.4f}, policy version {path.policy_versions[k]}"
+        for k in np.flatnonzero(path.sampled_mask)
+    }
+    return show_side_by_side(rollout, texts.get_text, notes=notes)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unbroken.audit.command import read_option, write_file
+from unbroken.audit.command import read_option
 from unbroken.audit.config import AuditTarget
 from unbroken.drift.config import (
     DEFAULT_CONVERSATIONS,
@@ -24,8 +24,8 @@ from unbroken.errors import missing_extra
 from unbroken.runs.signals import run_command, run_until_terminated
 
 if TYPE_CHECKING:
+    from unbroken.drift.conversations import MakeEnv
     from unbroken.drift.report import DriftReport
-    from unbroken.drift.tasks import MakeEnv
 
 _DESCRIPTION = """\
 Samples multi-turn tool conversations from a model, and says what retokenising
@@ -88,7 +88,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error("--json and --row are two forms of one report: give one of them")
     options = dict(read_option(parser, text) for text in arguments.option)
     try:
-        import unbroken.drift.opening
+        import unbroken.drift.run
     except ModuleNotFoundError as error:
         raise missing_extra(error, "drift needs the train extra", "train") from error
     config = DriftConfig(
@@ -106,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         model = arguments.model
         if model is None:
             with contextlib.redirect_stdout(sys.stderr):  # its progress is not part of the report
-                model = str(unbroken.drift.opening.ensure_demo_model(arguments.demo_model))
+                model = str(unbroken.drift.run.ensure_demo_model(arguments.demo_model))
         target = AuditTarget(model=model, options=options, parser=arguments.parser)
         report = run_until_terminated(_make_report(target, choice, config, make_env, prompts))
         _show_report(report, arguments)
@@ -116,7 +116,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def _choose_tasks(arguments: argparse.Namespace) -> tuple[MakeEnv, str]:
     """The conversations, and what they are called in the report."""
-    from unbroken.drift.tasks import load_prompts, make_demo_tasks, make_lookup_tasks
+    from unbroken.drift.conversations import load_prompts, make_demo_tasks, make_lookup_tasks
 
     if arguments.prompts == DEMO_TASKS or (arguments.prompts is None and arguments.model is None):
         return make_demo_tasks(arguments.seed), DEMO_TASKS
@@ -130,8 +130,7 @@ async def _make_report(
     target: AuditTarget, choice: EngineChoice, config: DriftConfig, make_env: MakeEnv, prompts: str
 ) -> DriftReport:
     from unbroken.audit.loading import load_subject
-    from unbroken.drift.opening import open_engine
-    from unbroken.drift.run import run_drift
+    from unbroken.drift.run import open_engine, run_drift
 
     subject = load_subject(target)
     async with open_engine(choice, subject.name, vocab_size=len(subject.tokenizer)) as engine:
@@ -139,9 +138,8 @@ async def _make_report(
 
 
 def _show_report(report: DriftReport, arguments: argparse.Namespace) -> None:
-    from unbroken.drift.html import to_html
-    from unbroken.drift.text import to_row, to_text
-    from unbroken.viewer.reports import write_page
+    from unbroken.drift.report import to_html, to_row, to_text
+    from unbroken.viewer.reports import write_file
 
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
@@ -150,6 +148,6 @@ def _show_report(report: DriftReport, arguments: argparse.Namespace) -> None:
     else:
         print(to_text(report), end="")
     if arguments.html is not None:  # last: a page that cannot be written takes no result away
-        write_file(arguments.html, lambda: write_page(arguments.html, to_html(report)))
+        write_file(arguments.html, to_html(report))
         if not (arguments.json or arguments.row):
             print(f"page: {arguments.html}")

@@ -1,35 +1,41 @@
-"""Samples conversations, passes them through the usual pipeline, and counts what it changed."""
+"""Samples conversations from a model, passes them through the usual pipeline, and counts what it changed."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
+import torch
 
-from unbroken.audit.checks.side_by_side import show_side_by_side
-from unbroken.audit.report import Origin as ShownOrigin
 from unbroken.audit.subject import Subject
-from unbroken.drift.config import DriftConfig
-from unbroken.drift.pipeline import ComparedRollout, compare_rollout
-from unbroken.drift.ratios import Ratios, score_rollouts
-from unbroken.drift.report import About, Counts, DriftReport, Example
-from unbroken.drift.tasks import MakeEnv
+from unbroken.demo.config import WarmUpConfig
+from unbroken.demo.warm_up import write_warm_model
+from unbroken.drift.config import DriftConfig, EngineChoice
+from unbroken.drift.conversations import MakeEnv
+from unbroken.drift.report import DriftExample, DriftReport, DriftSetup
 from unbroken.engines.base import Engine
-from unbroken.errors import InvalidInputError, UnbrokenError
-from unbroken.ledger.nodes import Origin
-from unbroken.rendering.base import TEMPLATE
-from unbroken.retokenising.causes import Cause
+from unbroken.engines.transformers import TransformersEngine
+from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
+from unbroken.retokenising.changes import Cause
+from unbroken.retokenising.comparison import Comparison, compare_trajectory, count_changed, count_compared
+from unbroken.retokenising.ratios import Ratios, score_rollouts
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.keys import read_key
+from unbroken.runs.models import load_model
+from unbroken.viewer.reports import show_side_by_side
 
 _MAX_SAMPLING = 64
 """Conversations at a time."""
+_WARM_UP = WarmUpConfig(num_demo_steps=700)
+"""Less than the demo's, to be short. With 450 steps the model hardly writes words as its tokenizer would."""
 
 
 async def run_drift(
@@ -46,13 +52,13 @@ async def run_drift(
     with_turns = [trajectory for trajectory in trajectories if trajectory.turns]
     if not with_turns:
         raise _explain(trajectories[0])
-    outcomes = [await asyncio.to_thread(compare_rollout, subject, trajectory) for trajectory in with_turns]
+    outcomes = [await asyncio.to_thread(compare_trajectory, subject, trajectory) for trajectory in with_turns]
     rollouts = [outcome for outcome in outcomes if outcome is not None]
-    ratios = Ratios(exact=None, retokenised=None, num_unscored=0)
+    ratios = Ratios()
     if config.scores:
         ratios = await score_rollouts(rollouts, engine, temperature=config.temperature or 1.0)
     return DriftReport(
-        about=About(
+        about=DriftSetup(
             model=subject.name,
             engine=engine_name,
             parser=subject.facts.parser_name,
@@ -65,13 +71,9 @@ async def run_drift(
             max_turns=config.max_turns,
             seed=config.seed,
         ),
-        compared=Counts(
-            num_rollouts=len(rollouts),
-            num_turns=sum(len(one.turns) for one in rollouts),
-            num_ids=sum(int(one.path.sampled_mask.sum()) for one in rollouts),
-        ),
-        changed=_count_changed(rollouts, None),
-        causes={cause: _count_changed(rollouts, cause) for cause in Cause},
+        compared=count_compared(rollouts),
+        changed=count_changed(rollouts),
+        causes={cause: count_changed(rollouts, cause) for cause in Cause},
         num_failed=len(trajectories) - len(with_turns),
         num_refused=len(with_turns) - len(rollouts),
         num_turns_left_out=sum(one.num_turns_left_out for one in rollouts),
@@ -113,37 +115,51 @@ def _explain(trajectory: Trajectory) -> UnbrokenError:
     )
 
 
-def _count_changed(rollouts: Sequence[ComparedRollout], cause: Cause | None) -> Counts:
-    """Count what changed for one cause, or for any."""
-    return Counts(
-        num_rollouts=sum(one.differs if cause is None else cause in one.causes for one in rollouts),
-        num_turns=sum(
-            any(cause is None or cause in change.causes for change in one.find_changes(turn))
-            for one in rollouts
-            for turn in one.turns
-        ),
-        num_ids=sum(one.count_changed_ids(cause) for one in rollouts),
-    )
-
-
-def _choose_examples(subject: Subject, rollouts: Sequence[ComparedRollout]) -> tuple[Example, ...]:
+def _choose_examples(subject: Subject, rollouts: Sequence[Comparison]) -> tuple[DriftExample, ...]:
     """For each cause the shortest rollout that has it alone, or at all."""
     examples = []
     for cause in Cause:
         found = [one for one in rollouts if cause in one.causes]
         if found:
-            chosen = min(found, key=lambda one: (len(one.causes), len(one.path.token_ids)))
-            sides = show_side_by_side(
-                subject, chosen.path.token_ids.tolist(), _get_origins(chosen), chosen.retokenised_ids.tolist()
-            )
-            examples.append(Example(cause=cause, sides=sides))
+            chosen = min(found, key=lambda one: (len(one.causes), len(one.token_ids)))
+            examples.append(DriftExample(cause=cause, sides=show_side_by_side(chosen, subject.get_text)))
     return tuple(examples)
 
 
-def _get_origins(rollout: ComparedRollout) -> list[ShownOrigin]:
-    path = rollout.path
-    is_message = (path.message_indices != TEMPLATE) & np.array([origin is Origin.BRIDGE for origin in path.origins])
-    return [
-        ShownOrigin.MESSAGE if in_message else ShownOrigin(origin.value)
-        for origin, in_message in zip(path.origins, is_message.tolist(), strict=True)
-    ]
+def ensure_demo_model(folder: Path) -> Path:
+    """Return the folder of the demo's untrained, warmed-up model, which is made there the first time."""
+    if not (folder / "config.json").exists():
+        try:
+            write_warm_model(folder, _WARM_UP, seed=0)
+        except OSError as error:
+            raise InvalidInputError(f"{folder} cannot be written: {error.strerror or error}") from None
+    return folder
+
+
+@asynccontextmanager
+async def open_engine(choice: EngineChoice, model: str, *, vocab_size: int) -> AsyncIterator[Engine]:
+    """Open the engine, and close it when the block ends.
+
+    Raises:
+        InvalidInputError: there is no such model, the embedded engine cannot run it, or the client extra is missing.
+        EngineError: a server does not answer, or is of another kind.
+    """
+    engine = await (_connect(choice, vocab_size) if choice.urls else asyncio.to_thread(_load, model))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _load(model: str) -> Engine:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TransformersEngine(load_model(model).to(device))
+
+
+async def _connect(choice: EngineChoice, vocab_size: int) -> Engine:
+    try:
+        from unbroken.engines.http import HttpEngine
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "--engine URL needs the client extra", "client") from error
+    key = read_key(choice.api_key_file, field="--api-key-file")
+    return await HttpEngine.connect(choice.urls, api_key=key, vocab_size=vocab_size)

@@ -19,8 +19,9 @@ from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
 from unbroken.audit.checks.turn_ends import find_turn_ends
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.report import Origin, ShownToken
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.retokenising.changes import IdOrigin
+from unbroken.viewer.reports import ShownToken
 
 SORTED = templates.QWEN.replace(
     "call.function.arguments | tojson", "call.function.arguments | dictsort | list | string"
@@ -129,26 +130,29 @@ def test_a_parser_that_does_not_fit_is_reported() -> None:
 
 
 def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> None:
-    found = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3)
-    assert found.missing == ""
-    assert len(found.notes) == 3
+    shown = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3)
+    assert shown.missing == ""
+    assert len(shown.notes) == 3
+    found = shown.sides
+    assert found is not None
     assert "".join(token.text for token in found.exact).count('{"query":"library hours","limit":3}') == 1
     assert "".join(token.text for token in found.retokenised).count('{"query": "library hours", "limit": 3}') == 1
     assert 2 <= sum(token.is_changed for token in found.exact) <= 12
     assert texts(found.exact, changed=False) == texts(found.retokenised, changed=False)
-    assert {token.origin for token in found.exact} == set(Origin)
+    assert {token.origin for token in found.exact} == set(IdOrigin)
 
 
 def test_i7_side_by_side_the_end_of_a_cut_turn_is_given() -> None:
-    exact = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3).exact
-    ends = [token.origin for token in exact if token.text == "<|im_end|>"]
-    assert ends.count(Origin.SAMPLED) == 2
-    assert Origin.BRIDGE in ends
+    sides = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3).sides
+    assert sides is not None
+    ends = [token.origin for token in sides.exact if token.text == "<|im_end|>"]
+    assert ends.count(IdOrigin.SAMPLED) == 2
+    assert IdOrigin.BRIDGE in ends
 
 
 def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
     found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), max_calls=0)
-    assert found.exact == ()
+    assert found.sides is None
     assert found.missing
 
 

@@ -12,16 +12,16 @@ from support import templates
 from support.audits import COUNTS_ITS_TURN, subject_of
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.loading import load_subject
-from unbroken.audit.output.html import to_html
-from unbroken.audit.output.text import to_text
-from unbroken.audit.report import JSON_VERSION, AuditReport, Origin, Verdict
+from unbroken.audit.output import to_html, to_text
+from unbroken.audit.report import JSON_VERSION, AuditReport, Verdict
 from unbroken.audit.run import run_audit
 from unbroken.audit.stand_in import make_stand_in
 from unbroken.audit.table import find_templates, make_table, name_template
 from unbroken.audit.verdict import find_verdict
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.viewer.reports import write_page
+from unbroken.retokenising.changes import IdOrigin
+from unbroken.viewer.reports import write_file
 
 CONFIG = AuditConfig(num_conversations=30)
 FORBIDDEN = "<script>alert('audit')</script>"
@@ -90,14 +90,14 @@ def test_text_from_outside_cannot_move_a_terminals_cursor(hostile: AuditReport) 
 
 
 def test_the_page_opens_offline_and_shows_both_sequences(report: AuditReport, tmp_path: Path) -> None:
-    write_page(tmp_path / "new" / "audit.html", to_html(report))
+    write_file(tmp_path / "new" / "audit.html", to_html(report))
     page = Page((tmp_path / "new" / "audit.html").read_text("utf-8"))
     assert page.loads == []
     assert "fit" in page.classes
     assert "What we train on" in page.text
     exact, retokenised = map(json.loads, page.data)
-    assert {token["origin"] for token in exact} == {origin.value for origin in Origin}
-    assert any(token["changed"] for token in retokenised)
+    assert {token["origin"] for token in exact} == {origin.value for origin in IdOrigin}
+    assert any(token["is_changed"] for token in retokenised)
     assert report.sentence in page.text
 
 

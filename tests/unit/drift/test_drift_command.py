@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from support.served import save_tiny_model, served
-from unbroken.audit.report import Origin, ShownToken, SideBySide
 from unbroken.cli import main
-from unbroken.drift.html import to_html
-from unbroken.drift.report import About, Counts, DriftReport, Example
-from unbroken.drift.tasks import load_prompts
-from unbroken.drift.text import to_row, to_text
+from unbroken.drift.conversations import load_prompts
+from unbroken.drift.report import DriftExample, DriftReport, DriftSetup, to_html, to_row, to_text
 from unbroken.errors import InvalidInputError
-from unbroken.retokenising.causes import Cause
+from unbroken.retokenising.changes import Cause, IdOrigin
+from unbroken.retokenising.comparison import Counts
 from unbroken.training.metrics.mismatch import Mismatch
+from unbroken.viewer.reports import ShownToken, SideBySide
 
 HOSTILE = "<script>alert('drift')</script>\x1b[31m|`"
 COUNTS = Counts(num_rollouts=2, num_turns=3, num_ids=4)
@@ -35,10 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def report() -> DriftReport:
-    token = ShownToken(token_id=1, text=HOSTILE, origin=Origin.SAMPLED, is_changed=True)
-    sides = SideBySide(exact=(token,), retokenised=(token, token), notes=())
+    token = ShownToken(token_id=1, text=HOSTILE, origin=IdOrigin.SAMPLED, is_changed=True)
+    sides = SideBySide(exact=(token,), retokenised=(token, token))
     return DriftReport(
-        about=About(
+        about=DriftSetup(
             model=HOSTILE, engine="embedded", parser=HOSTILE, template_sha256="0" * 64, options={HOSTILE: HOSTILE},
             prompts=HOSTILE, num_conversations=4, temperature=1.0, max_tokens=8, max_turns=2, seed=0,
         ),
@@ -47,7 +46,7 @@ def report() -> DriftReport:
         causes=dict.fromkeys(Cause, COUNTS),
         num_failed=1, num_refused=1, num_turns_left_out=1, num_unscored=1,
         exact=NUMBERS, retokenised=NUMBERS, seconds=1.0,
-        examples=tuple(Example(cause=cause, sides=sides) for cause in Cause),
+        examples=tuple(DriftExample(cause=cause, sides=sides) for cause in Cause),
     )  # fmt: skip
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from unbroken.rendering.base import PartKind
-from unbroken.retokenising.alignment import Gap, align
-from unbroken.retokenising.causes import Cause, Change, Turn, find_changes
+from unbroken.retokenising.changes import Cause, Change, Gap, SampledSpan, align, find_changes
 
 TEXTS = {
     1: "<user>", 2: "hi", 3: "<bot>", 4: "pe", 5: "mi", 6: "pemi", 7: "<end>", 8: "{", 9: '"k":', 10: '"k": ', 11: "1}",
@@ -25,12 +24,12 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(TEXTS[i] for i in ids)
 
 
-def make_turns(kinds: str) -> list[Turn]:
+def make_turns(kinds: str) -> list[SampledSpan]:
     """The turns of `..CS.CS`, where dots are given."""
     turns, start = [], 0
     for run in kinds.split("."):
         if run:
-            turns.append(Turn(start=start, stop=start + len(run), kinds=tuple(KINDS[k] for k in run)))
+            turns.append(SampledSpan(start=start, stop=start + len(run), kinds=tuple(KINDS[k] for k in run)))
         start += len(run) + 1
     return turns
 

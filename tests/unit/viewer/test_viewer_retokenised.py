@@ -12,10 +12,10 @@ from support.audits import subject_of
 from support.recorded import make_row, make_trajectory
 from support.scripted_env import ScriptedEnv
 from unbroken.audit.subject import Subject
-from unbroken.drift.pipeline import compare_rollout
-from unbroken.drift.tasks import PromptRow
+from unbroken.drift.conversations import PromptRow
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples, find_trained_paths
+from unbroken.retokenising.comparison import compare_trajectory
 from unbroken.rollout.env import Env, Rewrite
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
@@ -60,7 +60,7 @@ def show(member: Trajectory) -> dict[str, Any]:
 async def test_a_record_is_compared_as_its_rollout(replies):
     subject = subject_of(templates.QWEN)
     member = await play(subject, make_lookup(), *replies)
-    expected = compare_rollout(subject, member)
+    expected = compare_trajectory(subject, member)
     assert expected is not None
     (found,) = retokenise_trajectory(show(member), subject)["rows"]
     assert found["token_ids"] == expected.retokenised_ids.tolist()

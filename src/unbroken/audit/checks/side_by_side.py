@@ -6,20 +6,22 @@ cut by length, a word spelled with two tokens.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unbroken.audit.checks.arguments import find_json_style
 from unbroken.audit.completions import make_completion
 from unbroken.audit.conversations import TOOLS, make_call
-from unbroken.audit.report import Origin, ShownToken, SideBySide
+from unbroken.audit.report import ShownConversation
 from unbroken.audit.subject import Subject
 from unbroken.errors import UnbrokenError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import TEMPLATE, Refusal
+from unbroken.retokenising.changes import IdOrigin
+from unbroken.retokenising.comparison import SampledTurn, retokenise
 from unbroken.types import token_ids
+from unbroken.viewer.reports import show_side_by_side
 
 _CALL_ID = "call00001"
 _ARGUMENTS = {"query": "library hours", "limit": 3}
@@ -36,10 +38,11 @@ class _Trajectory:
     messages: list[Message]
     tools: Sequence[ToolSchema]
     ids: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[IdOrigin] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def extend(self, ids: Sequence[int], origins: Sequence[Origin]) -> None:
+    def extend(self, ids: Sequence[int], origins: Sequence[IdOrigin]) -> None:
         """Append ids with their origins."""
         self.ids += [int(i) for i in ids]
         self.origins += origins
@@ -49,7 +52,7 @@ _Sampler = Callable[[Subject, _Trajectory], "list[int] | None"]
 """Makes the ids of a turn; None if the template does not write it after its generation prompt."""
 
 
-def find_side_by_side(subject: Subject, *, max_calls: int) -> SideBySide:
+def find_side_by_side(subject: Subject, *, max_calls: int) -> ShownConversation:
     """Run the conversation through the renderer under audit."""
     try:
         return _run_conversation(subject, with_call=max_calls > 0)
@@ -57,14 +60,14 @@ def find_side_by_side(subject: Subject, *, max_calls: int) -> SideBySide:
         return _make_missing(str(error))
 
 
-def _run_conversation(subject: Subject, *, with_call: bool) -> SideBySide:
+def _run_conversation(subject: Subject, *, with_call: bool) -> ShownConversation:
     tools = TOOLS if with_call else ()
     history: list[Message] = [{"role": "user", "content": "When is the library open?"}]
     result: Message = {"role": "tool", "content": _RESULT, "name": "search", "tool_call_id": _CALL_ID}
     question: Message = {"role": "user", "content": "And on Saturdays?"}
     path = _Trajectory(messages=history, tools=tools)
     prompt = subject.renderer.render(history, tools=tools).token_ids.tolist()
-    path.extend(prompt, [Origin.PROMPT] * len(prompt))
+    path.extend(prompt, [IdOrigin.PROMPT] * len(prompt))
     turns: list[tuple[_Sampler, list[Message]]] = [(_sample_cut, [question]), (_sample_split, [])]
     if with_call:
         turns.insert(0, (_sample_call, [result]))
@@ -84,8 +87,12 @@ def _append_turn(subject: Subject, path: _Trajectory, completion: list[int] | No
     parsed = subject.renderer.parse_response(sampled, prompt_ids=prompt, tools=path.tools)
     message = parsed.to_message([_CALL_ID] * len(parsed.tool_calls))
     earlier = list(path.messages)
-    path.extend(completion, [Origin.SAMPLED] * len(completion))
+    path.extend(completion, [IdOrigin.SAMPLED] * len(completion))
     path.messages.append(message)
+    turn = SampledTurn(
+        completion_ids=sampled, parsed=parsed, message=message, start=len(prompt), num_ids=len(completion)
+    )
+    path.turns.append(turn)
     if not new:
         return ""
     outcome = subject.renderer.bridge_to_next_turn(
@@ -95,7 +102,8 @@ def _append_turn(subject: Subject, path: _Trajectory, completion: list[int] | No
         return f"the bridge to the next turn is refused ({outcome.reason.value}): {outcome.detail}"
     if outcome.num_taken_back:
         del path.ids[-1], path.origins[-1]
-    origins = [Origin.BRIDGE if i == TEMPLATE else Origin.MESSAGE for i in outcome.message_indices.tolist()]
+        path.turns[-1] = replace(turn, num_ids=len(completion) - 1)
+    origins = [IdOrigin.BRIDGE if i == TEMPLATE else IdOrigin.MESSAGE for i in outcome.message_indices.tolist()]
     path.extend(outcome.bridge_ids.tolist(), origins)
     path.messages += new
     return ""
@@ -163,44 +171,12 @@ def _split_word(subject: Subject, ids: list[int]) -> tuple[str, tuple[str, ...],
     return None
 
 
-def _compare(subject: Subject, path: _Trajectory) -> SideBySide:
-    text = subject.render_text(path.messages, tools=path.tools)
-    if text is None:
+def _compare(subject: Subject, path: _Trajectory) -> ShownConversation:
+    found = retokenise(subject, token_ids(path.ids), path.origins, path.turns, path.messages, tools=path.tools)
+    if found is None:
         return _make_missing("the template refuses the parsed conversation")
-    return show_side_by_side(
-        subject, path.ids, path.origins, subject.encode(text.rstrip("\n")), notes=tuple(path.notes)
-    )
+    return ShownConversation(sides=show_side_by_side(found, subject.get_text), notes=tuple(path.notes))
 
 
-def show_side_by_side(
-    subject: Subject, ids: list[int], origins: Sequence[Origin], usual: list[int], *, notes: tuple[str, ...] = ()
-) -> SideBySide:
-    """Show the ids that we train on, which have these origins, beside those of the usual pipeline."""
-    blocks = difflib.SequenceMatcher(None, ids, usual, autojunk=False).get_opcodes()
-    changed = [True] * len(ids)
-    usual_changed, usual_origins = [True] * len(usual), [Origin.PROMPT] * len(usual)
-    for kind, i, j, k, m in blocks:
-        if kind == "equal":
-            changed[i:j] = usual_changed[k:m] = [False] * (j - i)
-            usual_origins[k:m] = origins[i:j]
-        elif k < m:
-            usual_origins[k:m] = [origins[min(i, len(ids) - 1)]] * (m - k)
-    return SideBySide(
-        exact=_make_shown_tokens(subject, ids, origins, changed),
-        retokenised=_make_shown_tokens(subject, usual, usual_origins, usual_changed),
-        notes=notes,
-    )
-
-
-def _make_shown_tokens(
-    subject: Subject, ids: list[int], origins: Sequence[Origin], changed: Sequence[bool]
-) -> tuple[ShownToken, ...]:
-    rows = zip(subject.get_tokens(ids), origins, changed, strict=True)
-    return tuple(
-        ShownToken(token_id=token.token_id, text=token.text, origin=origin, is_changed=is_changed)
-        for token, origin, is_changed in rows
-    )
-
-
-def _make_missing(why: str) -> SideBySide:
-    return SideBySide(exact=(), retokenised=(), notes=(), missing=why)
+def _make_missing(why: str) -> ShownConversation:
+    return ShownConversation(sides=None, missing=why)

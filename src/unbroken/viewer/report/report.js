@@ -13,20 +13,20 @@ const KINDS = {
 function drawIds(place) {
   const tokens = JSON.parse(place.querySelector('script').textContent);
   if (!tokens.length) return;
-  const texts = Object.fromEntries(tokens.map((token) => [token.id, token.text]));
+  const texts = Object.fromEntries(tokens.map((token) => [token.token_id, token.text]));
   const panel = el('div', { class: 'inspector' });
   const show = (n) => {
     const token = tokens[n];
-    const facts = token && [`position ${n}`, `id ${token.id}`, JSON.stringify(makeVisible(token.text)), KINDS[token.origin][0], token.changed && 'differs', token.note];
+    const facts = token && [`position ${n}`, `id ${token.token_id}`, JSON.stringify(makeVisible(token.text)), KINDS[token.origin][0], token.is_changed && 'differs', token.note];
     panel.replaceChildren(...(facts ? facts.filter(Boolean).map((fact) => el('span', {}, fact)) : [el('span', { class: 'soft' }, `${plural(tokens.length, 'id')}; point at one.`)]));
   };
-  const data = { ids: Int32Array.from(tokens.map((token) => token.id)), length: tokens.length };
+  const data = { ids: Int32Array.from(tokens.map((token) => token.token_id)), length: tokens.length };
   const grid = new TokenGrid({ texts }, data, { onSelect: (n) => { grid.select(n); show(n); }, onHover: (n) => show(n < 0 ? grid.selected : n) });
-  grid.paint((n) => KINDS[tokens[n].changed ? 'changed' : tokens[n].origin][1]);
+  grid.paint((n) => KINDS[tokens[n].is_changed ? 'changed' : tokens[n].origin][1]);
   place.append(grid.node, panel);
   grid.layOut();
   // A long prompt is scrolled past, up to its end.
-  const first = tokens.findIndex((token) => token.changed || token.origin !== 'prompt');
+  const first = tokens.findIndex((token) => token.is_changed || token.origin !== 'prompt');
   if (first > 0) grid.node.scrollTop = Math.max(0, grid.lineOf(first) - 2) * LINE_PX;
   grid.draw();
   show(-1);

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.retokenising.pipeline import SampledTurn, UsualPipeline
-from unbroken.retokenising.texts import TemplateTexts
+from unbroken.retokenising.changes import IdOrigin
+from unbroken.retokenising.comparison import SampledTurn, TemplateTexts, retokenise
 from unbroken.types import token_ids
 
 MAX_IDS = 32_768
@@ -95,19 +93,20 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
     num_replies = sum(message.get("role") == "assistant" for message in messages)
     if num_replies < len(sampled) or (row.get("messages") is not None and num_replies > len(sampled)):
         return _refuse("The turns and the recorded messages of this branch are not the same.")
-    exact = row["token_ids"][: _find_end(row, last, turn_of_node)]
-    found = UsualPipeline(texts).retokenise(exact, sampled, messages, tools=record.get("tools") or ())
+    exact = token_ids(row["token_ids"][: _find_end(row, last, turn_of_node)])
+    origins = [IdOrigin.PROMPT] * len(row["token_ids"])
+    for each in row["segments"]:
+        if each["origin"] == "sampled":
+            origins[each["start"] : each["stop"]] = [IdOrigin.SAMPLED] * (each["stop"] - each["start"])
+    found = retokenise(texts, exact, origins[: len(exact)], sampled, messages, tools=record.get("tools") or ())
     if found is None:
         return _refuse("The chat template refuses the conversation as it was parsed.")
-    mask = np.zeros(len(exact), dtype=np.bool_)
-    for segment in row["segments"]:
-        mask[segment["start"] : segment["stop"]] = segment["origin"] == "sampled"
-    ids = found.token_ids.tolist()
+    ids = found.retokenised_ids.tolist()
     return {
         "token_ids": ids,
         "num_ids": len(exact),
-        "num_sampled": int(mask.sum()),
-        "num_changed": sum(int(mask[slice(*change.gap.before)].sum()) for change in found.changes),
+        "num_sampled": found.origins.count(IdOrigin.SAMPLED),
+        "num_changed": found.count_changed_ids(),
         "changes": [
             {"before": change.gap.before, "after": change.gap.after, "causes": sorted(change.causes)}
             for change in found.changes

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.drift.pipeline import ComparedRollout
 from unbroken.engines.base import Engine
-from unbroken.retokenising.alignment import Gap
+from unbroken.retokenising.changes import Gap
+from unbroken.retokenising.comparison import Comparison
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.types import TokenIds
 
@@ -31,13 +31,13 @@ _MAX_SCORING = 16
 class Ratios:
     """The same rollouts as they were sampled, and retokenised; None without an id to compare."""
 
-    exact: Mismatch | None
-    retokenised: Mismatch | None
-    num_unscored: int
+    exact: Mismatch | None = None
+    retokenised: Mismatch | None = None
+    num_unscored: int = 0
     """Rollouts whose retokenised form does not fit into the engine's context; both leave them out."""
 
 
-async def score_rollouts(rollouts: Sequence[ComparedRollout], engine: Engine, *, temperature: float) -> Ratios:
+async def score_rollouts(rollouts: Sequence[Comparison], engine: Engine, *, temperature: float = 1.0) -> Ratios:
     """Score all rollouts in both forms. Raises as `Engine.score` does."""
     limit = asyncio.Semaphore(_MAX_SCORING)
 
@@ -48,32 +48,29 @@ async def score_rollouts(rollouts: Sequence[ComparedRollout], engine: Engine, *,
         return np.concatenate([[np.nan], scored.logprobs]).astype(np.float64)
 
     fitting = [one for one in rollouts if len(one.retokenised_ids) <= engine.context_length]
-    exact = await asyncio.gather(*(score(one.path.token_ids) for one in fitting))
-    retokenised = await asyncio.gather(*(score(one.retokenised_ids) for one in fitting if one.differs))
-    changed = iter(retokenised)
-    pairs = zip(fitting, exact, strict=True)
+    exact = await asyncio.gather(*(score(one.token_ids) for one in fitting))
+    changed = iter(await asyncio.gather(*(score(one.retokenised_ids) for one in fitting if one.differs)))
+    exact_pairs: list[tuple[float, float]] = []
+    retokenised_pairs: list[tuple[float, float]] = []
+    for one, own in zip(fitting, exact, strict=True):
+        exact_pairs += pair_logprobs(one, own, ())
+        gaps = [change.gap for change in one.changes]
+        retokenised_pairs += pair_logprobs(one, next(changed) if one.differs else own, gaps)
     return Ratios(
-        exact=_compare([pair for one, logprobs in pairs for pair in pair_logprobs(one, logprobs, ())]),
-        retokenised=_compare(
-            [
-                pair
-                for one, own in zip(fitting, exact, strict=True)
-                for pair in pair_logprobs(one, next(changed) if one.differs else own, _get_gaps(one))
-            ]
-        ),
+        exact=_compare(exact_pairs),
+        retokenised=_compare(retokenised_pairs),
         num_unscored=len(rollouts) - len(fitting),
     )
 
 
-def pair_logprobs(
-    rollout: ComparedRollout, logprobs: NDArray[Any], gaps: Sequence[Gap]
-) -> Iterator[tuple[float, float]]:
+def pair_logprobs(rollout: Comparison, logprobs: NDArray[Any], gaps: Sequence[Gap]) -> Iterator[tuple[float, float]]:
     """The logprobs (trained on, sampled) of each sampled id, and the sums of each replaced stretch.
 
-    `logprobs` are [T] those of the other sequence, from which the gaps lead. Worked example: `a b c d` was sampled
+    `logprobs` are [T] those of the other sequence, to which the gaps lead. Worked example: `a b c d` was sampled
     after `p`, and `p a x d` is trained on: three pairs, of `a`, of `x` against `b c`, and of `d`.
     """
-    mask, sampled = rollout.path.sampled_mask, rollout.path.rollout_logprobs
+    mask, sampled = rollout.sampled_mask, rollout.rollout_logprobs
+    assert sampled is not None, "a conversation that no engine sampled has no ratios"
     end = Gap(before=(len(mask), len(mask)), after=(len(logprobs), len(logprobs)))
     position = other = 0
     for gap in (*gaps, end):
@@ -85,10 +82,6 @@ def pair_logprobs(
             replaced = sampled[start:stop][mask[start:stop]]
             yield float(np.nansum(logprobs[first:last])), float(replaced.sum())
         position, other = stop, last
-
-
-def _get_gaps(rollout: ComparedRollout) -> list[Gap]:
-    return [change.gap for change in rollout.changes]
 
 
 def _compare(pairs: list[tuple[float, float]]) -> Mismatch | None:

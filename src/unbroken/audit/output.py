@@ -1,8 +1,7 @@
-"""Shows a report as plain text, at most 80 columns wide."""
+"""Shows a report as plain text, and as a page."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from unbroken.audit.report import (
@@ -14,10 +13,10 @@ from unbroken.audit.report import (
     Token,
     Trait,
     TurnEndFinding,
+    Verdict,
 )
-from unbroken.viewer.texts import make_printable
+from unbroken.viewer.reports import format_percent, make_printable, render_page, shorten, write_text
 
-WIDTH, LABEL_WIDTH = 80, 16
 _MAX_TOKENS_SHOWN = 9
 
 _BOUNDARY_WORDS = {
@@ -31,33 +30,40 @@ _HISTORY_WORDS = {
     "drops_reasoning": "drops or re-wraps reasoning",
     "rewritten": "rewrites more than reasoning",
 }
+_VERDICT_WORDS = {
+    Verdict.FIT: "FIT",
+    Verdict.PARTLY_FIT: "PARTLY FIT",
+    Verdict.UNFIT: "NOT USABLE",
+    Verdict.UNDECIDED: "UNDECIDED",
+}
+_WITH_TABLES = ("arguments", "bridges")
+"""The findings with tables of their own."""
 
 
 def to_text(report: AuditReport) -> str:
-    """Show all findings, each as a label with its lines."""
-    about = report.about
-    lines = [
-        _shorten(f"unbroken audit  {make_printable(about.name)}", WIDTH),
-        "",
-        *textwrap.wrap(make_printable(report.sentence), WIDTH, break_on_hyphens=False),
-        *textwrap.wrap(make_printable(report.action), WIDTH, break_on_hyphens=False),
-        "",
-    ]
-    for label, values in make_rows(report):
-        lines += wrap_row(label, values)
-    return "\n".join(lines) + "\n"
+    """Show all findings as text."""
+    return write_text(f"unbroken audit  {report.about.name}", [report.sentence, report.action], _make_rows(report))
+
+
+def to_html(report: AuditReport) -> str:
+    """Make the page."""
+    shown = report.side_by_side
+    return render_page(
+        "unbroken.audit",
+        "report.html.jinja",
+        report=report,
+        shown=shown,
+        verdict=_VERDICT_WORDS[report.verdict],
+        rows=[(label, list(values)) for label, values in _make_rows(report) if label not in _WITH_TABLES],
+        num_changed=sum(token.is_changed for token in shown.sides.exact) if shown.sides else 0,
+    )
 
 
 def _format_tokens(tokens: Sequence[Token]) -> str:
     """Show tokens in quotes with their ids; for many tokens, only their number and the beginning of the text."""
     if len(tokens) <= _MAX_TOKENS_SHOWN:
         return " ".join(f'"{make_printable(token.text)}" ({token.token_id})' for token in tokens)
-    return f'{len(tokens)} ids, "{_shorten(make_printable("".join(token.text for token in tokens)), 100)}"'
-
-
-def format_percent(part: int, whole: int) -> str:
-    """Show a share in percent with one decimal."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return f'{len(tokens)} ids, "{shorten(make_printable("".join(token.text for token in tokens)), 100)}"'
 
 
 def _describe_closing(closed: ClosedTurn) -> str:
@@ -77,7 +83,7 @@ def _describe_boundary(boundary: BoundaryFinding) -> str:
     return f"{boundary.situation}: {', '.join(parts)}"
 
 
-def make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
+def _make_rows(report: AuditReport) -> Iterator[tuple[str, Iterable[str]]]:
     """Describe each finding: its label and its lines."""
     yield "template", _describe_template(report)
     yield "tokenizer", _describe_tokenizer(report)
@@ -169,7 +175,7 @@ def _describe_round_trip(report: AuditReport) -> Iterator[str]:
         yield f"{found.num_not_comparable} more turns cannot be compared"
     if found.differences:
         yield "differ in " + ", ".join(f"{part} ({num})" for part, num in found.differences.items())
-        yield make_printable(_shorten(found.example, 200))
+        yield make_printable(shorten(found.example, 200))
 
 
 def _describe_bridges(report: AuditReport) -> Iterator[str]:
@@ -195,18 +201,3 @@ def _describe_history(report: AuditReport) -> Iterator[str]:
             f"{words} in {counts[effect]}" for effect, words in _HISTORY_WORDS.items() if effect in counts
         )
         yield f"after a {role} message, a fresh rendering {parts}"
-
-
-def wrap_row(label: str, values: Iterable[str]) -> Iterator[str]:
-    """Put a label before the first of the lines that show the values."""
-    for value in values:
-        wrapped = textwrap.wrap(
-            value, WIDTH - LABEL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, replace_whitespace=False
-        )
-        for line in wrapped or [""]:
-            yield f"{label:<{LABEL_WIDTH}}{line}".rstrip()
-            label = ""
-
-
-def _shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 2]}.."

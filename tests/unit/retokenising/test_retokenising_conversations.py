@@ -11,14 +11,11 @@ import pytest
 from support import templates
 from support.audits import subject_of
 from unbroken.audit.subject import Subject
-from unbroken.drift.config import DriftConfig
-from unbroken.drift.pipeline import ComparedRollout, compare_rollout
-from unbroken.drift.ratios import pair_logprobs, score_rollouts
-from unbroken.drift.run import run_drift
-from unbroken.drift.tasks import PromptRow
+from unbroken.drift.conversations import PromptRow
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
-from unbroken.errors import ContextOverflowError
-from unbroken.retokenising.causes import Cause
+from unbroken.retokenising.changes import Cause
+from unbroken.retokenising.comparison import Comparison, compare_trajectory
+from unbroken.retokenising.ratios import pair_logprobs, score_rollouts
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.types import FinishReason, SamplingParams
@@ -49,7 +46,7 @@ def split(subject: Subject, text: str) -> list[int]:
 
 async def compare(
     subject: Subject, replies: Sequence[Any], *, follow_ups: Sequence[str] = (), max_tokens: int = 200
-) -> ComparedRollout:
+) -> Comparison:
     row = PromptRow(messages=USER, results=RESULTS, follow_ups=follow_ups)
     script = [subject.encode(reply) if isinstance(reply, str) else reply for reply in replies]
     trajectory = await run_rollout(
@@ -61,7 +58,7 @@ async def compare(
     )
     assert trajectory.error is None
     assert len(trajectory.turns) == len(replies)
-    compared = compare_rollout(subject, trajectory)
+    compared = compare_trajectory(subject, trajectory)
     assert compared is not None
     return compared
 
@@ -90,7 +87,7 @@ async def test_the_cause_of_a_conversation_is_found(
     assert compared.causes == expected
     assert compared.differs == bool(expected)
     assert bool(compared.count_changed_ids()) == bool(expected)
-    assert np.array_equal(compared.path.token_ids, compared.retokenised_ids) == (not expected)
+    assert np.array_equal(compared.token_ids, compared.retokenised_ids) == (not expected)
 
 
 async def test_a_word_spelled_in_letters_is_a_bpe_split() -> None:
@@ -98,8 +95,7 @@ async def test_a_word_spelled_in_letters_is_a_bpe_split() -> None:
     spelled = [*split(subject, "known"), *subject.encode(END)]
     compared = await compare(subject, [SPACED + END, spelled])
     assert compared.causes == {Cause.BPE_SPLIT}
-    assert not compared.find_changes(compared.turns[0])
-    assert len(compared.find_changes(compared.turns[1])) == 1
+    assert [sum(map(turn.touches, compared.changes)) for turn in compared.turns] == [0, 1]
     assert compared.count_changed_ids() == compared.count_changed_ids(Cause.BPE_SPLIT) <= len("known")
 
 
@@ -109,19 +105,19 @@ async def test_a_cut_turn_gets_an_end_that_was_not_sampled() -> None:
     compared = await compare(subject, [cut], max_tokens=len(subject.encode("It is known")))
     assert compared.causes == {Cause.TURN_END}
     assert compared.count_changed_ids() == 0, "all sampled ids are still there"
-    assert compared.retokenised_ids.tolist() == [*compared.path.token_ids.tolist(), *subject.encode(END)]
+    assert compared.retokenised_ids.tolist() == [*compared.token_ids.tolist(), *subject.encode(END)]
 
 
 async def test_turns_before_a_fork_are_left_out_and_counted() -> None:
     compared = await compare(subject_of(FORGETS), [ANSWER, ANSWER], follow_ups=["Sure?"])
     assert (len(compared.turns), compared.num_turns_left_out) == (1, 1)
-    assert compared.turns[0].start > len(compared.path.token_ids) // 2
+    assert compared.turns[0].start > len(compared.token_ids) // 2
 
 
 async def test_one_id_less_is_no_stretch_to_train_on_and_a_replaced_one_is_one_ratio() -> None:
     subject = subject_of(templates.QWEN)
     compared = await compare(subject, [[*split(subject, "known"), *subject.encode(END)]])
-    num_ids, num_sampled = len(compared.path.token_ids), int(compared.path.sampled_mask.sum())
+    num_ids, num_sampled = len(compared.token_ids), int(compared.sampled_mask.sum())
     exact = list(pair_logprobs(compared, np.full(num_ids, -0.5), ()))
     assert len(exact) == num_sampled
     gaps = [change.gap for change in compared.changes]
@@ -139,46 +135,3 @@ async def test_equal_logprobs_give_ratios_of_one_where_nothing_changed() -> None
     assert (ratios.exact.k3, ratios.exact.share_off_20pct, ratios.num_unscored) == (0, 0, 0)
     short = await score_rollouts([compared], ScriptedEngine([], context_length=8), temperature=1.0)
     assert (short.exact, short.num_unscored) == (None, 1)
-
-
-async def report_of(replies: Sequence[str], *, num: int = 1, **options: Any) -> Any:
-    subject = subject_of(templates.QWEN)
-    row = PromptRow(messages=USER, results=RESULTS)
-
-    def reply(prompt_ids: Any) -> list[int]:
-        return subject.encode(replies[0] if "pemi" not in subject.decode(prompt_ids.tolist()) else replies[1])
-
-    return await run_drift(
-        subject,
-        ScriptedEngine(reply, allow_forks=True, **options),
-        lambda _: row.make_env(),
-        DriftConfig(num_conversations=num),
-        prompts="by hand",
-        engine_name="embedded",
-    )
-
-
-async def test_without_drift_every_share_is_exactly_0() -> None:
-    report = await report_of([SPACED + END, ANSWER], num=3)
-    values = report.to_json()
-    assert (values["compared"]["num_rollouts"], values["compared"]["num_turns"]) == (3, 6)
-    for counts in (values["changed"], *values["causes"].values()):
-        assert set(counts.values()) == {0}
-    assert report.examples == ()
-
-
-async def test_shares_count_rollouts_turns_and_ids() -> None:
-    report = await report_of([COMPACT + END, ANSWER], num=3)
-    values = report.to_json()
-    assert values["changed"]["share_of_rollouts"] == 1.0
-    assert values["changed"]["share_of_turns"] == 0.5
-    assert 0 < values["changed"]["num_ids"] < values["compared"]["num_ids"]
-    assert values["causes"]["reserialised_call"] == values["changed"]
-    assert values["causes"]["bpe_split"]["num_rollouts"] == 0
-    assert values["retokenised"]["num_tokens"] <= values["exact"]["num_tokens"] == values["compared"]["num_ids"]
-    assert [example.cause for example in report.examples] == [Cause.RESERIALISED_CALL]
-
-
-async def test_without_any_turn_the_first_error_is_raised() -> None:
-    with pytest.raises(ContextOverflowError):
-        await report_of([SPACED + END, ANSWER], context_length=4)

@@ -1,1 +1,0 @@
-"""Shows a report: as text, and as an HTML page."""
