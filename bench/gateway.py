@@ -32,7 +32,7 @@ import httpx
 import numpy as np
 
 from rendering import make_tokenizer
-from unbroken.client.connections import Connections
+from unbroken.client.calls import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import create_gateway
 from unbroken.ledger.store import open_store

@@ -34,7 +34,7 @@ import httpx
 import numpy as np
 
 from unbroken.client import AsyncClient
-from unbroken.client.connections import Connections
+from unbroken.client.calls import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.images.inputs import ImageInputs
 from unbroken.images.processing import HfImageProcessor

@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 
 from unbroken.client import AsyncClient
-from unbroken.client.connections import Connections
+from unbroken.client.calls import Connections
 from unbroken.types import SamplingParams
 
 NAME = "bench"

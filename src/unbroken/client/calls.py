@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -13,10 +16,18 @@ from uuid import uuid4
 import httpx
 
 from unbroken import compact
-from unbroken.client.connections import Connections
-from unbroken.client.errors import to_error, unexpected_answer, unreachable_error
-from unbroken.client.images import Files, PromptImages, SentImages, read_messages
-from unbroken.errors import ImageError, ServerError, UnknownImageError
+from unbroken.client.images import Files, RequestImages, SentImages, read_messages
+from unbroken.errors import (
+    ContextOverflowError,
+    ImageError,
+    SamplingError,
+    ServerBusyError,
+    ServerError,
+    ServerUnreachableError,
+    SessionEndedError,
+    UnknownImageError,
+    UnknownSessionError,
+)
 from unbroken.types import EncodedImage
 
 _T = TypeVar("_T")
@@ -103,7 +114,7 @@ class Calls:
         return self._read_json(response)
 
     async def post_with_images(
-        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
+        self, path: str, body: Mapping[str, Any], held: RequestImages, settings: Mapping[str, Any] | None
     ) -> Any:
         """Send a body with the images of its prompts; `settings` are its `mm_processor_kwargs`."""
         return await self._with_images(
@@ -118,7 +129,7 @@ class Calls:
         )
 
     async def stream_with_images(
-        self, path: str, body: Mapping[str, Any], held: PromptImages, settings: Mapping[str, Any] | None
+        self, path: str, body: Mapping[str, Any], held: RequestImages, settings: Mapping[str, Any] | None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Open a stream and return its events; an error in the request is raised here. See `open_stream`."""
         return await self._with_images(
@@ -232,7 +243,7 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
     raise ServerError("the server's stream ended before [DONE]")
 
 
-def _format_images(held: PromptImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
+def _format_images(held: RequestImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:
     fields: dict[str, Any] = (
         {"images": held.body(inline=inline)} if any(own is not None for own in held.by_prompt) else {}
     )
@@ -252,3 +263,119 @@ def _pause_s(attempt: int, retry_after: str | None = None) -> float:
     if retry_after is not None and retry_after.isdigit():
         return int(retry_after) + random.random()
     return min(2.0**attempt, 30.0) * (0.5 + random.random() / 2)
+
+
+_MAX_IDLE = 256
+_EXPIRY_S = 5.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""TCP keep-alive notices after 90 s that a machine is gone, however long an answer may take."""
+
+
+class Connections(httpx.AsyncBaseTransport):
+    """An `httpx` transport that keeps connections for reuse, the most recently used first.
+
+    httpx's own pool scans all connections at every request and answer, which costs 9 ms per request with 64 concurrent
+    ones. This is a stack of httpx pools of one connection each. Proxies in environment variables are not used.
+    """
+
+    def __init__(self) -> None:
+        self._tls = httpx.create_ssl_context()
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        self._closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx."""
+        connection = self._idle.pop()[1] if self._idle else self._connect()
+        try:
+            response = await connection.handle_async_request(request)
+        except BaseException:
+            await connection.aclose()
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _ReusingStream(response.stream, lambda: self._give_back(connection))
+        return response
+
+    async def aclose(self) -> None:
+        """Close the idle connections; those in use are closed when their answers are."""
+        self._closed = True
+        while self._idle:
+            await self._idle.pop()[1].aclose()
+
+    def _connect(self) -> httpx.AsyncHTTPTransport:
+        tcp = [(getattr(socket, name), value) for name, value in _KEEPALIVE.items() if hasattr(socket, name)]
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *option) for option in tcp)]
+        return httpx.AsyncHTTPTransport(verify=self._tls, socket_options=options)
+
+    async def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
+        if self._closed:
+            await connection.aclose()
+            return
+        now = time.monotonic()
+        self._idle.append((now, connection))
+        while self._idle and (len(self._idle) > _MAX_IDLE or self._idle[0][0] < now - _EXPIRY_S):
+            await self._idle.popleft()[1].aclose()
+
+
+class _ReusingStream(httpx.AsyncByteStream):
+    """An answer's bytes; closing it gives the connection back."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, give_back: Callable[[], Awaitable[None]]) -> None:
+        self._stream = stream
+        self._give_back: Callable[[], Awaitable[None]] | None = give_back
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield part
+
+    async def aclose(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        try:
+            await self._stream.aclose()
+        finally:
+            if give_back is not None:
+                await give_back()
+
+
+def unreachable_error(base_url: str, error: Exception, num_tries: int) -> ServerUnreachableError:
+    """The error for a connection that failed or broke."""
+    return ServerUnreachableError(
+        f"no answer from {base_url} in {num_tries} tries ({type(error).__name__}: {error}): is the server running, and "
+        "is this its address?"
+    )
+
+
+def unexpected_answer(base_url: str, path: str, answer: object) -> ServerError:
+    """The error for an answer with status 200 that is not one of a server of ours."""
+    return ServerError(
+        f"{base_url} answered {path} with {str(answer)[:200]!r}, which is no answer of a server of this package: is "
+        "this its address?"
+    )
+
+
+def to_error(response: httpx.Response) -> Exception:
+    """Convert an error answer to one of our exceptions, with the server's message."""
+    try:
+        body = response.json()["error"]
+        message, code, sha256 = str(body["message"]), body.get("code"), str(body.get("sha256"))
+    except (ValueError, KeyError, TypeError):
+        message, code, sha256 = response.text[:500], None, ""
+    if code == "context_length_exceeded":
+        return ContextOverflowError.from_message(message)
+    if code == "unknown_image":
+        return _with_message(UnknownImageError(sha256), message)
+    if code in ("session_ended", "session_finished", "session_expired"):
+        return _with_message(SessionEndedError("", ""), message)
+    if code == "session_not_found":
+        return _with_message(UnknownSessionError(""), message)
+    if code == "invalid_image":
+        return ImageError(message)
+    if response.status_code == 429:
+        return ServerBusyError(message)
+    if response.status_code in (400, 404, 409, 413, 422):
+        return SamplingError(message)
+    return ServerError(f"HTTP {response.status_code}: {message}")
+
+
+def _with_message(error: Exception, message: str) -> Exception:
+    error.args = (message,)
+    return error

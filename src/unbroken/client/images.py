@@ -68,7 +68,7 @@ class SentImages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptImages:
+class RequestImages:
     """The images of each prompt of a request."""
 
     by_prompt: tuple[tuple[str | EncodedImage | ImageSpan, ...] | None, ...]
@@ -88,7 +88,7 @@ class PromptImages:
         return [_find_sha256(item) for item in self.by_prompt[index] or ()]
 
 
-async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptImages:
+async def read_images(given: Sequence[Any] | None, num_prompts: int) -> RequestImages:
     """Read the argument `images`: for each prompt None, one image, or a sequence of images or spans.
 
     Raises:
@@ -96,17 +96,17 @@ async def read_images(given: Sequence[Any] | None, num_prompts: int) -> PromptIm
         ImageError: an image cannot be read; the message names its place.
     """
     if given is None:
-        return PromptImages(by_prompt=(None,) * num_prompts)
+        return RequestImages(by_prompt=(None,) * num_prompts)
     if len(given) != num_prompts:
         raise InvalidInputError(
             f"images must have one entry per prompt (None for no image): got {len(given)} for {num_prompts} prompts"
         )
     listed = [own if own is None or isinstance(own, (list, tuple)) else (own,) for own in given]
     if all(isinstance(item, (EncodedImage, ImageSpan)) for own in listed for item in own or ()):
-        return PromptImages(by_prompt=tuple(None if own is None else tuple(own) for own in listed))
+        return RequestImages(by_prompt=tuple(None if own is None else tuple(own) for own in listed))
 
-    def read() -> PromptImages:
-        return PromptImages(
+    def read() -> RequestImages:
+        return RequestImages(
             by_prompt=tuple(
                 None
                 if own is None

@@ -36,7 +36,7 @@ class CreatedSession(TypedDict):
     """Unix time in seconds."""
 
 
-class SessionRecord(TypedDict):
+class SessionSummary(TypedDict):
     """A session without its turns."""
 
     session_id: str
@@ -56,7 +56,7 @@ class SessionFork(TypedDict):
     reason: str
 
 
-class SessionView(SessionRecord):
+class SessionView(SessionSummary):
     """A session with numbers."""
 
     num_turns: int
@@ -124,22 +124,22 @@ class SessionCalls:
         """The file of an image in the session."""
         return await self._calls.get_bytes(f"{_path(session_id)}/images/{quote(sha256, safe='')}")
 
-    async def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionRecord:
+    async def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionSummary:
         """End a session with its `reward`, `metrics` and `status`; returns the session.
 
         Raises:
             SessionEndedError: it has ended already, in another way.
         """
-        answer: SessionRecord = await self._calls.post(f"{_path(session_id)}/finish", outcome or {})
+        answer: SessionSummary = await self._calls.post(f"{_path(session_id)}/finish", outcome or {})
         return answer
 
     async def delete(self, session_id: str) -> None:
         """Delete a session and all that it recorded."""
         await self._calls.delete(_path(session_id))
 
-    async def list(self, *, status: SessionStatus | None = None) -> list[SessionRecord]:
+    async def list(self, *, status: SessionStatus | None = None) -> list[SessionSummary]:
         """All sessions, oldest first, or those of one status."""
-        found: list[SessionRecord] = []
+        found: list[SessionSummary] = []
         wanted = "" if status is None else f"&status={quote(status)}"
         while True:
             after = f"&after={found[-1]['session_id']}" if found else ""

@@ -13,8 +13,8 @@ from unbroken.client.async_client import AsyncClient
 from unbroken.client.sessions import (
     CreatedSession,
     SessionCalls,
-    SessionRecord,
     SessionStatus,
+    SessionSummary,
     SessionTree,
     SessionView,
 )
@@ -115,7 +115,7 @@ class BlockingSessionCalls:
         """See `SessionCalls.image`."""
         return self._run(lambda: self._calls.image(session_id, sha256))
 
-    def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionRecord:
+    def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionSummary:
         """See `SessionCalls.finish`."""
         return self._run(lambda: self._calls.finish(session_id, outcome))
 
@@ -123,6 +123,6 @@ class BlockingSessionCalls:
         """See `SessionCalls.delete`."""
         return self._run(lambda: self._calls.delete(session_id))
 
-    def list(self, *, status: SessionStatus | None = None) -> list[SessionRecord]:
+    def list(self, *, status: SessionStatus | None = None) -> list[SessionSummary]:
         """See `SessionCalls.list`."""
         return self._run(lambda: self._calls.list(status=status))

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from unbroken.client import AsyncClient
-from unbroken.client.calls import Calls
-from unbroken.client.errors import unexpected_answer
+from unbroken.client.calls import Calls, unexpected_answer
 from unbroken.engines.vllm_server import VllmServer
 from unbroken.errors import EngineError
 from unbroken.types import ImageSpan, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from unbroken.engines.checks import check_unused
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
-from unbroken.engines.transformers.images import Sight
+from unbroken.engines.transformers.images import ImageFeatures
 from unbroken.engines.transformers.jobs import Job, Row
 from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_top
 from unbroken.engines.transformers.slots import MIN_COPY, Claim, SlotTable
@@ -242,7 +242,7 @@ class ContinuousBatch:
         positions = table.num_cached[slots, None] + offsets
         ids = table.ids[slots[:, None], positions]
         try:
-            self._forward.prefill(slots, positions, ids, sights=self._sights(slots))
+            self._forward.prefill(slots, positions, ids, image_features=self._find_image_features(slots))
         except (MemoryError, RuntimeError) as cause:
             self._fail_for_memory(self._find_longest(slots), cause)
             return
@@ -251,10 +251,10 @@ class ContinuousBatch:
         table.num_cached[slots] += counts
         self.stats.num_prefilled += int(counts.sum())
 
-    def _sights(self, slots: NDArray[np.int64]) -> dict[int, Sight]:
-        """Return the `Sight` of slots whose prompts have images, by their index in `slots`."""
+    def _find_image_features(self, slots: NDArray[np.int64]) -> dict[int, ImageFeatures]:
+        """Return the `ImageFeatures` of slots whose prompts have images, by their index in `slots`."""
         rows = enumerate(map(self._rows.get, slots.tolist()))
-        return {index: row.job.sight for index, row in rows if row is not None and row.job.sight is not None}
+        return {index: row.job.features for index, row in rows if row is not None and row.job.features is not None}
 
     def _sample(self) -> None:
         table = self._table
@@ -290,7 +290,7 @@ class ContinuousBatch:
             fed = ready  # all rows of a pass read as far as the longest
         positions = table.num_cached[fed, None]
         fed_ids = table.ids[fed[:, None], positions]
-        logits = self._forward.decode(fed, positions, fed_ids, sights=self._sights(fed))
+        logits = self._forward.decode(fed, positions, fed_ids, image_features=self._find_image_features(fed))
         is_ready = np.isin(fed, ready)
         if (experts := self._forward.routed_experts) is not None:
             table.store_experts(ready, positions[is_ready, 0], experts[is_ready, 0])
@@ -439,8 +439,8 @@ class ContinuousBatch:
         self._table.forget(running=True)
         self._forward.cache.erase()
         for job in self._jobs.values():
-            if job.sight is not None:
-                job.sight.features.clear()
+            if job.features is not None:
+                job.features.computed.clear()
 
 
 def _make_experts(forward: SlotForward) -> RoutedExperts | None:

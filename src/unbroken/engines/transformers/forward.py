@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
-from unbroken.engines.transformers.images import ImageModel, PlainInputs, Sight
+from unbroken.engines.transformers.images import ImageFeatures, ImageModel, PlainInputs
 from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
@@ -97,14 +97,14 @@ class SlotForward:
         positions_RT: NDArray[np.int64],
         ids_RT: TokenIds,
         *,
-        sights: Mapping[int, Sight] = MappingProxyType({}),
+        image_features: Mapping[int, ImageFeatures] = MappingProxyType({}),
     ) -> None:
         """Store the keys and values of `ids_RT` (negative at the features of an image) without computing logits.
 
-        `sights` are those of the rows whose prompts have images, by index of the row.
+        `image_features` are those of the rows whose prompts have images, by index of the row.
         """
         with without_cudnn(), self._recording(positions_RT.shape):
-            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, sights))
+            self.model.base_model(**self._inputs(slots_R, positions_RT, ids_RT, image_features))
 
     def decode(
         self,
@@ -112,11 +112,11 @@ class SlotForward:
         positions_RT: NDArray[np.int64],
         ids_RT: TokenIds,
         *,
-        sights: Mapping[int, Sight] = MappingProxyType({}),
+        image_features: Mapping[int, ImageFeatures] = MappingProxyType({}),
     ) -> torch.Tensor:
         """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
         with without_cudnn(), self._recording(positions_RT.shape):
-            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, sights)).logits
+            logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, image_features)).logits
         return logits[:, -1]
 
     @torch.inference_mode()
@@ -168,7 +168,7 @@ class SlotForward:
         slots_R: NDArray[np.int64],
         positions_RT: NDArray[np.int64],
         ids_RT: TokenIds,
-        sights: Mapping[int, Sight],
+        image_features: Mapping[int, ImageFeatures],
     ) -> dict[str, Any]:
         """Aim the cache and make the model's inputs: a row sees its slot up to its own position."""
         length = int(positions_RT.max()) + 1
@@ -178,32 +178,32 @@ class SlotForward:
         hidden_R1TL = torch.arange(length, device=self.device) > positions[:, None, :, None]
         mask_R1TL = torch.zeros(hidden_R1TL.shape, dtype=self.model.dtype, device=self.device)
         return {
-            **self._seen(positions_RT, ids_RT, sights),
-            "position_ids": positions if not sights else self._positions(positions_RT, sights),
+            **self._embed_images(positions_RT, ids_RT, image_features),
+            "position_ids": positions if not image_features else self._positions(positions_RT, image_features),
             "attention_mask": mask_R1TL.masked_fill_(hidden_R1TL, float("-inf")),
             "past_key_values": self.cache,
             "use_cache": True,
         }
 
-    def _seen(
-        self, positions_RT: NDArray[np.int64], ids_RT: TokenIds, sights: Mapping[int, Sight]
+    def _embed_images(
+        self, positions_RT: NDArray[np.int64], ids_RT: TokenIds, image_features: Mapping[int, ImageFeatures]
     ) -> dict[str, torch.Tensor]:
         """Return the ids, or embeddings if there are images."""
         ids = torch.from_numpy(np.maximum(ids_RT, 0).astype(np.int64)).to(self.device)
-        if self.images is None or not any((ids_RT[row] < 0).any() for row in sights):
+        if self.images is None or not any((ids_RT[row] < 0).any() for row in image_features):
             return {"input_ids": ids}
         embeds_RTH = self.model.get_input_embeddings()(ids)
-        for row, sight in sights.items():
-            self.images.show(embeds_RTH[row], positions_RT[row], sight)
+        for row, features in image_features.items():
+            self.images.write_features(embeds_RTH[row], positions_RT[row], features)
         return {"inputs_embeds": embeds_RTH}
 
-    def _positions(self, positions_RT: NDArray[np.int64], sights: Mapping[int, Sight]) -> torch.Tensor:
+    def _positions(self, positions_RT: NDArray[np.int64], image_features: Mapping[int, ImageFeatures]) -> torch.Tensor:
         """Return positions [R, T], or [3, R, T] for a model with multimodal rope."""
-        if any(sight.images.rope is None for sight in sights.values()):
+        if any(features.images.rope is None for features in image_features.values()):
             return torch.from_numpy(positions_RT).to(self.device)
         rope_3RT = np.repeat(positions_RT[None], 3, axis=0)
-        for row, sight in sights.items():
-            rope_3RT[:, row] = sight.images.rope_at(positions_RT[row])
+        for row, features in image_features.items():
+            rope_3RT[:, row] = features.images.rope_at(positions_RT[row])
         return torch.from_numpy(rope_3RT).to(self.device)
 
 
@@ -267,15 +267,15 @@ def _check_images(forward: SlotForward, images: ImageModel) -> None:
     prepared = images.prepare(ids_T, spans)
     cut, length = spans[1].offset + 1, len(ids_T)
     forward.cache.reserve(1, length)
-    slot, sights = np.zeros(1, dtype=np.int64), {0: Sight(images=prepared)}
+    slot, image_features = np.zeros(1, dtype=np.int64), {0: ImageFeatures(images=prepared)}
     try:
         inputs = images.plain_inputs(ids_T, spans, prepared.images)
         ids_1T = torch.from_numpy(ids_T[None].astype(np.int64)).to(forward.device)
         expected_TV = forward._run_plain(ids_1T, inputs)[0]
         for piece in (np.arange(cut), np.arange(cut, length - 1)):
-            forward.prefill(slot, piece[None], prepared.keys[None, piece], sights=sights)
+            forward.prefill(slot, piece[None], prepared.keys[None, piece], image_features=image_features)
         last = np.array([[length - 1]])
-        found_RV = forward.decode(slot, last, prepared.keys[last], sights=sights)
+        found_RV = forward.decode(slot, last, prepared.keys[last], image_features=image_features)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise InvalidInputError(f"{type(forward.model).__name__} does not run with images here: {error}") from error
     _refuse_difference(forward, found_RV, expected_TV[-1:])

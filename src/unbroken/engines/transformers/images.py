@@ -70,11 +70,11 @@ class PlainInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class ImageFeatures:
     """The features of a prompt's images under the weights in use."""
 
     images: PromptImages
-    features: dict[int, torch.Tensor] = field(default_factory=dict)
+    computed: dict[int, torch.Tensor] = field(default_factory=dict)
     """[F, H] by the image's number; computed when first needed, dropped with the weights."""
 
 
@@ -114,12 +114,12 @@ class ImageModel:
         """Process images and return their `plain_inputs`; may run in any thread, and raises as `prepare`."""
         return self.plain_inputs(prompt_ids, spans, self.prepare(prompt_ids, spans).images)
 
-    def show(self, embeds_TH: torch.Tensor, positions: NDArray[np.int64], sight: Sight) -> None:
+    def write_features(self, embeds_TH: torch.Tensor, positions: NDArray[np.int64], features: ImageFeatures) -> None:
         """Replace embeddings with the features of images at [T] positions of the sequence."""
-        for number, columns, of_image in sight.images.features_at(positions):
-            if number not in sight.features:
-                sight.features[number] = self._features(sight.images.images[number])
-            embeds_TH[columns] = sight.features[number][of_image].to(embeds_TH.dtype)
+        for number, columns, of_image in features.images.features_at(positions):
+            if number not in features.computed:
+                features.computed[number] = self._features(features.images.images[number])
+            embeds_TH[columns] = features.computed[number][of_image].to(embeds_TH.dtype)
 
     def _features(self, image: ProcessedImage) -> torch.Tensor:
         inputs = _select_inputs(self._get_features, self._on_device(image.inputs))

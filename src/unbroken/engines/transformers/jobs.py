@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from unbroken.engines.transformers.answers import Answer, Feed
-from unbroken.engines.transformers.images import PromptImages, Sight
+from unbroken.engines.transformers.images import ImageFeatures, PromptImages
 from unbroken.types import (
     FinishReason,
     Logprobs,
@@ -114,7 +114,7 @@ class Job:
     ) -> None:
         self.request = request
         self.queued_s = time.perf_counter()
-        self.sight = None if images is None else Sight(images=images)
+        self.features = None if images is None else ImageFeatures(images=images)
         self.stop_ids = frozenset(request.params.stop_token_ids)
         self.prompt_keys = request.prompt_ids if images is None else images.keys
         """[T] compared with other prompts, to reuse their keys and values."""
