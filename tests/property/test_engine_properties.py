@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from support.architectures import tiny_model
 from support.effort import num_cases
-from unbroken.engines.transformers.answers import Answer, Outbox
 from unbroken.engines.transformers.batch import ContinuousBatch
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
+from unbroken.engines.transformers.worker import Answer, Outbox
 from unbroken.types import SampledSequence, SampleRequest, SamplingParams
 
 CONTEXT_LENGTH = 96

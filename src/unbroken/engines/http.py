@@ -21,9 +21,8 @@ from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
-from unbroken.engines.failover import Failover
-from unbroken.engines.http_servers import Access, EngineServer, open_server
-from unbroken.errors import EngineError, ServerBehindError, ServerError
+from unbroken.engines.http_servers import EngineServer, ServerAccess, open_server
+from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
@@ -40,6 +39,8 @@ from unbroken.types import (
 
 _HEALTH_POLL_S = 1.0
 """How often `connect` asks missing servers for their health."""
+_AVOID_S = 15.0
+"""How long a server that could not be reached gets no requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class HttpEngine:
             ServerUnreachableError: one of them does not answer.
             EngineError: they serve different models, or one is neither ours nor vLLM 0.32 or later.
         """
-        access = Access(api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
+        access = ServerAccess(api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         clients: list[EngineServer] = []
         try:
             asked = [access.make_client(url) for url in base_urls]
@@ -365,3 +366,42 @@ async def _next_unless(stopped: asyncio.Event, chunks: AsyncGenerator[SampleChun
         if not chunk.done():
             chunk.cancel()
             await asyncio.wait({chunk})
+
+
+class Failover:
+    """Which of several servers a conversation goes to: its own, unless that could not be reached or has old weights."""
+
+    def __init__(self, servers: Sequence[EngineServer]) -> None:
+        self._servers = list(servers)
+        self._avoid_until_s: dict[EngineServer, float] = {}
+        self._behind: set[EngineServer] = set()
+
+    def order(self, session: str) -> list[EngineServer]:
+        """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
+        now_s = time.monotonic()
+
+        def rank(server: EngineServer) -> tuple[bool, bytes]:
+            avoided = server in self._behind or self._avoid_until_s.get(server, 0.0) > now_s
+            return avoided, hashlib.sha256(f"{session}|{server.base_url}".encode()).digest()
+
+        return sorted(self._servers, key=rank)
+
+    async def leave(self, server: EngineServer, error: ServerError) -> ServerError:
+        """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
+        if isinstance(error, ServerBehindError):
+            self._behind.add(server)
+        elif isinstance(error, ServerUnreachableError) or not await server.health():
+            self._avoid_until_s[server] = time.monotonic() + _AVOID_S
+        else:
+            raise error
+        return error
+
+    def require_newer(self) -> None:
+        """Other weights are published: which servers are behind them is not known yet."""
+        self._behind.clear()
+
+    def to_error(self, last: ServerError | None) -> ServerError:
+        """The error for a request that every server was asked for, given the last one's."""
+        if isinstance(last, ServerBehindError):
+            return last
+        return ServerUnreachableError(f"none of {[server.base_url for server in self._servers]} can be reached")

@@ -80,7 +80,7 @@ class EngineServer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class ServerAccess:
     """How all servers are called; see `AsyncClient`."""
 
     api_key: str | None
@@ -117,7 +117,7 @@ class ServerFacts:
 
 
 async def open_server(
-    client: AsyncClient, access: Access, *, vocab_size: int | None
+    client: AsyncClient, access: ServerAccess, *, vocab_size: int | None
 ) -> tuple[EngineServer, ServerFacts]:
     """Find out which kind of server this is. Returns `client` if it is ours, or a client of stock vLLM.
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from support import train_process
 from support.models import tiny_qwen3
 from support.processes import run_two
-from unbroken.engines.transformers.adapters import UpdateLoader
+from unbroken.engines.transformers.weights import UpdateLoader
 
 pytestmark = pytest.mark.e2e
 

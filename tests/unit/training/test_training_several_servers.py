@@ -10,7 +10,7 @@ from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
-from unbroken.engines import failover
+from unbroken.engines import http
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.training.config import LoopConfig, TrainerConfig
@@ -32,7 +32,7 @@ def model():
 async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_second_has_the_weights(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(failover, "_AVOID_S", 0.0)
+    monkeypatch.setattr(http, "_AVOID_S", 0.0)
     weights = tmp_path / "weights"
     step = 0
     async with AsyncExitStack() as stack, AsyncExitStack() as second:

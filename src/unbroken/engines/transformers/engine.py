@@ -33,14 +33,13 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.receiving import LocalReceivers
-from unbroken.engines.transformers.adapters import UpdateLoader
-from unbroken.engines.transformers.answers import Feed
+from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
-from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
-from unbroken.engines.transformers.worker import Worker
+from unbroken.engines.transformers.weights import UpdateLoader
+from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processing import ImageProcessor
 from unbroken.transfer.sources import ReceivedWeights, WeightSource

@@ -1,22 +1,31 @@
-"""Forward passes of the embedded engine over the slot cache, scores, and a check that both agree.
+"""Forward passes of the embedded engine over its cache of slots, scores, and a check that both agree.
 
-Shapes: R rows, T ids per row, V vocabulary, L positions read.
+Each row of a batch reads and writes keys and values at its own position of its own slot. That works with any decoder of
+transformers that takes a `Cache` and a four-dimensional attention mask. Before a pass the cache is aimed (which slots,
+which positions); then every layer stores its new keys there and returns the keys of those slots from position 0 on. The
+mask hides later positions and leftovers of an earlier row.
+
+Shapes: S slots, N positions a slot holds, R rows, T ids per row, V vocabulary, L positions read, H query heads, G
+key-value heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from unbroken.engines.transformers.attention import GROUPED_SDPA, use_grouped_sdpa, without_cudnn
 from unbroken.engines.transformers.images import ImageFeatures, ImageModel, PlainInputs
-from unbroken.engines.transformers.kv_cache import SlotCache
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import attending_by, choose_attention, find_length_dependence, fix_rotary
@@ -35,6 +44,8 @@ from unbroken.types import (
     token_ids,
 )
 
+GROUPED_SDPA = "unbroken_grouped_sdpa"
+"""The name for `set_attn_implementation`."""
 _MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
 _PROBE_LENGTH = 12
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -298,3 +309,169 @@ def _refuse_difference(forward: SlotForward, found_RV: torch.Tensor, expected_RV
             f"{type(forward.model).__name__} gives other logits with a cache of slots than without (relative "
             f"difference {difference:.2g}, allowed {tolerance:g}): its attention cannot be batched exactly here"
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Aim:
+    """Where the next forward pass reads and writes; one object shared by all layers."""
+
+    num_slots: int = 0
+    capacity: int = 0
+    read: slice | torch.Tensor = field(default_factory=lambda: slice(0, 0))
+    """The slots of the rows: a slice, which copies nothing, if they are consecutive; else [R]."""
+    write_slots_R1: torch.Tensor | None = None
+    write_positions_RT: torch.Tensor | None = None
+    length: int = 0
+    """Positions [0, length) are read."""
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values [S, H, N, D] of one layer."""
+
+    def __init__(self, aim: _Aim) -> None:
+        super().__init__()
+        self._aim = aim
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = self._allocate(key_states)
+        self.values = self._allocate(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [R, H, T, D] at the aim and return [R, H, length, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        aim = self._aim
+        self.keys[aim.write_slots_R1, :, aim.write_positions_RT] = key_states.transpose(1, 2)
+        self.values[aim.write_slots_R1, :, aim.write_positions_RT] = value_states.transpose(1, 2)
+        return self.keys[aim.read, :, : aim.length], self.values[aim.read, :, : aim.length]
+
+    def resize(self) -> None:
+        """Make room for exactly the aim's slots and positions, keeping what is stored there."""
+        if self.is_initialized:
+            self.keys = self._fit(self.keys)
+            self.values = self._fit(self.values)
+
+    def erase(self) -> None:
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.keys[target, :, :length] = self.keys[source, :, :length]
+        self.values[target, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._aim.length, 0
+
+    def get_seq_length(self) -> int:
+        return self._aim.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        # Zeros: masked positions are multiplied by 0, and uninitialised memory may hold NaN.
+        return states.new_zeros(self._aim.num_slots, states.shape[1], self._aim.capacity, states.shape[3])
+
+    def _fit(self, stored: torch.Tensor) -> torch.Tensor:
+        num_slots, capacity = self._aim.num_slots, self._aim.capacity
+        if (stored.shape[0], stored.shape[2]) == (num_slots, capacity):
+            return stored
+        fitting, kept = self._allocate(stored), stored[:num_slots, :, :capacity]
+        fitting[: kept.shape[0], :, : kept.shape[2]] = kept
+        return fitting
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Slots of keys and values for all layers; memory is taken when first used and when it grows."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._aim = _Aim()
+        super().__init__(layers=[_SlotLayer(self._aim) for _ in range(num_layers)])
+
+    def reserve(self, num_slots: int, capacity: int) -> None:
+        """Grow to at least `num_slots` slots of `capacity` positions each; if memory is too small, stay as before."""
+        aim = self._aim
+        before = aim.num_slots, aim.capacity
+        if num_slots > aim.num_slots or capacity > aim.capacity:
+            aim.num_slots, aim.capacity = max(num_slots, aim.num_slots), max(capacity, aim.capacity)
+            try:
+                for layer in self.layers:
+                    layer.resize()
+            except (MemoryError, RuntimeError):
+                aim.num_slots, aim.capacity = before
+                for layer in self.layers:
+                    layer.resize()
+                raise
+
+    def aim(self, slots_R: torch.Tensor, positions_RT: torch.Tensor, *, length: int, consecutive: bool) -> None:
+        """Set where the next forward pass reads and writes; `consecutive` slots are read without a copy."""
+        first = int(slots_R[0])
+        self._aim.read = slice(first, first + len(slots_R)) if consecutive else slots_R
+        self._aim.write_slots_R1 = slots_R[:, None]
+        self._aim.write_positions_RT = positions_RT
+        self._aim.length = length
+
+    @torch.inference_mode()
+    def erase(self) -> None:
+        """Set everything to zero: a masked NaN is still NaN, because it is multiplied by 0."""
+        for layer in self.layers:
+            layer.erase()
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy positions [0, length) from one slot to another."""
+        for layer in self.layers:
+            layer.copy_prefix(source, target, length)
+
+
+def use_grouped_sdpa(model: Any) -> None:
+    """Switch a model from `sdpa` to the grouped attention. Idempotent."""
+    AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+    AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+    model.set_attn_implementation(GROUPED_SDPA)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Keep cuDNN out of attention: it compiles a plan for each new shape, and here every step has a new one.
+
+    On an H200 a plan took 15 to 60 ms, more than the rest of a step of a 0.6B model. The switch is global: other
+    threads do without cuDNN meanwhile, and compute the same.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # an untyped corner of torch
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention of `query` [R, H, T, D] over `key` and `value` [R, G, L, D], as [R, T, H, D].
+
+    With a mask, the `sdpa` attention of transformers copies all keys and values of the batch once per group of query
+    heads and layer, which took most of a decoding step on a CPU. For a single query position the heads of a group can
+    take the place of positions, and nothing is copied. All other steps, and the masks, use transformers' own `sdpa`.
+    """
+    num_rows, num_heads, num_positions, head_dim = query.shape
+    num_groups = key.shape[1]
+    if num_positions > 1 or num_groups == num_heads or attention_mask is None or attention_mask.shape[1] > 1:
+        attended: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return attended
+    grouped = query.reshape(num_rows, num_groups, num_heads // num_groups, head_dim)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
+    )
+    return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from unbroken.engines.transformers.answers import Answer, Feed
 from unbroken.engines.transformers.images import ImageFeatures, PromptImages
+from unbroken.engines.transformers.worker import Answer, Feed
 from unbroken.types import (
     FinishReason,
     Logprobs,

@@ -15,11 +15,11 @@ from support.architectures import ARCHITECTURES, tiny_model
 from support.images import image_span
 from support.reference_sampling import reference_logprobs
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
-from unbroken.engines.transformers.answers import Answer, Outbox
 from unbroken.engines.transformers.batch import ContinuousBatch
 from unbroken.engines.transformers.forward import SlotForward
 from unbroken.engines.transformers.jobs import Job
-from unbroken.engines.transformers.loading import load_into
+from unbroken.engines.transformers.weights import load_into
+from unbroken.engines.transformers.worker import Answer, Outbox
 from unbroken.errors import EchoError, InvalidInputError, SamplingError
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids

@@ -1,4 +1,11 @@
-"""The scripted engine, which samples one id per turn of the event loop."""
+"""A fake engine for tests: its completions are scripted, and it checks the prompts it gets.
+
+    engine = ScriptedEngine([[5, 6, 2], [7, 2]])              # the first request gets 5 6 2, the second 7 2
+    engine = ScriptedEngine(lambda prompt_ids: [len(prompt_ids), 2])
+
+It samples one id per turn of the event loop, so that a request can be paused, aborted, cancelled, or get new weights in
+mid-sequence, as with a real engine. It needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,15 +31,14 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.receiving import LocalReceivers
-from unbroken.engines.scripted.histories import Histories
-from unbroken.engines.scripted.script import Script, ScriptedReply, ScriptReader
-from unbroken.errors import EngineError, SamplingError
+from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (
     FinishReason,
     ImageSpan,
     InFlight,
     Logprobs,
+    RoutedExperts,
     SampleChunk,
     SampledSequence,
     SampleRequest,
@@ -44,6 +51,88 @@ from unbroken.types import (
     WeightReceipt,
     token_ids,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedReply:
+    """One completion. Like a real one it is cut after a stop id of the request, at `max_tokens`, and by the context."""
+
+    completion_ids: TokenIds
+    rollout_logprobs: Logprobs | None = None
+    """[C]; None gives every id the engine's `logprob`."""
+    finish_reason: FinishReason = FinishReason.STOP
+    """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
+    routed_experts: RoutedExperts | None = None
+    """[P + C - 1, L, K] of the prompt and the reply, for requests that want them; cut with the reply."""
+    queue_s: float | None = None
+    """What the engine reports as the time in its queue."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "completion_ids", token_ids(self.completion_ids, name="completion_ids"))
+        if self.rollout_logprobs is not None and len(self.rollout_logprobs) != len(self.completion_ids):
+            raise InvariantError(
+                f"rollout_logprobs has {len(self.rollout_logprobs)} entries for {len(self.completion_ids)} "
+                "completion_ids: one each is needed"
+            )
+
+
+Reply: TypeAlias = ScriptedReply | Sequence[int]
+Script: TypeAlias = Sequence[Reply] | Callable[[TokenIds], Reply]
+"""Replies in the order of the requests (n of them for a request with n), or a function of the prompt's ids."""
+
+
+class ScriptReader:
+    """Reads a script, reply by reply."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._num_replies = 0
+
+    def next_reply(self, request: SampleRequest) -> ScriptedReply:
+        """Get the reply to a request; raises `EngineError` if none is left."""
+        if callable(self._script):
+            reply = self._script(request.prompt_ids)
+        elif self._num_replies < len(self._script):
+            reply = self._script[self._num_replies]
+        else:
+            raise EngineError(f"the script has {len(self._script)} replies, {request.request_id!r} asks for another")
+        self._num_replies += 1
+        return reply if isinstance(reply, ScriptedReply) else ScriptedReply(completion_ids=token_ids(reply))
+
+
+class Histories:
+    """The ids of each conversation so far, by the part of the request ids before the last slash."""
+
+    def __init__(self, *, allow_forks: bool) -> None:
+        self.forks: list[str] = []
+        """The request ids whose prompts left their conversation's history."""
+        self._allow_forks = allow_forks
+        self._histories: dict[str, list[TokenIds]] = {}
+
+    def check(self, request: SampleRequest) -> None:
+        """Raise `InvariantError` for a prompt that leaves its conversation's history, or list it in `forks`."""
+        conversation, slash, _ = request.request_id.rpartition("/")
+        if not slash or conversation not in self._histories:
+            return
+        histories = self._histories[conversation]
+        if any(np.array_equal(request.prompt_ids[: len(history)], history) for history in histories):
+            return
+        if not self._allow_forks:
+            raise InvariantError(
+                f"I1: the prompt of {request.request_id!r} ({len(request.prompt_ids)} ids) does not begin with the "
+                f"prompt and completion before it ({len(histories[0])} ids): extend them, or build the engine with "
+                "allow_forks=True if the fork is meant"
+            )
+        self.forks.append(request.request_id)
+
+    def add(self, request: SampleRequest, sequences: Sequence[SampledSequence]) -> None:
+        """Keep the prefixes that the conversation's next prompt may have; aborted completions are left out."""
+        conversation, slash, _ = request.request_id.rpartition("/")
+        finished = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
+        if slash and finished:
+            self._histories[conversation] = [
+                np.concatenate([request.prompt_ids, sequence.completion_ids]) for sequence in finished
+            ]
 
 
 @dataclass(slots=True)
