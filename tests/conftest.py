@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from support.accelerators import bfloat16 as bfloat16
-from support.accelerators import fresh_accelerate as fresh_accelerate
 from support.browser import Browser, open_browser
 from support.forks import preload
 from support.installed import require_vllm
@@ -105,6 +103,24 @@ class _FailuresAtOnce:
 
     def pytest_sessionfinish(self) -> None:
         self._config.option.tbstyle = "no"
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """A process in which no accelerator was made: accelerate keeps one precision per process until it is reset."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def bfloat16(fresh_accelerate: None) -> Any:
+    """An accelerator that computes in it."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, mixed_precision="bf16")
 
 
 @pytest.fixture(scope="module")

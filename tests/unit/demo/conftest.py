@@ -1,3 +1,21 @@
-from support.demo import tokenizer, tools
+"""The demo's tools and tokenizer."""
 
-__all__ = ["tokenizer", "tools"]
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unbroken.demo.lookup import tool_schemas
+from unbroken.demo.tiny_model import build_tokenizer
+from unbroken.messages import ToolSchema
+
+
+@pytest.fixture(scope="session")
+def tools() -> list[ToolSchema]:
+    return tool_schemas()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return build_tokenizer()

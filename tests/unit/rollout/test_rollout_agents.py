@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, running_gateway, scripted
-from support.open_files import find_open_files
 from support.servers import encode
 from unbroken.client import AsyncClient
 from unbroken.counters import Effort, count_effort
@@ -357,6 +356,11 @@ async def test_a_cancelled_command_takes_its_process_tree_with_it(tmp_path: Path
     alive.unlink()
     await asyncio.sleep(0.5)
     assert not alive.exists()
+
+
+def find_open_files() -> set[tuple[str, str]]:
+    """Files, pipes and sockets: their numbers and what they are. A collection may close others meanwhile."""
+    return {(link.name, str(link.readlink())) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
 
 
 async def test_a_command_that_will_not_end_is_killed_also_if_it_is_cancelled_twice(tmp_path: Path) -> None:
