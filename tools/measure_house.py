@@ -1,7 +1,7 @@
 """Print how large the package is, and fail if a number is above its bound in `BOUNDS`: `make check` runs it.
 
 Whoever lets a number grow raises its bound here, so that a review sees it; whoever lowers one lowers the bound.
-`--names` also prints which modules, classes and functions they are.
+`--names` also prints which modules, classes and functions they are. `measure_walks.py` counts what a run goes through.
 """
 
 from __future__ import annotations
