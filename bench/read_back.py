@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.audit.config import AuditTarget
-from unbroken.audit.loading import load_subject
-from unbroken.audit.subject import Subject
+from unbroken.audit.subject import Subject, load_subject
 from unbroken.errors import UnbrokenError
 from unbroken.rendering.base import Delta, PartKind, ToolCallStatus
 from unbroken.types import token_ids

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.browser import Browser, open_browser  # noqa: E402  # of the tests
-from unbroken.viewer.export import export_page  # noqa: E402
 from unbroken.viewer.resources import Resources, open_runs  # noqa: E402
+from unbroken.viewer.server import export_page  # noqa: E402
 
 WIDTH, RUN_HEIGHT, ROLLOUT_HEIGHT = 1280, 860, 780
 MAX_BYTES = 150_000

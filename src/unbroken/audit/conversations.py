@@ -83,7 +83,7 @@ SITUATIONS: tuple[tuple[Situation, int], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class AuditConversation:
     """One case to judge. The marks of the turn are in its text and last call; each new message has one mark."""
 
     situation: Situation
@@ -118,7 +118,7 @@ class ConversationMaker:
         self._with_system = with_system
         self._num_marks = self._num_calls = 0
 
-    def draw_conversations(self) -> Iterator[Conversation]:
+    def draw_conversations(self) -> Iterator[AuditConversation]:
         """Draw an endless series of conversations, each of a random situation."""
         known = [(each, weight) for each, weight in SITUATIONS if each.num_calls <= self._max_calls]
         situations, weights = [each for each, _ in known], [weight for _, weight in known]
@@ -127,14 +127,14 @@ class ConversationMaker:
 
     def make_conversation(
         self, situation: Situation, *, with_history: bool = True, with_reasoning: bool | None = None
-    ) -> Conversation:
+    ) -> AuditConversation:
         """Make a conversation; `with_reasoning` None decides at random."""
         history = self._make_history() if with_history else [self._make_user()]
         turn, turn_marks = self._make_marked_turn(
             situation.num_calls, has_text=situation.has_text, with_reasoning=with_reasoning
         )
         marked = [self._add_mark(message) for message in self._make_following(situation.following, turn)]
-        return Conversation(
+        return AuditConversation(
             situation=situation,
             history=tuple(history),
             turn=turn,

@@ -6,7 +6,7 @@ from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.report import AuditReport
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 
-_PRELOAD = ("unbroken.audit.run", "unbroken.audit.loading", "transformers.models.auto.tokenization_auto")
+_PRELOAD = ("unbroken.audit.run", "unbroken.audit.subject", "transformers.models.auto.tokenization_auto")
 
 
 def run_in_process(target: AuditTarget, config: AuditConfig, limits: ProcessLimits) -> AuditReport:
@@ -23,7 +23,7 @@ def run_in_process(target: AuditTarget, config: AuditConfig, limits: ProcessLimi
 
 
 def _run(target: AuditTarget, config: AuditConfig) -> AuditReport:
-    from unbroken.audit.loading import load_subject
     from unbroken.audit.run import run_audit
+    from unbroken.audit.subject import load_subject
 
     return run_audit(load_subject(target), config)

@@ -1,13 +1,20 @@
-"""The subject of an audit: a tokenizer, a chat template with its options, and a renderer."""
+"""The subject of an audit: a tokenizer, a chat template with its options, a renderer. No code of a model is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from unbroken.audit.config import AuditTarget
 from unbroken.audit.report import Token
+from unbroken.audit.stand_in import BEGIN, END, make_stand_in
+from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.integrations.renderers.loading import load_renderer
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.loading import load_stop_token_ids, load_tokenizer
+from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import TemplateTexts
 
 
@@ -36,3 +43,110 @@ class Subject(TemplateTexts):
     def get_tokens(self, token_ids: Sequence[int]) -> tuple[Token, ...]:
         """The ids, each with its text."""
         return tuple(Token(token_id=int(i), text=self.get_text(int(i))) for i in token_ids)
+
+
+_MAX_TEMPLATE_BYTES = 4_000_000
+_TOKEN_OPTIONS = ("bos_token", "eos_token")
+
+
+def load_subject(target: AuditTarget) -> Subject:
+    """Load the tokenizer and the template, and build the renderer under audit.
+
+    Raises:
+        InvalidInputError: a model, file or option of the target does not exist or is of the wrong kind.
+        TemplateError: the template does not compile, or goes over a limit.
+    """
+    if target.model is None:
+        assert target.template is not None
+        return _load_template_alone(target, Path(target.template))
+    model = target.model
+    if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).exists():
+        raise InvalidInputError(f"model must be a folder that exists or a model's name on the hub, got {model!r}")
+    tokenizer = load_tokenizer(model)
+    return _make_subject(
+        model,
+        tokenizer,
+        _read_template_of(tokenizer, target.template),
+        target,
+        stop_token_ids=load_stop_token_ids(model),
+    )
+
+
+def read_template(file: Path) -> str:
+    """Read a template file; raises `InvalidInputError` if it cannot be read, is too large, or is not a template."""
+    try:
+        size = file.stat().st_size
+        if size > _MAX_TEMPLATE_BYTES:
+            raise InvalidInputError(f"template {file} must have at most {_MAX_TEMPLATE_BYTES} bytes, got {size}")
+        source = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"template {file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(
+            f"template {file} must be text in UTF-8, but byte {error.start} is not: is this a template?"
+        ) from None
+    if "{{" not in source and "{%" not in source:
+        raise InvalidInputError(
+            f"template {file} must be a Jinja template, got a text without {{{{ or {{%: is this the right file?"
+        )
+    return source
+
+
+def _load_template_alone(target: AuditTarget, file: Path) -> Subject:
+    source = read_template(file)
+    begin, end = (_read_token(target.options, key, usual) for key, usual in (("bos_token", BEGIN), ("eos_token", END)))
+    tokenizer = make_stand_in(source, begin=begin, end=end)
+    # The stand-in already has these tokens.
+    options = {key: value for key, value in target.options.items() if key not in _TOKEN_OPTIONS}
+    return _make_subject(file.name, tokenizer, source, replace(target, options=options))
+
+
+def _make_subject(
+    name: str, tokenizer: Any, source: str, target: AuditTarget, *, stop_token_ids: Sequence[int] = ()
+) -> Subject:
+    own = TemplateRenderer(
+        tokenizer,
+        chat_template=source,
+        template_kwargs=target.options,
+        stop_token_ids=stop_token_ids,
+        parser=target.parser,
+    )
+    is_package = target.renderer not in ("auto", "template")
+    renderer: Renderer = own
+    if is_package:
+        renderer = load_renderer(tokenizer, renderer=target.renderer, template_kwargs=target.options)
+    return Subject(
+        name=name,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        template_renderer=own,
+        options=target.options,
+        renderer_name=target.renderer if is_package else "template",
+        is_stand_in=target.model is None,
+    )
+
+
+def _read_template_of(tokenizer: Any, template: str | None) -> str:
+    if template is not None and Path(template).is_file():
+        return read_template(Path(template))
+    names = sorted(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else []
+    if template is not None and template not in names:
+        raise InvalidInputError(
+            f"--template must be a file, or one of the tokenizer's templates {names}, got {template!r}"
+        )
+    try:
+        source: str = tokenizer.get_chat_template(template)
+    except ValueError as error:
+        known = f"one of {names}" if names else "a file"
+        raise TemplateError(
+            f"the tokenizer has no chat template of its own to audit: give {known} as --template "
+            f"({str(error).split('!')[0]})"
+        ) from None
+    return source
+
+
+def _read_token(options: Mapping[str, Any], key: str, usual: str) -> str:
+    value = options.get(key, usual)
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidInputError(f"--option {key} must be the text of a token, got {value!r}")
+    return value

@@ -60,7 +60,7 @@ def warm_up(
         _imitate(model, optimizer, *_encode(tokenizer, batch))
 
 
-class Piece(NamedTuple):
+class TaughtText(NamedTuple):
     """A piece of text, and whether the model learns to write it."""
 
     text: str
@@ -79,26 +79,26 @@ class Teacher:
         after_turn, self._after_reply = text.split(marks[2])
         self._before_reply = after_turn.removeprefix(END_OF_TURN)
 
-    def demonstrate(self, task: LookupTask, rng: random.Random) -> list[Piece]:
+    def demonstrate(self, task: LookupTask, rng: random.Random) -> list[TaughtText]:
         """One episode of `task`, with a wrong answer where the teacher guesses."""
-        pieces = [Piece(self._before_prompt + task.prompt + self._after_prompt, False)]
+        pieces = [TaughtText(self._before_prompt + task.prompt + self._after_prompt, False)]
         for key in task.keys:
             reply = task.look_up(key)
-            pieces.append(Piece(call_text(key, task.style) + END_OF_TURN, True))
-            pieces.append(Piece(self._before_reply + json.dumps(reply) + self._after_reply, False))
+            pieces.append(TaughtText(call_text(key, task.style) + END_OF_TURN, True))
+            pieces.append(TaughtText(self._before_reply + json.dumps(reply) + self._after_reply, False))
             guess = reply.get("next") if rng.random() < GUESS_PROBABILITY else None
             answer = reply.get("value", guess)
             if answer is not None:
-                pieces.append(Piece(answer_text(answer) + END_OF_TURN, True))
+                pieces.append(TaughtText(answer_text(answer) + END_OF_TURN, True))
                 break
         return pieces
 
 
-def make_drill(rng: random.Random, num_words: int = 8) -> list[Piece]:
+def make_drill(rng: random.Random, num_words: int = 8) -> list[TaughtText]:
     """Quoted words that the model must write once more; without this drill, some seeds never learn to copy."""
     syllables = rng.sample(SYLLABLES, 2 * num_words)
     words = " ".join(f'"{a}{b}"' for a, b in zip(syllables[::2], syllables[1::2], strict=True))
-    return [Piece(words + "\n", False), Piece(words + END_OF_TURN, True)]
+    return [TaughtText(words + "\n", False), TaughtText(words + END_OF_TURN, True)]
 
 
 def _learning_rate_factors(num_steps: int, decay_share: float) -> Iterator[float]:
@@ -111,7 +111,7 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -
         group["lr"] = learning_rate
 
 
-def _encode(tokenizer: Any, batch: Sequence[Sequence[Piece]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(tokenizer: Any, batch: Sequence[Sequence[TaughtText]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and next-token targets, [B, T] each and padded on the right; `NO_TARGET` where nothing is learned."""
     encoded = iter(tokenizer([p.text for pieces in batch for p in pieces], add_special_tokens=False)["input_ids"])
     inputs, targets = [], []

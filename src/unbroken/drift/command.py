@@ -129,7 +129,7 @@ def _choose_tasks(arguments: argparse.Namespace) -> tuple[MakeEnv, str]:
 async def _make_report(
     target: AuditTarget, choice: EngineChoice, config: DriftConfig, make_env: MakeEnv, prompts: str
 ) -> DriftReport:
-    from unbroken.audit.loading import load_subject
+    from unbroken.audit.subject import load_subject
     from unbroken.drift.run import open_engine, run_drift
 
     subject = load_subject(target)

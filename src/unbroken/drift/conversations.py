@@ -31,7 +31,7 @@ class DialogueEnv(ToolEnv):
         self._follow_ups = list(follow_ups)
 
     async def step(self, reply: Reply) -> Outcome:
-        """See `ToolEnv`."""
+        """Answer calls; after an answer without calls, ask the next question."""
         outcome = await super().step(reply)
         if isinstance(outcome, Done) and self._follow_ups:
             return Continue(messages=[{"role": "user", "content": self._follow_ups.pop(0)}])

@@ -47,9 +47,8 @@ def run_view(arguments: argparse.Namespace) -> int:
         InvalidInputError: a folder holds no run and no store, or a port is in use.
         StoreError: a store cannot be read.
     """
-    from unbroken.viewer.export import export_page
     from unbroken.viewer.resources import open_runs
-    from unbroken.viewer.server import ViewerServer
+    from unbroken.viewer.server import ViewerServer, export_page
 
     resources = open_runs(arguments.runs, tokenizer=arguments.tokenizer)
     if arguments.export is not None:

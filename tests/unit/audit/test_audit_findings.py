@@ -10,14 +10,10 @@ import pytest
 
 from support import templates
 from support.audits import CHATML_WITH_TOOLS, subject_of
-from unbroken.audit.checks.arguments import find_arguments
-from unbroken.audit.checks.boundary import find_boundaries
-from unbroken.audit.checks.drift import NUM_IDS, NUM_SEQUENCES, find_drift
-from unbroken.audit.checks.forgery import find_forgery
-from unbroken.audit.checks.rendering import find_rendering
-from unbroken.audit.checks.round_trip import find_round_trip
 from unbroken.audit.checks.side_by_side import find_side_by_side
-from unbroken.audit.checks.turn_ends import find_turn_ends
+from unbroken.audit.checks.template import find_arguments, find_rendering
+from unbroken.audit.checks.tokenizer import NUM_IDS, NUM_SEQUENCES, find_drift, find_forgery
+from unbroken.audit.checks.turns import find_boundaries, find_round_trip, find_turn_ends
 from unbroken.audit.config import AuditConfig
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import IdOrigin

@@ -5,7 +5,7 @@ import pytest
 from support import templates
 from support.audits import subject_of
 from unbroken.audit.checks.bridges import find_bridges
-from unbroken.audit.checks.kind import find_kind, find_max_calls, find_traits
+from unbroken.audit.checks.template import find_kind, find_max_calls, find_traits
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import KindFinding, TemplateKind, Trait
 

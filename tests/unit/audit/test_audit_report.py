@@ -11,13 +11,12 @@ import pytest
 from support import templates
 from support.audits import COUNTS_ITS_TURN, subject_of
 from unbroken.audit.config import AuditConfig, AuditTarget
-from unbroken.audit.loading import load_subject
 from unbroken.audit.output import to_html, to_text
 from unbroken.audit.report import JSON_VERSION, AuditReport, Verdict
-from unbroken.audit.run import run_audit
+from unbroken.audit.run import find_verdict, run_audit
 from unbroken.audit.stand_in import make_stand_in
+from unbroken.audit.subject import load_subject
 from unbroken.audit.table import find_templates, make_table, name_template
-from unbroken.audit.verdict import find_verdict
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import IdOrigin

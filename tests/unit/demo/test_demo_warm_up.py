@@ -6,7 +6,7 @@ import pytest
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
 from unbroken.demo.tiny_model import END_OF_TURN
-from unbroken.demo.warm_up import Piece, Teacher, make_drill
+from unbroken.demo.warm_up import TaughtText, Teacher, make_drill
 from unbroken.errors import InvalidInputError
 
 
@@ -51,7 +51,7 @@ def test_the_teacher_guesses_often_enough_to_leave_something_to_learn(tokenizer)
 
 def test_a_drill_asks_for_the_same_words_again():
     shown, asked = make_drill(random.Random(0))
-    assert asked == Piece(shown.text.removesuffix("\n") + END_OF_TURN, True)
+    assert asked == TaughtText(shown.text.removesuffix("\n") + END_OF_TURN, True)
     assert not shown.is_target
 
 

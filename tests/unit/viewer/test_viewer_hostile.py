@@ -20,12 +20,11 @@ from support.servers import server_tokenizer
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.limited_process import ProcessLimits
 from unbroken.runs.records.files import parse_line
-from unbroken.viewer.export import export_page
 from unbroken.viewer.resources import Resources, open_runs
+from unbroken.viewer.server import export_page
+from unbroken.viewer.sources.models import Tokenizers
+from unbroken.viewer.sources.rollouts import check_record, describe_trajectory, read_trajectory, summarize
 from unbroken.viewer.sources.runs import RunReader
-from unbroken.viewer.sources.steps import check_record, read_trajectory, summarize
-from unbroken.viewer.sources.tokenizers import Tokenizers
-from unbroken.viewer.sources.trajectories import describe_trajectory
 
 SECRET = "7" * 40
 IMAGE = "0" * 64

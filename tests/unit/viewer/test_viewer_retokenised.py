@@ -23,7 +23,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.types import SamplingParams
 from unbroken.viewer.sources.retokenised import TemplateSource, load_template_texts, retokenise_trajectory
-from unbroken.viewer.sources.trajectories import describe_trajectory
+from unbroken.viewer.sources.rollouts import describe_trajectory
 
 COMPACT = '<tool_call>\n{"name":"lookup","arguments":{"key":"raka"}}\n</tool_call><|im_end|>'
 BROKEN = "<tool_call>\n{broken\n</tool_call><|im_end|>"

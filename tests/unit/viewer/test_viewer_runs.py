@@ -21,10 +21,9 @@ from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rollout.env import Rewrite
 from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs
+from unbroken.viewer.sources.models import Tokenizers
+from unbroken.viewer.sources.rollouts import check_record, describe_trajectory, find_forks, match_turns
 from unbroken.viewer.sources.runs import RunReader
-from unbroken.viewer.sources.steps import check_record
-from unbroken.viewer.sources.tokenizers import Tokenizers
-from unbroken.viewer.sources.trajectories import describe_trajectory, find_forks, match_turns
 
 
 def read_tree(folder):

@@ -14,9 +14,8 @@ from support.recorded import HOSTILE, write_run
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.viewer.assets import ASSETS, read_asset
-from unbroken.viewer.export import export_page
 from unbroken.viewer.resources import Resources, open_runs
-from unbroken.viewer.server import ViewerServer, find_image_type
+from unbroken.viewer.server import ViewerServer, export_page, find_image_type
 from unbroken.viewer.sources.runs import RunReader
 
 

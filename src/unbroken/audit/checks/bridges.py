@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.conversations import TOOLS, Conversation, ConversationMaker
+from unbroken.audit.conversations import TOOLS, AuditConversation, ConversationMaker
 from unbroken.audit.report import FuzzFinding, RefusedShare
 from unbroken.audit.subject import Subject
 from unbroken.messages import ToolSchema
@@ -89,7 +89,7 @@ def _summarise(reason: RefusalReason, cases: Sequence[tuple[str, JudgedCase]]) -
     return RefusedShare(reason=reason.value, num=len(found), situations=situations, detail=found[0][1])
 
 
-def judge_bridge(subject: Subject, conversation: Conversation, tools: Sequence[ToolSchema]) -> JudgedCase:
+def judge_bridge(subject: Subject, conversation: AuditConversation, tools: Sequence[ToolSchema]) -> JudgedCase:
     """Bridge the conversation with the renderer under audit, and compare the bridge with the whole rendering."""
     ends = subject.facts.turn_ends
     prompt = subject.render_text(conversation.history, tools=tools, add_generation_prompt=True)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from unbroken.audit.checks.arguments import find_json_style
-from unbroken.audit.completions import make_completion
+from unbroken.audit.checks.template import find_json_style
+from unbroken.audit.checks.turns import make_completion
 from unbroken.audit.conversations import TOOLS, make_call
 from unbroken.audit.report import ShownConversation
 from unbroken.audit.subject import Subject

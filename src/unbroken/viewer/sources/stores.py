@@ -1,31 +1,37 @@
-"""A gateway's store as a run without numbers: its sessions are rollouts, a hundred of them a step.
+"""A gateway's store as a run without numbers: its sessions are rollouts of docs/rollouts.md, a hundred of them a step.
 
 Session 1 of a store is rollout 0 of step 0, session 101 is rollout 0 of step 1: a link stays right when sessions come
-or are deleted.
+or are deleted. What a store does not hold is absent: the trainer's logprobs, advantages, and whether something was
+trained. Messages are all that the session has, in the order of their recording; each branch says which of them are its
+own.
+
+Worked example: after the user's message 0 the model wrote 1; then the agent sent 0 and 2 instead. The messages 0, 1, 2
+and the reply 3 are shown, and the rows have the messages [0, 1] and [0, 2, 3].
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from unbroken.ledger.records import SessionRecord, StoredSession
+from unbroken.ledger import nodes
+from unbroken.ledger.nodes import BridgeKind, Position
+from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.reader import ListedSession
-from unbroken.viewer.sources.recipe import RECIPE_FILE, read_recipe
+from unbroken.ledger.tree import TokenTree
+from unbroken.rendering.encoding.text_codec import TokenTexts
+from unbroken.runs.records.paths import describe_path, find_runs
+from unbroken.types import NO_VERSION
+from unbroken.untrusted import check_json
+from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
-from unbroken.viewer.sources.sessions import (
-    describe_broken_session,
-    describe_session,
-    get_model,
-    summarize_broken_session,
-    summarize_session,
-)
-from unbroken.viewer.sources.steps import MAX_TEXT
-from unbroken.viewer.sources.tokenizers import Tokenizers
+from unbroken.viewer.sources.rollouts import BROKEN, MAX_TEXT, check_record, describe_trajectory, make_broken, summarize
 
 PAGE_SIZE = 100
 _MAX_LINES = 2000
@@ -52,7 +58,7 @@ class StoreRun:
         self._lock = Lock()
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Kind, name, state, and a `revision` that changes when the store does."""
         return {
             "kind": "store",
             "name": self.name,
@@ -63,7 +69,7 @@ class StoreRun:
         }
 
     def read_run(self) -> dict[str, Any]:
-        """See `Source`."""
+        """The steps that have sessions, and how many sessions have each status."""
         numbers = self._reader.list_numbers()
         return {
             **self.describe(),
@@ -76,11 +82,11 @@ class StoreRun:
         }
 
     def list_steps(self) -> list[int]:
-        """See `Source`."""
+        """The steps that have sessions."""
         return _list_pages(self._reader.list_numbers())
 
     def read_step(self, step: int) -> dict[str, Any]:
-        """See `Source`."""
+        """The lines of a step's sessions."""
         first = step * PAGE_SIZE + 1
         listed = self._reader.list_sessions(first, first + PAGE_SIZE - 1)
         if not listed:
@@ -98,37 +104,37 @@ class StoreRun:
         }
 
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
-        """See `Source`."""
+        """A session as a rollout, with its ids and their texts."""
         number = step * PAGE_SIZE + 1 + index
         listed = self._reader.list_sessions(number, number)
         if not listed or not 0 <= index < PAGE_SIZE:
             raise LookupError(f"the store has no session {number}")
-        loaded = self._reader.load_each([listed[0].session_id], self._describe, broken=describe_broken_session)
+        loaded = self._reader.load_each([listed[0].session_id], self._describe, broken=_describe_broken_session)
         if not loaded:
             raise LookupError(f"the store has no session {number} any more")
         (shown,) = loaded.values()
         return {"step": step, "index": index, "rank": None, "policy_version": None, **shown}
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
-        """See `Source`."""
+        """Where the tokenizer and template of a session's model are; None if they are not on this machine."""
         models = dict.fromkeys(model for model in (shown["model"], self._run_model) if model is not None)
         return self._tokenizers.find_template(list(models), template_options=shown["session"]["template_options"])
 
     def read_image(self, sha256: str) -> bytes:
-        """See `Source`."""
+        """The file of an image of a session."""
         data = self._reader.load_image(sha256)
         if data is None:
             raise LookupError(f"the store has no image {sha256}")
         return data
 
     def list_images(self) -> list[str]:
-        """See `Source`."""
+        """The SHA-256 of all images of sessions."""
         return self._reader.list_images()
 
     def _describe(self, stored: StoredSession) -> dict[str, Any]:
         texts = self._tokenizers.find(self._list_models(stored.record))
-        model = get_model(stored.record) or self._run_model
-        return {"model": model, "has_texts": texts is not None, **describe_session(stored, texts)}
+        model = _get_model(stored.record) or self._run_model
+        return {"model": model, "has_texts": texts is not None, **_describe_session(stored, texts)}
 
     def _find_lines(self, listed: Sequence[ListedSession]) -> dict[str, dict[str, Any]]:
         """The lines of sessions, each made again when it has another turn or ended; deleted ones are left out."""
@@ -137,7 +143,7 @@ class StoreRun:
             known = {name: self._lines[name] for name in keys if name in self._lines}
         kept = {name: line for name, (key, line) in known.items() if key == keys[name]}
         missing = [name for name in keys if name not in kept]
-        made = self._reader.load_each(missing, summarize_session, broken=summarize_broken_session)
+        made = self._reader.load_each(missing, _summarize_session, broken=_summarize_broken_session)
         with self._lock:
             for name, line in (kept | made).items():
                 self._lines[name] = keys[name], line
@@ -147,7 +153,7 @@ class StoreRun:
         return kept | made
 
     def _list_models(self, record: SessionRecord) -> list[str]:
-        return [model for model in (get_model(record), self._run_model) if model is not None]
+        return [model for model in (_get_model(record), self._run_model) if model is not None]
 
 
 def _list_pages(numbers: Sequence[tuple[int, str]]) -> list[int]:
@@ -159,3 +165,196 @@ def _find_run(folder: Path) -> Path | None:
     output = folder.resolve().parent.parent
     is_of_run = folder.resolve().parent.name == "sessions" and (output / RECIPE_FILE).is_file()
     return output if is_of_run else None
+
+
+_MAX_NOTE = 120
+"""Characters of a session's metadata that a list has."""
+_NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped", "corrected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grown:
+    """The token tree of a session, and which turn and images belong to its nodes."""
+
+    tree: TokenTree
+    turn_of_node: Mapping[int, int]
+    """By sampled node; a turn is its place in the session's list."""
+    images_of_node: Mapping[int, Sequence[ImageRecord]]
+
+
+def _summarize_session(stored: StoredSession) -> dict[str, Any]:
+    """The line of a session in a list, as that of a rollout in a step."""
+    grown = _grow(stored)
+    paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
+    rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
+    head = _describe_head(stored)
+    check_json([head, stored.record.settings])
+    check_record({**head, "rows": []})
+    line = summarize({**head, "rows": rows})
+    metadata = stored.record.settings.get("metadata")
+    note = json.dumps(metadata, ensure_ascii=False)[:_MAX_NOTE] if metadata else ""
+    line["text"] = f"{note}\n{line['text']}" if note else line["text"]
+    return {
+        **line,
+        "note": note,
+        "is_trained": None,
+        "state": stored.record.status.value,
+        "model": _get_model(stored.record),
+    }
+
+
+def _summarize_broken_session(session_id: str, error: Exception) -> dict[str, Any]:
+    """The line of a session that cannot be read."""
+    line = summarize(make_broken(session_id, error))
+    return {**line, "note": "", "is_trained": None, "state": BROKEN, "model": None}
+
+
+def _describe_broken_session(session_id: str, error: Exception) -> dict[str, Any]:
+    """A session that cannot be read."""
+    record = make_broken(session_id, error)
+    facts = {"session_id": session_id, "status": BROKEN, "created_s": 0, "expires_s": 0, "settings": {}}
+    session = {**facts, "template_options": {}, "outcome": None}
+    return {
+        "model": None, "has_texts": False, "record": record, "session": session, **describe_trajectory(record, None)
+    }  # fmt: skip
+
+
+def _describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[str, Any]:
+    """A session with its ids, their texts, and how its parts belong together.
+
+    Raises:
+        InvalidInputError: a message or another part that is stored as JSON has not the form of one.
+    """
+    grown = _grow(stored)
+    record = {**_describe_head(stored), "rows": [_make_row(stored, grown, leaf) for leaf in grown.tree.leaves()]}
+    check_json([record, stored.record.settings, stored.record.outcome])
+    check_record(record)
+    turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
+    return {
+        "record": record,
+        "session": {
+            "session_id": stored.record.session_id,
+            "status": stored.record.status.value,
+            "created_s": stored.record.created_s,
+            "expires_s": stored.record.expires_s,
+            "settings": stored.record.settings,
+            "template_options": stored.turns[-1].options.get("template", {}) if stored.turns else {},
+            "outcome": stored.record.outcome,
+        },
+        **describe_trajectory(record, texts, turn_of_node=grown.turn_of_node, turn_of_message=turn_of_message),
+    }
+
+
+def _get_model(record: SessionRecord) -> str | None:
+    """The name of the model that a session was served by; None if the store does not say."""
+    model = record.settings.get("model")
+    return model if isinstance(model, str) else None
+
+
+def _grow(stored: StoredSession) -> _Grown:
+    tree, turn_of_node, images_of_node = TokenTree(), {}, {}
+    for number, turn in enumerate(stored.turns):
+        given = turn.given
+        if given is not None:
+            end = tree.add_given(
+                given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
+            )
+            images_of_node[end.node] = given.images
+        turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = number
+    return _Grown(tree=tree, turn_of_node=turn_of_node, images_of_node=images_of_node)
+
+
+def _describe_head(stored: StoredSession) -> dict[str, Any]:
+    """Everything but the rows."""
+    record, turns = stored.record, stored.turns
+    outcome = record.outcome or {}
+    return {
+        "kind": "trajectory",
+        "group": None,
+        "trajectory": record.session_id,
+        "status": _find_status(record),
+        "error": None,
+        "reward": outcome.get("reward"),
+        "reward_parts": outcome.get("metrics") or {},
+        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
+        "counters": stored.counters,
+        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
+        "messages": [message.message for message in stored.messages],
+        "turns": [_describe_turn(stored, turn) for turn in turns],
+    }
+
+
+def _find_status(record: SessionRecord) -> str:
+    """How the attempt ended, as it was reported; else the state of the session."""
+    status = (record.outcome or {}).get("status")
+    return status if record.status is SessionStatus.FINISHED and isinstance(status, str) else record.status.value
+
+
+def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "reward": None,
+        "num_sampled": len(turn.sequence.completion_ids),
+        "finish_reason": turn.sequence.finish_reason.value,
+        "cut_by": None,
+        "bridge": turn.continued == BridgeKind.DERIVED,
+        "refusal": turn.refusal,
+        "fork": turn.fork,
+        "branch": _find_branch(turn),
+        "message": stored.messages[turn.reply_node].message,
+        "call_statuses": [],
+        "closing": None,
+        "times": None,
+        "tolerances": turn.tolerances,
+        "created_s": round(turn.created_s - stored.record.created_s, 3),
+    }
+
+
+def _find_branch(turn: TurnRecord) -> str | None:
+    """Why a turn may begin a branch without a fork; the fork has its own reason."""
+    if turn.fork is not None:
+        return None
+    if turn.given is None:
+        return "sampled_again"
+    return "new_conversation" if turn.continued is None else "continued_again"
+
+
+def _make_row(stored: StoredSession, grown: _Grown, leaf: Position) -> dict[str, Any]:
+    path = grown.tree.path(leaf)
+    messages = _find_messages(stored, stored.turns[grown.turn_of_node[leaf.node]].reply_node)
+    described = describe_path(path)
+    return {
+        **described,
+        "message_indices": [
+            [start, stop, messages[index]]
+            for start, stop, index in described["message_indices"]
+            if index < len(messages)
+        ],
+        "messages": messages,
+        **dict.fromkeys(_NOT_STORED),
+        "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
+        "loss": [],
+        "advantages": [],
+        "images": _find_images(path, grown.images_of_node),
+    }
+
+
+def _find_messages(stored: StoredSession, node: int | None) -> list[int]:
+    """The messages from the first of a conversation to `node`."""
+    found = []
+    while node is not None:
+        found.append(node)
+        node = stored.messages[node].parent
+    return found[::-1]
+
+
+def _find_images(path: nodes.Path, images_of_node: Mapping[int, Sequence[ImageRecord]]) -> list[dict[str, Any]]:
+    return [
+        {"start": segment.start + image.offset, "stop": stop, "sha256": image.sha256}
+        for segment in path.segments
+        for image in images_of_node.get(segment.node, ())
+        if (stop := segment.start + image.offset + image.length) <= segment.stop
+    ]
+
+
+def _find_versions(path: nodes.Path) -> list[list[Any]]:
+    return find_runs(path.policy_versions, where=path.policy_versions != NO_VERSION)

@@ -23,7 +23,7 @@ from unbroken.runs.progress import MAX_SHOWN, RunProgress
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.runs.records.recorder import spread
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
-from unbroken.viewer.sources.steps import check_record
+from unbroken.viewer.sources.rollouts import check_record
 
 RECIPE = Path(letters_recipe.__file__)
 

@@ -1,14 +1,39 @@
-"""How many control tokens become ids when a tool's answer merely spells them (I5)."""
+"""What the tokenizer does: ids that change when decoded and encoded again, and control tokens that messages forge."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from unbroken.audit.conversations import TOOLS, make_call
-from unbroken.audit.report import ForgeryFinding
+from unbroken.audit.report import DriftFinding, ForgeryFinding
 from unbroken.audit.subject import Subject
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message
+from unbroken.retokenising.changes import align
+
+NUM_SEQUENCES, NUM_IDS = 200, 32
+
+
+def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
+    """Decode and encode random sequences of ordinary ids."""
+    rng = random.Random(seed)
+    control = subject.facts.control_tokens.ids
+    vocabulary = subject.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    ids = sorted(set(vocabulary.values()) - control)
+    num_sequences = num_ids = 0
+    for _ in range(NUM_SEQUENCES):
+        before = rng.choices(ids, k=NUM_IDS)
+        after = subject.encode(subject.decode(before))
+        num_sequences += before != after
+        num_ids += sum(gap.before[1] - gap.before[0] for gap in align(before, after).gaps)
+    return DriftFinding(
+        num_sequences=NUM_SEQUENCES,
+        num_ids=NUM_SEQUENCES * NUM_IDS,
+        num_sequences_changed=num_sequences,
+        num_ids_changed=num_ids,
+    )
+
 
 _MAX_TOKENS = 2048
 _TOKENS_PER_MESSAGE = 32
