@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from support.engine_subjects import Subject, embedded, on_vllm, scripted
+from support.engine_subjects import VOCAB_SIZE, Subject, embedded, on_vllm, scripted
+from support.servers import listening, make_app
+from support.stock_server import StockServer, make_vllm_app
+from unbroken.engines.http import HttpEngine
 
 
 @pytest.fixture
@@ -25,6 +29,52 @@ def embedded_subject() -> Subject:
 @pytest.fixture
 def vllm_subject(shared_vllm: Any) -> Subject:
     return on_vllm(shared_vllm.engine)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def server_subject() -> AsyncIterator[Subject]:
+    """Our server."""
+    behind = scripted()
+    async with connected(behind, make_app(behind.engine)) as subject:
+        yield subject
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stock_subject() -> AsyncIterator[Subject]:
+    """The stand-in for a stock vLLM server."""
+    behind = scripted()
+    async with connected(behind, StockServer(behind.engine).make_app()) as subject:
+        yield subject
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stock_vllm_subject(shared_vllm: Any) -> AsyncIterator[Subject]:
+    """vLLM's own application."""
+    async with connected(on_vllm(shared_vllm.engine), await make_vllm_app(shared_vllm.engine)) as subject:
+        yield subject
+
+
+@asynccontextmanager
+async def connected(behind: Subject, app: Any) -> AsyncIterator[Subject]:
+    async with listening(app) as url:
+        engine = await HttpEngine.connect([url], vocab_size=VOCAB_SIZE, max_retries=0)
+        yield Subject(engine=engine, num_sampled=behind.num_sampled, weights=[], poll_s=behind.poll_s)
+        await engine.close()
+
+
+@pytest.fixture(
+    params=[
+        "scripted_subject",
+        "embedded_subject",
+        "vllm_subject",
+        "server_subject",
+        "stock_subject",
+        "stock_vllm_subject",
+    ]
+)
+def sampler(request: pytest.FixtureRequest) -> Any:
+    """Whatever samples: an engine here, or a server."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -1,4 +1,4 @@
-"""Scoring, whichever engine it is."""
+"""Scoring, whichever engine or server it is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unbroken.types import token_ids
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subject) -> None:
-    logprobs = (await subject.engine.score(PROMPT_IDS)).logprobs
+async def test_score_gives_one_logprob_for_each_id_after_the_first(sampler: Subject) -> None:
+    logprobs = (await sampler.engine.score(PROMPT_IDS)).logprobs
     assert logprobs.shape == (4,)
     assert (logprobs <= 0).all()
-    assert (await subject.engine.score(PROMPT_IDS[:1])).logprobs.shape == (0,)
+    assert (await sampler.engine.score(PROMPT_IDS[:1])).logprobs.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ async def test_score_gives_one_logprob_for_each_id_after_the_first(subject: Subj
         *(([1, 2], temperature) for temperature in (0.0, 1e-40, 1e300, float("nan"), None)),
     ],
 )
-async def test_what_cannot_be_scored_is_refused(subject: Subject, bad_ids: list[int], temperature: Any) -> None:
+async def test_what_cannot_be_scored_is_refused(sampler: Subject, bad_ids: list[int], temperature: Any) -> None:
     with pytest.raises(SamplingError):
-        await subject.engine.score(token_ids(bad_ids), temperature=temperature)
+        await sampler.engine.score(token_ids(bad_ids), temperature=temperature)
 
 
 async def test_scoring_gives_the_most_likely_ids_where_asked(subject: Subject) -> None:

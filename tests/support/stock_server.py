@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -176,6 +176,17 @@ def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": error}, status_code=status, headers={"Retry-After": "0"})
 
 
-def is_sorted(logprobs: Any) -> bool:
-    """Whether each row of logprobs falls."""
-    return bool((np.diff(logprobs, axis=1) <= 0).all())
+async def make_vllm_app(engine: Any) -> Any:
+    """vLLM's own application over an engine that runs."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    level = logging.getLogger().level
+    model = engine._llm.model_config.model
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, "--enable-scale-out"])
+    app = build_app(args, ("generate",), engine._llm.model_config)
+    await init_app_state(engine._llm, app.state, args, ("generate",))
+    logging.getLogger().setLevel(level)  # vLLM's application sets it, for all loggers of this process
+    return app
