@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
 
 from support.forks import run_python
-from support.image_servers import data_url, image_file, in_base64, user_message
+from support.image_servers import data_url, image_file, user_message
 from support.served import Served, served
 from support.vision import save_vision_model, vision_tokenizer
 from support.vision_engines import load_vision_model, model_logprobs, own_processor
-from unbroken.client import AsyncClient, Client
+from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import ImageError
 from unbroken.images.placeholders import expand_placeholders
@@ -169,17 +168,3 @@ async def test_our_client_and_engine_sample_what_transformers_computes(
         assert chat["prompt_token_ids"] == again["prompt_token_ids"] == tokens.tolist()
         assert chat["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
     await engine.close()
-
-
-def test_all_dialects_sample_the_same_of_the_same_image(server: Served, processor: HfImageProcessor) -> None:
-    pad, greedy = processor.placeholder_id, {"temperature": 0, "max_tokens": 6}
-    part = {"type": "image_url", "url": data_url(EEL)}
-    with httpx.Client(base_url=server.url, timeout=60) as http, Client(server.url) as client:
-        (native,) = client.generate([[5, pad]], SamplingParams(**greedy, stop_token_ids=()), images=[EEL])
-        trl = http.post("/generate/", json={"prompts": [[5, pad]], "images": [in_base64(EEL)], **greedy}).json()
-        body = {"token_ids": [5, pad], "content_parts": [part], "sampling_params": {**greedy, "ignore_eos": True}}
-        tokens = http.post("/inference/v1/generate", json=body).json()
-    ids = native.sequences[0].completion_ids.tolist()
-    assert tokens["choices"][0]["token_ids"] == ids
-    assert trl["completion_ids"][0] == ids[: len(trl["completion_ids"][0])]
-    assert native.prompt_ids.tolist() == trl["prompt_ids"][0] == tokens["prompt_token_ids"]

@@ -207,41 +207,6 @@ async def test_calls_that_are_required_come_in_the_models_own_format(server: Ser
     await client.close()
 
 
-async def test_all_dialects_continue_the_same_ids_alike(server: Served) -> None:
-    greedy = {"temperature": 0, "max_tokens": 12}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http, AsyncClient(server.url) as client:
-
-        async def ask(path: str, **body: Any) -> Any:
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
-        (native,) = await client.generate([[5, 6, 7]], SamplingParams(**greedy, num_top_logprobs=3))
-        ids = native.sequences[0].completion_ids.tolist()
-        sampling = {**greedy, "logprobs": 3}
-        (token,) = (await ask("/inference/v1/generate", token_ids=[5, 6, 7], sampling_params=sampling))["choices"]
-        (text,) = (await ask("/v1/completions", prompt=[5, 6, 7], return_token_ids=True, **greedy))["choices"]
-        chat = {"messages": [{"role": "user", "content": "hi"}], "tokens": [5, 6, 7], "return_token_ids": True}
-        (chatted,) = (await ask("/v1/chat/completions/tokens", **chat, **greedy))["choices"]
-        assert token["token_ids"] == text["token_ids"] == chatted["token_ids"] == ids[: len(token["token_ids"])]
-        for entry, token_id in zip(token["logprobs"]["content"], ids, strict=False):
-            assert (entry["token_id"], entry["rank"], len(entry["top_logprobs"])) == (token_id, 1, 3)
-
-        stop = text["text"][3:5]
-        cut = await ask("/v1/completions", prompt=[5, 6, 7], stop=stop, return_token_ids=True, **greedy)
-        assert cut["choices"][0]["text"] == text["text"][: text["text"].index(stop)]
-        assert cut["choices"][0]["finish_reason"] == "stop"
-        form = {**sampling, "structured_outputs": {"regex": "[ab]{3}"}}
-        (forced,) = (await ask("/inference/v1/generate", token_ids=[5], sampling_params=form, output_mode="text"))[
-            "choices"
-        ]
-        assert set(forced["text"]) <= {"a", "b"}
-        form["structured_outputs"] = {"regex": "[0-9+"}
-        refused = await http.post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": form})
-        assert refused.status_code == 400
-        assert "regex" in refused.json()["error"]["message"]
-
-
 async def test_under_mixed_load_every_answer_belongs_to_its_asker(server: Served) -> None:
     """Six clients at once: the greedy answers and scores of each are those of a quiet first pass."""
     askers = [_Asker(kind, number) for number, kind in enumerate(["generate", "chat", "score"] * 2)]
