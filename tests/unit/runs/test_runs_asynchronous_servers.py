@@ -17,6 +17,8 @@ from unbroken.cli import main
 from unbroken.engines.http import HttpEngine
 from unbroken.types import token_ids
 
+pytestmark = pytest.mark.e2e
+
 NUM_STEPS = 6
 MAX_STALENESS = 2
 IDS = [5, 6, 7, 8, 9, 10]

@@ -21,6 +21,8 @@ from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.files import read_info
 from unbroken.timeline import Track, read_timeline
 
+pytestmark = pytest.mark.e2e
+
 RECIPE = Path(letters_recipe.__file__)
 ASYNCHRONOUS = "--loop.max-staleness=2"
 
@@ -223,7 +225,6 @@ def test_agents_are_evaluated_through_a_gateway_of_their_own(tmp_path, model):
     assert (output / "sessions" / "evaluation-0").exists()
 
 
-@pytest.mark.e2e
 def test_two_processes_evaluate_their_parts_on_servers_of_their_own(tmp_path, model):
     output = tmp_path / "run"
     with evaluation_server(model, tmp_path / "weights") as server:
