@@ -104,7 +104,7 @@ class RowLengths(StoppingCriteria):  # type: ignore[misc]  # transformers is unt
     def __init__(self, prompt_width: int, num_sampled: list[int]) -> None:
         self._ends = torch.tensor(num_sampled) + prompt_width
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # noqa: D102
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return self._ends <= input_ids.shape[1]
 
 

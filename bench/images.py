@@ -36,8 +36,7 @@ import numpy as np
 from unbroken.client import AsyncClient
 from unbroken.client.calls import Connections
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.processing import HfImageProcessor
+from unbroken.images.processor import HfImageProcessor, ImageInputs
 from unbroken.rendering.base import Bridge
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer

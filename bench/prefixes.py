@@ -32,9 +32,9 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import StepStats
-from unbroken.training.model.pass_size import MAX_PASS_IDS
-from unbroken.training.model.prefixes import attention
-from unbroken.training.model.prefixes.tree import merge_rows
+from unbroken.training.model import tree_attention
+from unbroken.training.model.lanes import MAX_PASS_IDS
+from unbroken.training.model.tree import merge_rows
 from unbroken.training.trainer import Trainer
 from unbroken.types import FinishReason, SampledSequence, TrainingSample, VersionSpan, token_ids
 
@@ -124,7 +124,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> None:
     """Print a line for each step, and a table for each scenario, as soon as they are measured."""
     started = time.perf_counter()
-    attention.IS_DYNAMIC = False if arguments.static_kernel else None
+    tree_attention.IS_DYNAMIC = False if arguments.static_kernel else None
     on_gpu = arguments.device == "cuda"
     shape = arguments.shape or ("0.6b" if on_gpu else "tiny")
     scale = arguments.scale or (1 if on_gpu else 16)
@@ -169,11 +169,11 @@ def make_trainer(shape: str, config: TrainerConfig, accelerator: Accelerator) ->
     try:
         return _prove(Trainer(make_model(shape, LONGEST), config, accelerator=accelerator))
     except InvalidInputError as error:
-        if attention.IS_DYNAMIC is False:
+        if tree_attention.IS_DYNAMIC is False:
             raise
         print(f"{error}\nagain with --static-kernel", flush=True)
-        attention.IS_DYNAMIC = False
-        attention._get_kernel.cache_clear()
+        tree_attention.IS_DYNAMIC = False
+        tree_attention._get_kernel.cache_clear()
         torch.compiler.reset()
         return _prove(Trainer(make_model(shape, LONGEST), config, accelerator=accelerator))
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer

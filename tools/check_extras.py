@@ -71,7 +71,7 @@ UPSTREAM = """
 import sys, uvicorn
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.rendering.loading import load_tokenizer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.server.app import create_app
 from unbroken.server.config import ServerConfig
 tokenizer = load_tokenizer("tiny")
@@ -126,12 +126,12 @@ assert dict(merge_parameters(model, gather=lambda parameter: parameter.detach())
 
 VISION = """
 from PIL import Image
-from unbroken.images.decoding import decode_image, encode_picture
+from unbroken.images.decoder import decode_image, encode_picture
 assert decode_image(encode_picture(Image.new("RGB", (3, 2), "red"))).getpixel((0, 0)) == (255, 0, 0)
 """
 
 RENDERERS = """
-from unbroken.integrations.renderers.loading import is_package_renderer
+from unbroken.integrations.renderers.registry import is_package_renderer
 from unbroken.integrations.renderers.renderer import PackageRenderer
 import renderers
 assert is_package_renderer("pkg:qwen3")

@@ -113,7 +113,7 @@ def _read_array(description: Any, body: memoryview) -> NDArray[Any]:
         raise InvalidInputError(f"an array ends at byte {stop} of a body of {len(body)} bytes")
     try:
         return np.frombuffer(body[offset:stop], dtype=dtype, count=count).reshape(shape)
-    except (ValueError, OverflowError) as error:  # e.g. 65 dimensions, or one of 2**70 beside one of 0
+    except (ValueError, OverflowError) as error:  # e.g. 65 dimensions, or one of 2**70 with one of 0
         raise InvalidInputError(f"an array cannot have the shape {description[1]!r}: {error}") from None
 
 

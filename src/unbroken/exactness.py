@@ -56,7 +56,7 @@ def fix_rotary(model: Any, context_length: int) -> None:
 
 @torch.no_grad()
 def find_length_dependence(model: Any) -> str | None:
-    """How the model computes a row otherwise beside a longer one; None if it does not.
+    """How the model computes a row differently in a pass with a longer one; None if it does not.
 
     The other row has more ids and, in a model of text that takes positions, the last positions of the model's context.
     """
@@ -113,7 +113,7 @@ def attending_by(model: Any, implementation: str) -> Iterator[None]:
 
 
 def choose_long_length(model: Any) -> int:
-    """Ids of the long row of a probe, beside which it shows what depends on the length of a pass."""
+    """Ids of the long row of a probe, next to which it shows what depends on the length of a pass."""
     return min(_LONG_ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_ROW)
 
 

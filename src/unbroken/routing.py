@@ -272,7 +272,7 @@ def _compare(given_NK: torch.Tensor, live_NK: torch.Tensor, is_given_N: torch.Te
 
 
 def _hook(router: nn.Module, mode: TorchFunctionMode) -> None:
-    """Enter `mode` while `router` runs, in whatever thread, also if it fails or is left early.
+    """Enter `mode` while `router` runs, in any thread, also if it fails or is left early.
 
     A deep copy of the router has copies of the hooks, which do nothing: it belongs to another model.
     """

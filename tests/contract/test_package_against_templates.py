@@ -22,7 +22,7 @@ from support.package_disagreements import (
 )
 from support.package_pairs import PAIRS, REFUSED, difference, sides_of
 from support.package_renderers import package_tokenizer
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.integrations.renderers.registry import load_renderer
 
 NUM_CONVERSATIONS = 60
 

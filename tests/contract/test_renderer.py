@@ -14,7 +14,7 @@ from support.package_renderers import NEEDS_A_DOWNLOAD, package_tokenizer
 from support.templates import GLM, GLM_CONTROL_TOKENS, LLAMA, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import MessagesError, ToolDefinitionError
-from unbroken.integrations.renderers.loading import load_renderer, package_renderer_names
+from unbroken.integrations.renderers.registry import load_renderer, package_renderer_names
 from unbroken.rendering.base import TEMPLATE, Bridge, PartKind, Refusal, RefusalReason, Renderer
 from unbroken.rendering.template import TemplateRenderer
 

@@ -19,7 +19,7 @@ from unbroken.demo.run import run_demo
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
-from unbroken.rendering.loading import load_tokenizer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause
 from unbroken.runs.collector import Sampler

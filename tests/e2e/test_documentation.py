@@ -33,7 +33,7 @@ import pytest
 from unbroken.cli import _parser, main
 from unbroken.demo.tiny_model import build_model, build_tokenizer
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.build import read_options
+from unbroken.runs.settings import read_options
 from unbroken.server.options import name_model
 
 ROOT = Path(__file__).parents[2]

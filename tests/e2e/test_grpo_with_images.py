@@ -14,7 +14,7 @@ from support.rows import group, trajectory
 from support.sequences import sampled
 from support.vision import PAD, Family, picture
 from unbroken.counters import Counters
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.images.placeholders import expand_placeholders
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.tree import TokenTree

@@ -18,7 +18,7 @@ from support.vision_engines import (
     model_logprobs,
     start_vision_vllm,
 )
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue

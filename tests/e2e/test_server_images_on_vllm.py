@@ -21,7 +21,7 @@ from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import ImageError
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.images.processing import HfImageProcessor
+from unbroken.images.processor import HfImageProcessor
 from unbroken.types import EncodedImage, SampleRequest, SamplingParams, token_ids
 
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")

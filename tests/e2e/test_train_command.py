@@ -84,7 +84,7 @@ def test_wrong_options_are_refused_before_anything_is_written(tmp_path, capsys, 
 
 def settings() -> dict:
     from unbroken.runs.recipe import load_recipe
-    from unbroken.runs.settings.build import describe
+    from unbroken.runs.settings import describe
 
     return describe(load_recipe(RECIPES / "lookup.py").configure(words(SMALL)))
 

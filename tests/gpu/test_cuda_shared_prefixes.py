@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from support.models import wide_qwen3
 from support.prefixes import branching_rows
 from unbroken.training.config import OptimizerConfig, SharedPrefixes, TrainerConfig
-from unbroken.training.model.prefixes.attention import MaskKind
+from unbroken.training.model.tree_attention import MaskKind
 from unbroken.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,11 +10,9 @@ from accelerate import Accelerator
 from support.models import random_qwen3
 from support.rows import random_rows
 from unbroken.training.config import Packing, TrainerConfig
-from unbroken.training.model.head import RoundedHead, rounded_scores
-from unbroken.training.model.lanes import Layout
-from unbroken.training.model.norms import compute_norm
-from unbroken.training.model.pass_size import MAX_PASS_IDS, MIN_PASS_IDS, measure_pass_size
-from unbroken.training.model.scores import Entropy, LogitScaling
+from unbroken.training.model.backbone import compute_norm
+from unbroken.training.model.lanes import MAX_PASS_IDS, MIN_PASS_IDS, RowLayout, measure_pass_size
+from unbroken.training.model.scores import Entropy, LogitScaling, RoundedHead, rounded_scores
 from unbroken.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -67,7 +65,7 @@ def test_rows_are_attended_by_their_borders_and_score_as_when_padded():
     rows = random_rows(np.random.default_rng(0), 24, longest=100)
     packed, padded = make_trainer(Packing.ONE_LANE), make_trainer(Packing.NEVER)
     layouts = [trainer._accelerator.unwrap_model(trainer._policy).layout for trainer in (packed, padded)]
-    assert layouts == [Layout.BY_ROWS, Layout.PADDED]
+    assert layouts == [RowLayout.BY_ROWS, RowLayout.PADDED]
     found, expected = packed.logprobs(rows), padded.logprobs(rows)
     differences = np.concatenate([own - other for own, other in zip(found, expected, strict=True)])
     differences = differences[np.isfinite(differences)]

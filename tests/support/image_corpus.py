@@ -9,7 +9,7 @@ from support.corpus import corpus_template
 from support.images import CountingProcessor, few_ids, said
 from support.tokenizers import make_tokenizer
 from support.vision_template import PAD
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.template import TemplateRenderer
 
 IN_ALL_ROLES = frozenset({"user", "assistant", "tool"})

@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from support.vision import PAD, Family, load_processor, save_vision_model
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.images.processing import HfImageProcessor
+from unbroken.images.processor import HfImageProcessor
 from unbroken.types import NO_VERSION, ImageSpan, TrainingSample, token_ids
 
 Part = str | Image.Image | tuple[int, ...]

@@ -12,10 +12,9 @@ from typing import Any
 from support.vision import picture, save_vision_model, vision_tokenizer
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.images.decoding import encode_picture
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
-from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
+from unbroken.images.decoder import encode_picture
+from unbroken.images.loader import ImageLoader
+from unbroken.images.processor import HfImageProcessor, ImageInputs, ImageProcessor, load_image_processor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.app import create_app

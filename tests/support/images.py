@@ -10,9 +10,8 @@ from PIL import Image
 
 from support.tokenizers import make_tokenizer
 from support.vision_template import PAD, TEMPLATE
-from unbroken.images.decoding import encode_picture
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.processing import ProcessedImage
+from unbroken.images.decoder import encode_picture
+from unbroken.images.processor import ImageInputs, ProcessedImage
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 

@@ -11,7 +11,7 @@ import numpy as np
 from support.conversations import TOOLS, Conversation
 from support.package_renderers import package_tokenizer
 from unbroken.errors import TemplateError
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.messages import Message
 from unbroken.rendering.base import Bridge, Renderer
 

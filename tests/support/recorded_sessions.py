@@ -12,8 +12,8 @@ from support.image_servers import CAT, data_url, processor, tokenizer, user_mess
 from support.recorded import HOSTILE
 from support.servers import asgi_client, server_tokenizer
 from unbroken.gateway.app import create_gateway
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
+from unbroken.images.loader import ImageLoader
+from unbroken.images.processor import ImageInputs
 from unbroken.ledger.store import open_store
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer

@@ -39,13 +39,12 @@ from unbroken.training.loss_config import (
     LossNormalization,
     ReferenceSync,
 )
-from unbroken.training.model import compiling
+from unbroken.training.model import compilation
 from unbroken.training.model.pretrained import ModelForm
 from unbroken.training.model.weights import gather_adapter_weights
-from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import PreferencePair
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
@@ -159,7 +158,7 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
 
 def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train as `plain`, with layers that are traced, and save the weights."""
-    compiling.BACKEND = "eager"  # another compiler would take a minute
+    compilation.BACKEND = "eager"  # another compiler would take a minute
     changed = config(compile=True, shared_prefixes=SharedPrefixes.NEVER)
     trainer = Trainer(tiny_qwen3(), changed, accelerator=accelerator)
     for step in range(len(NUM_ROWS)):

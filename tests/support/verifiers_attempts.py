@@ -8,7 +8,7 @@ from typing import Any
 from support.attempts import sample_attempts
 from support.gateways import scripted
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
+from unbroken.runs.prompts.environments import PackageProblems, PackageSettings
 
 
 def load(reference: str, *, seed: int = 0, **arguments: Any) -> PackageProblems:

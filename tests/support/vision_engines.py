@@ -13,9 +13,9 @@ from transformers import AutoModelForImageTextToText
 
 from support.vision import Family, picture, save_vision_model
 from support.vllm_session import SMALL_VLLM
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.images.processing import HfImageProcessor, ImageProcessor, load_image_processor
+from unbroken.images.processor import HfImageProcessor, ImageProcessor, load_image_processor
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SamplingParams, TokenIds, token_ids
 
 CONTEXT_LENGTH = 512

@@ -11,9 +11,9 @@ from unbroken.audit.config import AuditTarget
 from unbroken.audit.report import Token
 from unbroken.audit.stand_in import BEGIN, END, make_stand_in
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.base import Renderer
-from unbroken.rendering.loading import load_stop_token_ids, load_tokenizer
+from unbroken.rendering.loader import load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import TemplateTexts
 

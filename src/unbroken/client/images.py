@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from unbroken.errors import InvalidInputError
-from unbroken.images.decoding import ImageLimits
-from unbroken.images.loading import ImageLoader, find_image_parts
+from unbroken.images.decoder import ImageLimits
+from unbroken.images.loader import ImageLoader, find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.types import EncodedImage, ImageSpan
 

@@ -20,7 +20,7 @@ from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
-from unbroken.rendering.loading import load_tokenizer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Comparison, TemplateTexts, compare_trajectory, count_changed
@@ -29,7 +29,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.reinforce import TrainedRun, reinforce
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings import describe
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.types import TrainingSample
 from unbroken.viewer.reports import SideBySide, show_side_by_side

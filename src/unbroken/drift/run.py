@@ -28,7 +28,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.keys import read_key
+from unbroken.runs.config import read_key
 from unbroken.runs.models import load_model
 from unbroken.viewer.reports import show_side_by_side
 
@@ -61,7 +61,7 @@ async def run_drift(
         about=DriftSetup(
             model=subject.name,
             engine=engine_name,
-            parser=subject.facts.parser_name,
+            parser=subject.template_renderer.parser_name,
             template_sha256=hashlib.sha256(subject.facts.source.encode()).hexdigest(),
             options=subject.options,
             prompts=prompts,

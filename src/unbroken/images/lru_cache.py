@@ -34,12 +34,11 @@ class LruCache(Generic[_K, _V]):
             return self._values.get(key)
 
     def put(self, key: _K, value: _V) -> None:
-        """Cache a value unless it exceeds the maximum size; if the key is cached, only mark it as used."""
+        """Cache a value in the place of an older one with this key, unless it exceeds the maximum size."""
         size = self._size_of(value)
         with self._lock:
             if key in self._values:
-                self._values.move_to_end(key)
-                return
+                self._size -= self._size_of(self._values.pop(key))
             if size > self._max_size:
                 return
             self._values[key] = value

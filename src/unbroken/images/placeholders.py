@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from unbroken.errors import EchoError, ImageError
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.processor import ImageProcessor
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, token_ids
 from unbroken.types.arrays import count_common_prefix
 

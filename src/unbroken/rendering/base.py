@@ -370,7 +370,7 @@ class Renderer(Protocol):
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
     ) -> ParsedResponse:
-        """Read a completion as content, reasoning and tool calls. Never raises, whatever the model sampled.
+        """Read a completion as content, reasoning and tool calls. Never raises, for any ids that the model sampled.
 
         `prompt_ids` show whether the generation prompt already opened the reasoning. The schemas of `tools` give the
         types of arguments in formats that write all values as text; they never make a call invalid.

@@ -8,10 +8,9 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Refusal
-from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.turn_ends import TurnEndProbe, TurnEnds
+from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEndProbe, TurnEnds
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     MessageFormat,
     ReasoningDelimiters,
@@ -20,12 +19,12 @@ from unbroken.rendering.message_format import (
     find_reasoning_markup,
 )
 
-__all__ = ["AddedTokens", "ProbedTemplate", "TemplateFacts", "TurnEnds", "probe_template"]
+__all__ = ["AddedTokens", "TemplateFacts", "TurnEnds", "probe_template"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """The facts that a `TemplateRenderer` found out about its template: `TemplateRenderer.facts`."""
+    """What probing found out about a template with its tokenizer: `TemplateRenderer.facts`."""
 
     source: str
     message_format: MessageFormat
@@ -35,48 +34,30 @@ class TemplateFacts:
     turn_end_ids: frozenset[int]
     """All ids that may end an assistant turn in a rendering."""
     stop_token_ids: tuple[int, ...]
-    """Those of the template and the tokenizer, and those given to the renderer."""
-    generation_prompt: str
-    """The text that opens an assistant turn; empty if the template does not write one on its own."""
-    reasoning_markup: tuple[str, str]
-    """The texts that open and close reasoning; `<think>` and `</think>` by default."""
-    parser_name: str
-    """The format of completions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbedTemplate:
-    """What probing found out about a template with its tokenizer."""
-
-    message_format: MessageFormat
-    ends: TurnEnds | Refusal
-    """The tokens that end an assistant turn, or why they could not be derived."""
-    turn_end_ids: frozenset[int]
-    """All ids that may end an assistant turn in a rendering."""
-    stop_token_ids: tuple[int, ...]
-    """Those of the template and the tokenizer, and those given by the caller, if none stands inside a turn."""
+    """Those of the template and the tokenizer, and those given to the renderer, if none stands inside a turn."""
     without_stop: str
     """The kinds of turns that none of these ends, such as "text"; empty if each ends."""
     generation_prompt: str
     """The text that opens an assistant turn; empty if the template does not write one on its own."""
     reasoning: ReasoningDelimiters | None
+    """None unless control tokens delimit reasoning."""
     reasoning_markup: tuple[str, str]
-    """The texts that open and close reasoning."""
+    """The texts that open and close reasoning; `<think>` and `</think>` by default."""
 
     @property
     def turn_end_tokens(self) -> Collection[str]:
         """The tokens that end an assistant turn; none if they could not be derived."""
-        return self.ends.tokens if isinstance(self.ends, TurnEnds) else ()
+        return self.turn_ends.tokens if isinstance(self.turn_ends, TurnEnds) else ()
 
     @property
     def num_stop_ids(self) -> int:
         """How many ids may stand at the end of a completion, at least 1."""
-        return max(len(self.ends.sequence), 1) if isinstance(self.ends, TurnEnds) else 1
+        return max(len(self.turn_ends.sequence), 1) if isinstance(self.turn_ends, TurnEnds) else 1
 
 
 def probe_template(
     template: ChatTemplate, tokenizer: Any, control: AddedTokens, stop_token_ids: Sequence[int]
-) -> ProbedTemplate:
+) -> TemplateFacts:
     """Probe a template. `stop_token_ids` are more ids that end a turn; those that stand inside one are left out.
 
     Raises:
@@ -88,9 +69,11 @@ def probe_template(
     others = _collect_other_ids(tokenizer, stop_token_ids) - _get_ids(control, probe.tokens_inside)
     stops = others | _get_ids(control, ends.stops if isinstance(ends, TurnEnds) else ())
     kinds = ends.without_stop if isinstance(ends, TurnEnds) else ()
-    return ProbedTemplate(
+    return TemplateFacts(
+        source=template.source,
         message_format=message_format,
-        ends=ends,
+        control_tokens=control,
+        turn_ends=ends,
         turn_end_ids=_get_ids(control, ends.tokens if isinstance(ends, TurnEnds) else ()),
         stop_token_ids=tuple(sorted(stops)),
         without_stop="" if others else ", ".join(kinds) or ("" if stops else "any kind"),

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import find_image_parts
+from unbroken.images.loader import find_image_parts
 from unbroken.images.placeholders import fill_places
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, has_images
 from unbroken.rendering.base import TEMPLATE
 from unbroken.rendering.encoding.tokenizer import AddedTokens

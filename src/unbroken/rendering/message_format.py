@@ -27,8 +27,8 @@ from unbroken.messages import (
     get_text,
     has_images,
 )
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 
 ProbeMessage = dict[str, Any]
 
@@ -107,7 +107,7 @@ class MessageFormat:
         if self.arguments is ArgumentFormat.STRING and not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         if self.arguments is ArgumentFormat.OBJECT and isinstance(arguments, str):
-            function["arguments"] = _parse_or_keep(arguments)
+            function["arguments"] = parse_arguments(arguments)
         return {**call, "function": function}
 
 
@@ -183,7 +183,8 @@ def _render_probe(template: ChatTemplate, turn: ProbeMessage, parts: bool) -> st
         return ""
 
 
-def _parse_or_keep(arguments: str) -> Any:
+def parse_arguments(arguments: str) -> Any:
+    """Parse a call's arguments from JSON; text that is not JSON is returned as it is."""
     try:
         return json.loads(arguments)
     except ValueError:

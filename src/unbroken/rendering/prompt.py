@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.lru_cache import LruCache
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, get_text
 from unbroken.rendering.base import RenderedPrompt
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.marks import (
     Span,
     find_outside_strings,
@@ -29,14 +29,11 @@ from unbroken.rendering.images import (
     load_images,
     place_images,
 )
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import MessageFormat
 from unbroken.threads import RendererLock
 
 _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""
-
-
 _MAX_CHARACTERS = 2**25
 """Of all texts that are remembered: about 80 conversations of 100k tokens."""
 
@@ -52,31 +49,18 @@ class RecentPrompts:
     """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
-        self._num_characters = 0
-        self._lock = threading.Lock()
+        self._prompts: LruCache[int, _Prompt] = LruCache(_MAX_CHARACTERS, lambda prompt: len(prompt.text))
 
     def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
         """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
-        key = _get_key(messages)
-        with self._lock:
-            self._forget(key)
-            self._prompts[key] = _Prompt(messages=messages, tools=list(tools), text=text)
-            self._num_characters += len(text)
-            while self._num_characters > _MAX_CHARACTERS:
-                self._forget(next(iter(self._prompts)))
+        self._prompts.put(_get_key(messages), _Prompt(messages=messages, tools=list(tools), text=text))
 
     def find(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> str | None:
         """The text of these messages; None if it is not remembered."""
-        with self._lock:
-            prompt = self._prompts.get(_get_key(messages))
+        prompt = self._prompts.get(_get_key(messages))
         if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
             return None
         return prompt.text
-
-    def _forget(self, key: int) -> None:
-        if (prompt := self._prompts.pop(key, None)) is not None:
-            self._num_characters -= len(prompt.text)
 
 
 def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from unbroken.errors import InvalidInputError, StopTokenError, TemplateError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, ToolSchema, check_messages
 from unbroken.rendering.base import (
     BridgeOutcome,
@@ -31,11 +31,11 @@ from unbroken.rendering.base import (
 )
 from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.glue import GlueFinder
+from unbroken.rendering.chat_template import ChatTemplate, TemplateLimits, get_template_source
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.facts import ProbedTemplate, TemplateFacts, probe_template
+from unbroken.rendering.encoding.tokenizer import get_backend
+from unbroken.rendering.facts import TemplateFacts, probe_template
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
-from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimits
-from unbroken.rendering.jinja.source import get_template_source
 from unbroken.rendering.parsing.call_grammar import CallConstraint
 from unbroken.rendering.parsing.detection import choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
@@ -95,7 +95,7 @@ class TemplateRenderer:
         policy = parse_history_policy(history)
         self._lock = RendererLock()
         self._threads = DaemonThreads(1)
-        self._encoder = SafeEncoder(_get_backend(tokenizer), self._lock)
+        self._encoder = SafeEncoder(get_backend(tokenizer), self._lock)
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
@@ -103,79 +103,66 @@ class TemplateRenderer:
         source = get_template_source(tokenizer, chat_template)
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
-        probed = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
+        self._facts = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
         self._recent = RecentPrompts()
-        self._prompts = PromptRenderer(self._template, probed.message_format, self._encoder, self._lock, self._recent)
-        self._bridges = self._make_bridge_builder(probed, policy)
-        response_template = getattr(tokenizer, "response_template", None)
-        self._without_stop = probed.without_stop
-        self._parser = self._choose_parser(parser, probed, source=source, response_template=response_template)
-        self._constraint = self._make_constraint(probed)
-        self._facts = self._make_facts(probed, source)
-        self._num_generation_ids = len(self._encoder.encode_plain(probed.generation_prompt))
+        self._prompts = PromptRenderer(
+            self._template, self._facts.message_format, self._encoder, self._lock, self._recent
+        )
+        self._bridges = self._make_bridge_builder(policy)
+        self._parser = self._choose_parser(parser, getattr(tokenizer, "response_template", None))
+        self._constraint = self._make_constraint()
+        self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 
-    def _make_bridge_builder(self, probed: ProbedTemplate, policy: HistoryPolicy) -> BridgeBuilder | Refusal:
-        if isinstance(probed.ends, Refusal):
-            return probed.ends
+    def _make_bridge_builder(self, policy: HistoryPolicy) -> BridgeBuilder | Refusal:
+        facts, ends = self._facts, self._facts.turn_ends
+        if isinstance(ends, Refusal):
+            return ends
         glue = GlueFinder(
             self._template,
-            probed.message_format,
-            probed.ends,
+            facts.message_format,
+            ends,
             self._encoder,
             self._lock,
-            reasoning_markup=probed.reasoning_markup,
+            reasoning_markup=facts.reasoning_markup,
             prompts=self._recent,
         )
         return BridgeBuilder(
             glue,
             self._encoder,
-            probed.ends,
-            reasoning=probed.reasoning,
-            stop_token_ids=frozenset(probed.stop_token_ids),
-            renders_calls=probed.message_format.renders_calls,
+            ends,
+            reasoning=facts.reasoning,
+            stop_token_ids=frozenset(facts.stop_token_ids),
+            renders_calls=facts.message_format.renders_calls,
             policy=policy,
         )
 
-    def _choose_parser(
-        self, name: str | None, probed: ProbedTemplate, *, source: str, response_template: Any
-    ) -> ResponseParser:
+    def _choose_parser(self, name: str | None, response_template: Any) -> ResponseParser:
+        facts = self._facts
         return choose_parser(
             name,
             template=self._template,
-            message_format=probed.message_format,
-            source=source,
+            message_format=facts.message_format,
+            source=facts.source,
             response_template=response_template,
-            reasoning=probed.reasoning,
+            reasoning=facts.reasoning,
             tokens=CompletionTokens(
                 self._encoder.control,
                 self._encoder.decode,
-                stop_token_ids={*probed.stop_token_ids, *probed.turn_end_ids},
-                num_stop_ids=probed.num_stop_ids,
+                stop_token_ids={*facts.stop_token_ids, *facts.turn_end_ids},
+                num_stop_ids=facts.num_stop_ids,
             ),
         )
 
-    def _make_constraint(self, probed: ProbedTemplate) -> CallConstraint:
+    def _make_constraint(self) -> CallConstraint:
+        facts = self._facts
         return CallConstraint(
             template=self._template,
-            message_format=probed.message_format,
+            message_format=facts.message_format,
             parser=self._parser,
             encoder=self._encoder,
-            reasoning=probed.reasoning,
-            turn_ends=probed.turn_end_tokens,
-            stop_token_ids=probed.stop_token_ids,
-        )
-
-    def _make_facts(self, probed: ProbedTemplate, source: str) -> TemplateFacts:
-        return TemplateFacts(
-            source=source,
-            message_format=probed.message_format,
-            control_tokens=self._encoder.control,
-            turn_ends=probed.ends,
-            turn_end_ids=probed.turn_end_ids,
-            stop_token_ids=probed.stop_token_ids,
-            generation_prompt=probed.generation_prompt,
-            reasoning_markup=probed.reasoning_markup,
-            parser_name=self._parser.name,
+            reasoning=facts.reasoning,
+            turn_ends=facts.turn_end_tokens,
+            stop_token_ids=facts.stop_token_ids,
         )
 
     @property
@@ -229,7 +216,7 @@ class TemplateRenderer:
     def with_image_settings(self, settings: str) -> TemplateRenderer:
         """Copy the renderer with other settings for its images (`ImageSpan.settings`), e.g. those of one request.
 
-        This is cheap: the copies share everything that was probed.
+        This is cheap: the copies share everything that was facts.
 
         Raises:
             InvalidInputError: the renderer takes no images.
@@ -258,7 +245,7 @@ class TemplateRenderer:
     @property
     def parser_name(self) -> str:
         """The format of completions."""
-        return self._facts.parser_name
+        return self._parser.name
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()
@@ -302,8 +289,8 @@ class TemplateRenderer:
         Raises:
             StopTokenError: a turn of some kind would not end.
         """
-        if self._without_stop:
-            raise StopTokenError(self._without_stop)
+        if self._facts.without_stop:
+            raise StopTokenError(self._facts.without_stop)
         return self._facts.stop_token_ids
 
     def bridge_to_next_turn(
@@ -340,13 +327,3 @@ class TemplateRenderer:
             add_generation_prompt=add_generation_prompt,
             no_images_because=self._no_images_because,
         )
-
-
-def _get_backend(tokenizer: Any) -> Any:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise InvalidInputError(
-            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
-            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
-        )
-    return backend

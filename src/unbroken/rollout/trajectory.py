@@ -120,7 +120,7 @@ class Trajectory:
     engine_s: float = 0.0
     """How much of it was waiting for the engine, in its queue and while it sampled."""
     queue_s: float | None = None
-    """See `sum_queue_s`."""
+    """How long its turns waited in the engine's queue; None if the engine did not report that (`sum_queue_s`)."""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != len(self.turns):

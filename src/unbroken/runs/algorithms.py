@@ -63,12 +63,11 @@ def make_objective(
 
     Raises `InvalidInputError` for an unknown name, or for a part that online DPO would ignore.
     """
-    from unbroken.training.objective.advantages import StepAdvantages
-    from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
+    from unbroken.training.objective.advantages import ADVANTAGES, StepAdvantages, TurnAdvantages
     from unbroken.training.objective.losses import LOSSES, PolicyLoss
     from unbroken.training.objective.online_dpo import OnlineDpo
-    from unbroken.training.objective.preferences import best_and_worst, outside_in
-    from unbroken.training.objective.turn_advantages import TurnAdvantages
+    from unbroken.training.objective.pairs import best_and_worst, outside_in
+    from unbroken.training.objective.policy_gradient import ALGORITHMS
 
     if algorithm is Algorithm.ONLINE_DPO:
         for name, given in (("advantages", advantages), ("loss", loss)):

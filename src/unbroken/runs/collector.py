@@ -11,7 +11,7 @@ import numpy as np
 
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask

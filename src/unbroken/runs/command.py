@@ -43,11 +43,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.env:
         options = ["--environment", *arguments.env]
     try:
-        from unbroken.runs.help import format_help
-        from unbroken.runs.recipe import run_recipe
+        from unbroken.runs.recipe import load_recipe, run_recipe
+        from unbroken.runs.settings import format_help
 
         if {"-h", "--help"} & set(options):
-            _print_text(format_help(arguments.recipe))
+            recipe = load_recipe(arguments.recipe)
+            command = f"unbroken train {arguments.recipe or '--env NAME'}"
+            _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc))
             return 0
         return run_command(
             lambda: run_recipe(arguments.recipe, options),

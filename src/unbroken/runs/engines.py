@@ -17,9 +17,8 @@ from accelerate.utils import gather_object
 from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError, missing_extra
-from unbroken.images.processing import ImageProcessor
-from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
-from unbroken.runs.keys import read_key
+from unbroken.images.processor import ImageProcessor
+from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
 from unbroken.runs.processes import Rank, without_launcher
 from unbroken.runs.server_process import start_server
 from unbroken.runs.shared_engine import RunEngine, share_engine

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.settings.values import redact
+from unbroken.runs.settings import redact
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.exactness import choose_attention
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.processing import load_image_processor
-from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.images.processor import ImageInputs, load_image_processor
+from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.runs.config import (
     Attention,

@@ -79,7 +79,7 @@ class CommandWord(FunctionName):
 
 
 class ModelName(FunctionName):
-    """The folder of a model or its name on the hub. In a TOML file it is a folder beside that file, if there is one."""
+    """The folder of a model or its name on the hub. In a TOML file: a folder next to the file, if there is one."""
 
     __slots__ = ()
 

@@ -29,8 +29,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, open_private
 from unbroken.runs.processes import main_process_first
 from unbroken.runs.python_files import load_module
-from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
-from unbroken.runs.settings.fields import Section, section_of
+from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
 from unbroken.runs.signals import run_until_terminated
 
 BUILT_IN = "unbroken.runs.prompts.recipe"

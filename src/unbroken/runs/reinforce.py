@@ -62,7 +62,7 @@ async def reinforce(
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
     from unbroken.runs.evaluation.schedule import check_sets
-    from unbroken.runs.export.hub import upload
+    from unbroken.runs.export.files import upload
     from unbroken.runs.opening import join_accelerator, open_run
     from unbroken.runs.stages import run_stages
 

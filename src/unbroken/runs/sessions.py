@@ -11,11 +11,10 @@ from typing import Any
 
 from unbroken.engines.base import Engine
 from unbroken.errors import missing_extra
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
-from unbroken.runs.config import RunConfig
-from unbroken.runs.keys import read_key
+from unbroken.runs.config import RunConfig, read_key
 from unbroken.runs.models import load_model_renderer
 from unbroken.runs.processes import Rank
 
@@ -43,7 +42,7 @@ async def open_sessions(
         from unbroken.gateway.app import create_gateway
         from unbroken.ledger.store import open_store
         from unbroken.rendering.encoding.text_codec import TextCodec
-        from unbroken.rendering.loading import load_tokenizer
+        from unbroken.rendering.loader import load_tokenizer
         from unbroken.server.config import ServerConfig
         from unbroken.server.process import host_app
     except ModuleNotFoundError as error:

@@ -24,9 +24,9 @@ from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine, SleepingEngine
 from unbroken.errors import missing_extra
-from unbroken.images.processing import ImageProcessor
-from unbroken.integrations.renderers.loading import load_renderer
-from unbroken.rendering.loading import load_tokenizer
+from unbroken.images.processor import ImageProcessor
+from unbroken.integrations.renderers.registry import load_renderer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.runs.processes import Rank
 from unbroken.threads import LoopThread
 from unbroken.training.model.sharding import fail_together, on_device
@@ -72,13 +72,11 @@ class EngineHost:
             raise
 
     async def publish(self, named_parameters: Iterable[tuple[str, Any]], *, policy_version: int) -> WeightUpdate:
-        """See `WeightPublisher.publish`."""
         assert self._engine is not None
         publisher = InProcessPublisher(self._engine)
         return await self._thread.call(publisher.publish(named_parameters, policy_version=policy_version))
 
     async def sleep(self) -> None:
-        """See `SleepingEngine.sleep`."""
         assert self._engine is not None
         await self._thread.call(self._engine.sleep())
 

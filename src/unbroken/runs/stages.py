@@ -15,20 +15,19 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.curriculum import MakeCurriculum, make_collector
-from unbroken.runs.evaluation.beside import EvaluationsBeside
+from unbroken.runs.evaluation.beside import EvaluationsBeside, EvaluationServers
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, make_evaluators
-from unbroken.runs.evaluation.servers import EvaluationServers
-from unbroken.runs.export.hub import create_repository
+from unbroken.runs.export.files import create_repository
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.opening import OpenRun
 from unbroken.runs.processes import Rank
-from unbroken.runs.profiling import FOLDER as PROFILES
-from unbroken.runs.profiling import StepProfiler, parse_steps
+from unbroken.runs.profiler import FOLDER as PROFILES
+from unbroken.runs.profiler import StepProfiler, parse_steps
 from unbroken.runs.progress import RunProgress
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder, make_table
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings import describe
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.loop import train

@@ -13,10 +13,9 @@ from starlette.exceptions import HTTPException
 from unbroken import __version__
 from unbroken.engines.base import Engine
 from unbroken.errors import UnbrokenError
-from unbroken.images.decoding import DecodingBudget, ImageLimits
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.decoder import DecodingBudget, ImageLimits
+from unbroken.images.loader import ImageLoader
+from unbroken.images.processor import ImageInputs, ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig, ServerLimits
 from unbroken.server.context import MakeRenderer, ServerContext

@@ -22,11 +22,11 @@ import httpx
 import numpy as np
 
 from unbroken.errors import ContextOverflowError, ImageError
-from unbroken.images.decoding import ImageLimits, check_image, decode_image
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import find_image_parts
+from unbroken.images.decoder import ImageLimits, check_image, decode_image
+from unbroken.images.loader import find_image_parts
 from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import expand_placeholders
+from unbroken.images.processor import ImageInputs
 from unbroken.server.concurrency import run_all
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, encode_image_settings

@@ -19,13 +19,12 @@ from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, ServerError
-from unbroken.images.decoding import ImageLimits
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
-from unbroken.images.processing import ImageProcessor, load_image_processor
-from unbroken.integrations.renderers.loading import is_package_renderer, load_renderer
+from unbroken.images.decoder import ImageLimits
+from unbroken.images.loader import ImageLoader
+from unbroken.images.processor import ImageInputs, ImageProcessor, load_image_processor
+from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.rendering.loading import load_tokenizer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.server.app import make_image_limits
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer

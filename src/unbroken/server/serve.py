@@ -10,8 +10,8 @@ from typing import Any
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, missing_extra
-from unbroken.images.decoding import ImageLimits
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.decoder import ImageLimits
+from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.app import create_app
 from unbroken.server.options import ServeOptions

@@ -54,7 +54,7 @@ class LoraUpdates(StrEnum):
 
 
 class Packing(StrEnum):
-    """Whether several rows share a lane of a forward pass (`lanes.Layout`), which saves padding."""
+    """Whether several rows share a lane of a forward pass (`lanes.RowLayout`), which saves padding."""
 
     AUTO = "auto"
     """Rows are packed if the model is proven to keep them apart, and where the padding that it saves exceeds what it
@@ -69,7 +69,7 @@ class Packing(StrEnum):
 
 
 class SharedPrefixes(StrEnum):
-    """Whether ids that several rows begin with go through the model once (`model.prefixes`)."""
+    """Whether ids that several rows begin with go through the model once (`model.tree`)."""
 
     AUTO = "auto"
     """Ids that several rows begin with, as siblings with their prompt, go through the model once, if it is proven to

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from unbroken.counters import Counters
 from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.routing import Routers
 from unbroken.training.checks import (
@@ -50,7 +50,7 @@ from unbroken.training.model.adapters import (
 )
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.batch import ScoredRow
-from unbroken.training.model.compiling import compile_blocks
+from unbroken.training.model.compilation import compile_blocks
 from unbroken.training.model.images import RowImages
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
@@ -62,7 +62,7 @@ from unbroken.training.model.pretrained import (
     write_pretrained,
 )
 from unbroken.training.model.routing import check_experts, check_recomputation, check_same_experts
-from unbroken.training.model.scoring import RowScores
+from unbroken.training.model.row_scores import RowScores
 from unbroken.training.model.sharding import (
     check_sharding,
     fail_together,

@@ -29,15 +29,14 @@ from unbroken.training.metrics.stats import UpdateStats
 from unbroken.training.model.adapters import BasePolicy
 from unbroken.training.model.batch import Batch, ScoredRow, collate, idle_batch
 from unbroken.training.model.images import PixelInputs, RowImages
+from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.pass_size import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
 from unbroken.training.model.routing import RoutingStats, balance_loss, count_ids
+from unbroken.training.model.row_scores import RowScores, score_rows
 from unbroken.training.model.scores import Entropy, TokenScores
-from unbroken.training.model.scoring import RowScores, score_rows
 from unbroken.training.model.sharding import fail_together, gather_tensor, is_sharded
-from unbroken.training.objective.base import Objective, UpdateSize
+from unbroken.training.objective.base import LossStats, Objective, UpdateSize
 from unbroken.training.objective.comparison import Processes
-from unbroken.training.objective.loss_stats import LossStats
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 

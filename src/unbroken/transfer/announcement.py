@@ -65,7 +65,6 @@ class Announcement(SharedSource):
     """Longest wait for the other members, at each step."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `SharedSource`."""
         return {spec.name: spec.shape for spec in self.layout.specs}
 
     def to_object(self) -> dict[str, Any]:

@@ -33,16 +33,13 @@ class FileSource(SharedSource):
         return sorted(self.folder.glob("*.safetensors"))
 
     def to_object(self) -> dict[str, Any]:
-        """See `SharedSource`."""
         return {"folder": str(self.folder)}
 
     @staticmethod
     def from_object(fields: Mapping[str, Any]) -> FileSource:
-        """See `SharedSource`."""
         return FileSource(Path(fields["folder"]))
 
     def close(self) -> None:
-        """See `SharedSource`."""
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -54,7 +51,6 @@ class FileReceiver(Receiver[FileSource]):
     """
 
     def receive(self, source: FileSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`."""
         paths = source.paths()
         if not paths:
             raise WeightsError(f"{source.folder} has no *.safetensors files that this process can see")

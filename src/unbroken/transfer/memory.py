@@ -39,21 +39,17 @@ class MemorySource(SharedSource):
     """The memory, in the process that owns it."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `SharedSource`."""
         return {spec.name: spec.shape for spec in self.specs}
 
     def to_object(self) -> dict[str, Any]:
-        """See `SharedSource`."""
         return {"tensors": [spec.to_object() for spec in self.specs], "handles": list(self.handles)}
 
     @staticmethod
     def from_object(fields: Mapping[str, Any]) -> MemorySource:
-        """See `SharedSource`."""
         specs = tuple(map(TensorSpec.from_object, fields["tensors"]))
         return MemorySource(specs=specs, handles=fields["handles"])
 
     def close(self) -> None:
-        """See `SharedSource`."""
         if self.row is not None:
             self.row.close()
 
@@ -66,7 +62,6 @@ class MemoryReceiver(Receiver[MemorySource]):
     """
 
     def receive(self, source: MemorySource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`."""
         layout = row_layout(source.specs)
         kind, where, *rest = source.handles[self._rank]
         try:

@@ -96,7 +96,6 @@ class TensorReceiver(Receiver[TensorSource]):
     """Takes tensors of this process as they are."""
 
     def receive(self, source: TensorSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`."""
         return ReceivedWeights(tensors=list(source.tensors))
 
 

@@ -6,9 +6,7 @@ logarithms. All types are immutable and checked when built, so no later stage ha
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
-from unbroken.types.results import SampleResult
 from unbroken.types.routing import RoutedExperts, get_expert_dtype, read_experts, routed_experts, write_experts
-from unbroken.types.rows import NO_VERSION, TrainingSample
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
     SampleRequest,
@@ -17,11 +15,14 @@ from unbroken.types.sampling import (
     check_reproducible,
 )
 from unbroken.types.sequences import (
+    NO_VERSION,
     FinishReason,
     SampleChunk,
     SampledSequence,
+    SampleResult,
     ScoredSequence,
     TopLogprobs,
+    TrainingSample,
     VersionSpan,
 )
 from unbroken.types.updates import InFlight, WeightPlacement, WeightReceipt

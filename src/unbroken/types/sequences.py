@@ -1,4 +1,4 @@
-"""Sampled and scored sequences: ids with their logprobs, versions and finish reason."""
+"""Token sequences: sampled by an engine, scored, an engine's answer as a whole, and rows to train on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvariantError
-from unbroken.types.arrays import Logprobs, TokenIds, freeze, token_ids
+from unbroken.errors import EchoError, InvariantError
+from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, count_common_prefix, freeze, token_ids
+from unbroken.types.images import ImageSpan, find_misplaced_span
 from unbroken.types.routing import RoutedExperts, routed_experts
-from unbroken.types.sampling import SamplingParams
+from unbroken.types.sampling import SampleRequest, SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -230,3 +231,122 @@ class SampleChunk:
 def _check_top_logprobs(tops: TopLogprobs | None, num_ids: int, what: str) -> None:
     if tops is not None and len(tops) != num_ids:
         raise InvariantError(f"top_logprobs has {len(tops)} positions for {num_ids} {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """An engine's answer: the completions of a request, with the prompt that the engine reports it used."""
+
+    prompt_ids: TokenIds
+    """[T] as the engine reports it, to compare with the prompt sent (I3)."""
+    sequences: tuple[SampledSequence, ...]
+    image_sha256s: tuple[str, ...] = ()
+    """SHA-256 of each image that the model saw, in order."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids, name="prompt_ids"))
+        for index, sequence in enumerate(self.sequences):
+            num_computed = len(self.prompt_ids) + len(sequence.completion_ids) - 1
+            if sequence.routed_experts is not None and len(sequence.routed_experts) != num_computed:
+                raise InvariantError(
+                    f"routed_experts of sequences[{index}] has {len(sequence.routed_experts)} entries for "
+                    f"{len(self.prompt_ids)} prompt_ids and {len(sequence.completion_ids)} completion_ids: every id "
+                    "but the last needs one"
+                )
+
+    def check_answers(self, request: SampleRequest) -> None:
+        """Raise `EchoError` if the prompt or the number of completions differs from `request` (I3)."""
+        self.check_prompt(request)
+        if len(self.sequences) != request.n:
+            raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
+
+    def check_prompt(self, request: SampleRequest) -> None:
+        """Raise `EchoError` if the prompt or its images differ from `request` (I3)."""
+        asked = request.image_sha256s
+        if self.image_sha256s != asked:
+            raise EchoError(
+                f"the engine reports the images {[name[:12] for name in self.image_sha256s]}, but it was sent "
+                f"{[name[:12] for name in asked]} (request {request.request_id})"
+            )
+        if not np.array_equal(self.prompt_ids, request.prompt_ids):
+            where = count_common_prefix(self.prompt_ids, request.prompt_ids)
+            raise EchoError(
+                f"the engine reports a prompt of {len(self.prompt_ids)} ids that differs from the "
+                f"{len(request.prompt_ids)} it was sent, first at position {where} (request {request.request_id})"
+            )
+
+
+NO_VERSION = -1
+"""The policy version of a token that no engine sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One flat row to train on: a sequence of T ids with all that is known about them; all arrays are [T].
+
+    `sampled_mask` is a fact, `loss_mask` a choice: the loss covers only sampled ids, but not always all of them. An id
+    shared by two branches is trained in only one of them.
+    """
+
+    token_ids: TokenIds
+    sampled_mask: BoolMask
+    """True exactly on the ids that an engine sampled."""
+    loss_mask: BoolMask
+    rollout_logprobs: Logprobs
+    """The sampler's logprobs; NaN where `sampled_mask` is false."""
+    policy_versions: NDArray[np.int32]
+    """The versions that sampled the ids; `NO_VERSION` where `sampled_mask` is false."""
+    advantages: NDArray[np.float32]
+    """Zero where `loss_mask` is false."""
+    temperature: float = 1.0
+    """The temperature that all `rollout_logprobs` refer to."""
+    images: tuple[ImageSpan, ...] = ()
+    """In order and without overlap, none with sampled ids, and all within the row."""
+    routed_experts: RoutedExperts | None = None
+    """[R, L, K] the experts that computed the first R <= T ids when they were sampled; None if none are known."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", token_ids(self.token_ids))
+        if self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", routed_experts(self.routed_experts))
+            if len(self.routed_experts) > len(self.token_ids):
+                raise InvariantError(
+                    f"routed_experts has {len(self.routed_experts)} entries for {len(self.token_ids)} token_ids: at "
+                    "most one each"
+                )
+        for name, dtype in _ROW_DTYPES:
+            object.__setattr__(self, name, freeze(np.asarray(getattr(self, name), dtype=dtype)))
+            if getattr(self, name).shape != self.token_ids.shape:
+                raise InvariantError(
+                    f"{name} has shape {getattr(self, name).shape} for {len(self.token_ids)} token_ids: they must agree"
+                )
+        checks = (
+            (np.isfinite(self.rollout_logprobs) == self.sampled_mask, "exactly the sampled ids have a finite logprob"),
+            ((self.policy_versions != NO_VERSION) == self.sampled_mask, "exactly the sampled ids have a version"),
+            (self.sampled_mask | ~self.loss_mask, "the loss covers sampled ids only"),
+            (np.isfinite(self.advantages), "advantages are finite"),
+            (self.loss_mask | (self.advantages == 0), "advantages are zero outside the loss mask"),
+        )
+        for holds, rule in checks:
+            if not holds.all():
+                where = int(np.flatnonzero(~holds)[0])
+                raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
+        self._check_images()
+
+    def _check_images(self) -> None:
+        if (problem := find_misplaced_span(self.images, len(self.token_ids), of="token_ids")) is not None:
+            raise InvariantError(problem)
+        for k, span in enumerate(self.images):
+            if self.sampled_mask[span.offset : span.stop].any():
+                raise InvariantError(
+                    f"images[{k}] must not cover sampled ids, got some in [{span.offset}, {span.stop})"
+                )
+
+
+_ROW_DTYPES = (
+    ("sampled_mask", np.bool_),
+    ("loss_mask", np.bool_),
+    ("rollout_logprobs", np.float32),
+    ("policy_versions", np.int32),
+    ("advantages", np.float32),
+)

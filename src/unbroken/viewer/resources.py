@@ -28,7 +28,7 @@ from unbroken.viewer.sources.stores import StoreRun
 MAX_RUNS = 4
 _PRELOAD = (
     "unbroken.viewer.sources.retokenised",
-    "unbroken.rendering.loading",
+    "unbroken.rendering.loader",
     "transformers.models.auto.tokenization_auto",
 )
 _PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9})(/retokenised)?)?)?", re.ASCII)

@@ -27,7 +27,6 @@ class InProcessPublisher:
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:
-        """See `WeightPublisher.publish`."""
         started = time.perf_counter()
         weights = list(named_parameters)
         source = TensorSource(weights)

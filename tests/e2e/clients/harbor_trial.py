@@ -20,7 +20,7 @@ from harbor.agents.installed.codex import Codex
 from harbor.agents.installed.mini_swe_agent import MiniSweAgent
 from harbor.environments.base import BaseEnvironment
 
-from unbroken.integrations.harbor.containers import ContainerConfig, ContainerRunner
+from unbroken.integrations.harbor import ContainerConfig, ContainerRunner
 from unbroken.rollout.agents.session import AgentSession
 
 SCRIPT = Path(__file__).parents[2] / "support" / "terminal_agent.py"

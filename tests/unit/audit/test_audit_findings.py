@@ -116,7 +116,7 @@ def test_a_generation_prompt_that_is_always_written_is_no_part_of_a_turn() -> No
 
 def test_a_parser_that_does_not_fit_is_reported() -> None:
     renamed = templates.QWEN.replace('{"name": ', '{"title": ')
-    assert subject_of(renamed).facts.parser_name == "none"
+    assert subject_of(renamed).template_renderer.parser_name == "none"
     subject = subject_of(renamed)
     renderer = TemplateRenderer(subject.tokenizer, parser="hermes")
     found = find_round_trip(replace(subject, renderer=renderer), seed=0, max_calls=3)

@@ -18,8 +18,8 @@ from support.servers import encode, listening
 from unbroken.client import AsyncClient, Client
 from unbroken.errors import InvalidInputError, SamplingError, SessionEndedError, UnknownSessionError
 from unbroken.gateway.app import create_gateway
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader
+from unbroken.images.loader import ImageLoader
+from unbroken.images.processor import ImageInputs
 from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import open_store
 from unbroken.ledger.store.base import SessionStore

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from unbroken.errors import ImageError
-from unbroken.images.decoding import DecodingBudget, ImageLimits
-from unbroken.images.processing import HfImageProcessor
+from unbroken.images.decoder import DecodingBudget, ImageLimits
+from unbroken.images.processor import HfImageProcessor
 from unbroken.types import EncodedImage
 
 

@@ -15,9 +15,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from unbroken.errors import ImageError
-from unbroken.images.decoding import ImageLimits, check_image, decode_image
-from unbroken.images.loading import ImageLoader, find_image_parts
-from unbroken.images.png import count_png_bytes
+from unbroken.images.decoder import ImageLimits, check_image, count_png_bytes, decode_image
+from unbroken.images.loader import ImageLoader, find_image_parts
 from unbroken.types import EncodedImage
 
 

@@ -16,8 +16,7 @@ from support.nemo_gym_server import CounterServer, make_example, save_examples
 from support.packed_sender import free_port
 from support.servers import listening
 from unbroken.errors import EnvServerError, InvalidInputError
-from unbroken.integrations.nemo_gym import NeMoGymEnv
-from unbroken.integrations.nemo_gym.examples import Examples
+from unbroken.integrations.nemo_gym import Examples, NeMoGymEnv
 from unbroken.rollout.env import Env
 from unbroken.rollout.trajectory import TrajectoryStatus
 

@@ -12,9 +12,8 @@ from support.images import image_span
 from support.rows import trajectory
 from support.sequences import sampled
 from unbroken.errors import InvalidInputError
-from unbroken.integrations.trl import DropReason, RowsByPrompt, drop_reason, env_reward, on_trained_rows
-from unbroken.integrations.trl.rewards import check_rewards_skip
-from unbroken.integrations.trl.rows import TrlRow
+from unbroken.integrations.trl import RowsByPrompt, TrlDropReason, drop_reason, env_reward, on_trained_rows
+from unbroken.integrations.trl.rows import TrlRow, check_rewards_skip
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import TrajectoryStatus
 
@@ -44,8 +43,8 @@ def test_what_was_given_after_the_last_sampled_id_is_left_out():
 @pytest.mark.parametrize(
     ("one", "reason"),
     [
-        (two_turns(fork=True), DropReason.FORKED),
-        (trajectory(1.0, completion=None), DropReason.NOTHING_SAMPLED),
+        (two_turns(fork=True), TrlDropReason.FORKED),
+        (trajectory(1.0, completion=None), TrlDropReason.NOTHING_SAMPLED),
         (trajectory(None, status=TrajectoryStatus.FAILED), TrajectoryStatus.FAILED),
         (trajectory(0.0, status=TrajectoryStatus.TIMEOUT), None),
         (trajectory(None, status=TrajectoryStatus.ABORTED), TrajectoryStatus.ABORTED),

@@ -15,9 +15,9 @@ from support.images import CountingProcessor, few_ids, said
 from support.tokenizers import make_tokenizer
 from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, save_vision_model
 from unbroken.errors import ImageError, MessagesError, TemplateError
-from unbroken.images.inputs import ImageInputs
 from unbroken.images.placeholders import collapse_spans
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.images.processor import ImageInputs
+from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.base import Bridge, Refusal
 from unbroken.rendering.template import TemplateRenderer
 

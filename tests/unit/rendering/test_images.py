@@ -25,8 +25,8 @@ from support.images import (
 from support.templates import CHATML
 from support.tokenizers import make_tokenizer
 from unbroken.errors import ImageError, InvalidInputError, MessagesError, TemplateError
-from unbroken.images.inputs import ImageInputs
 from unbroken.images.placeholders import collapse_spans
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import TEMPLATE as BY_TEMPLATE
 from unbroken.rendering.base import RenderedPrompt
 from unbroken.rendering.template import TemplateRenderer

@@ -17,8 +17,7 @@ import transformers
 from unbroken.runs.config import RunConfig
 from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.recipe import BUILT_IN, load_recipe
-from unbroken.runs.settings.build import read_table
-from unbroken.runs.settings.fields import section_of
+from unbroken.runs.settings import read_table, section_of
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

@@ -14,7 +14,7 @@ import pytest
 from unbroken.errors import InvalidInputError
 from unbroken.runs.folder import claim_folder, lock_folder
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings import describe
 
 SETTINGS = {"output": "runs/a", "seed": 0, "trainer.optimizer.betas": [0.9, 0.999], "loop.num_steps": 5}
 

@@ -21,9 +21,9 @@ from support.served import save_tiny_model
 from support.vision import PAD, picture, vision_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
-from unbroken.images.decoding import ImageLimits, check_image, encode_picture
-from unbroken.images.inputs import ImageInputs
-from unbroken.rendering.loading import load_template_renderer
+from unbroken.images.decoder import ImageLimits, check_image, encode_picture
+from unbroken.images.processor import ImageInputs
+from unbroken.rendering.loader import load_template_renderer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.tools import tool
 from unbroken.runs import opening

@@ -16,15 +16,14 @@ from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings import describe
 from unbroken.training.config import LoopConfig, OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import ClipConfig, Correction, CorrectionKind, LossNormalization, OverlongConfig
-from unbroken.training.objective.advantages import StepAdvantages, grpo_advantages, rloo_advantages
-from unbroken.training.objective.algorithms import ADVANTAGES, ALGORITHMS
+from unbroken.training.objective.advantages import ADVANTAGES, StepAdvantages, grpo_advantages, rloo_advantages
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.preferences import best_and_worst, outside_in
+from unbroken.training.objective.pairs import best_and_worst, outside_in
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.types import SamplingParams, StructuredOutput
 
 

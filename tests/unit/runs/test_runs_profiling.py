@@ -16,7 +16,7 @@ from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
-from unbroken.runs.profiling import StepProfiler, parse_steps
+from unbroken.runs.profiler import StepProfiler, parse_steps
 
 PRODUCT = "aten::mm"
 

@@ -13,8 +13,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.folder import lock_folder
 from unbroken.runs.python_files import load_module
 from unbroken.runs.recipe import load_recipe
-from unbroken.runs.settings.build import describe, read_options
-from unbroken.runs.settings.values import format_value
+from unbroken.runs.settings import describe, format_value, read_options
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

@@ -9,7 +9,7 @@ import pytest
 from support.servers import server_tokenizer
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
-from unbroken.images.decoding import ImageLimits
+from unbroken.images.decoder import ImageLimits
 from unbroken.server.config import ServerLimits
 from unbroken.server.options import ServeOptions, add_arguments, name_model, read_options
 from unbroken.server.process import make_renderer_factory

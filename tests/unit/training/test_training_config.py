@@ -20,10 +20,10 @@ from unbroken.training.loss_config import (
     OverlongConfig,
     TruncatedRows,
 )
+from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo
 from unbroken.training.objective.losses import LOSSES
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grpo
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from unbroken.training.loss_config import DpoConfig
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages, rloo_advantages
 from unbroken.training.objective.online_dpo import OnlineDpo
+from unbroken.training.objective.pairs import outside_in
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.preferences import outside_in
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate

@@ -29,7 +29,7 @@ from unbroken.runs.prompts.dataset import DataConfig
 from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.python_files import FunctionName
-from unbroken.runs.settings.build import describe
+from unbroken.runs.settings import describe
 from unbroken.training.config import LoopConfig
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.retokenised import load_template_texts

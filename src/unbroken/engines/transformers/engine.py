@@ -41,7 +41,7 @@ from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.weights import UpdateLoader
 from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.processor import ImageProcessor
 from unbroken.transfer.sources import ReceivedWeights, WeightSource
 from unbroken.types import (
     ImageSpan,

@@ -29,10 +29,10 @@ from unbroken.engines.transformers.images import ImageFeatures, ImageModel, Plai
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import attending_by, choose_attention, find_length_dependence, fix_rotary
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.placeholders import expand_placeholders
-from unbroken.images.processing import ImageProcessor
+from unbroken.images.processor import ImageProcessor
 from unbroken.routing import Routers
 from unbroken.types import (
     EncodedImage,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import ImageError, InvalidInputError
 from unbroken.images.placeholders import check_image_ids
-from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs, name_token_types
+from unbroken.images.processor import ImageProcessor, ProcessedImage, join_inputs, name_token_types
 from unbroken.types import ImageSpan, TokenIds, freeze
 
 _MAX_KEYS = 2**16

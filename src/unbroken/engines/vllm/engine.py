@@ -36,7 +36,7 @@ from unbroken.engines.vllm.starting import (
     start_llm,
 )
 from unbroken.errors import InvalidInputError, SamplingError
-from unbroken.images.decoding import ImageLimits
+from unbroken.images.decoder import ImageLimits
 from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 

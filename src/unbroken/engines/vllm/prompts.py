@@ -22,7 +22,7 @@ from vllm.inputs.engine import DecoderOnlyEngineInput, tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.errors import EchoError, ImageError
-from unbroken.images.decoding import ImageLimits, decode_image
+from unbroken.images.decoder import ImageLimits, decode_image
 from unbroken.images.lru_cache import LruCache
 from unbroken.images.placeholders import check_expansion, collapse_spans
 from unbroken.types import EncodedImage, ImageSpan, SampleRequest, SampleResult, TokenIds, token_ids

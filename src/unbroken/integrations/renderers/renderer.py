@@ -8,16 +8,17 @@ control ids.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from unbroken.errors import MessagesError, TemplateError
-from unbroken.integrations.renderers.parsing import convert_parse, leave_calls_as_content
-from unbroken.integrations.renderers.text_replacement import replace_suspicious_text
+from unbroken.integrations.renderers.responses import convert_parse, leave_calls_as_content
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images, iterate_strings
 from unbroken.rendering.base import (
     TEMPLATE,
@@ -256,3 +257,56 @@ def _get_content_indices(rendered: Any, *, start: int) -> TokenIds:
     if len(is_content) != len(indices):
         return np.full(len(indices), TEMPLATE, dtype=np.int32)
     return np.where(is_content, indices, TEMPLATE).astype(np.int32)
+
+
+_FIXED_KEYS = frozenset(
+    {"role", "type", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "function", "name"}
+    | {"arguments", "text", "description", "parameters", "properties"}
+)
+"""Keys that renderers look up. All other keys are text from outside."""
+_FIXED_VALUES = frozenset({"system", "developer", "user", "assistant", "tool", "text", "function"})
+"""Roles and types that renderers compare."""
+
+
+def replace_suspicious_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    """Copy messages or tools, with every character of suspicious strings except white space replaced by x.
+
+    The fixed keys, roles and types stay. Arguments that are JSON text stay JSON text.
+    """
+    if isinstance(value, Mapping):
+        return {
+            _replace_key(key, is_suspicious): _replace_item(key, item, is_suspicious) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [replace_suspicious_text(item, is_suspicious) for item in value]
+    return _replace(value, is_suspicious)
+
+
+def _replace_key(key: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    return key if key in _FIXED_KEYS else _replace(key, is_suspicious)
+
+
+def _replace_item(key: Any, item: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    if key in ("role", "type") and isinstance(item, str) and item in _FIXED_VALUES:
+        return item
+    if key != "arguments":
+        return replace_suspicious_text(item, is_suspicious)
+    if isinstance(item, str):
+        try:
+            return json.dumps(_replace_all(json.loads(item), is_suspicious), ensure_ascii=False)
+        except ValueError:
+            pass
+    return _replace_all(item, is_suspicious)
+
+
+def _replace_all(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    """Like `replace_suspicious_text`, for arguments: no key is fixed."""
+    if isinstance(value, Mapping):
+        return {_replace(key, is_suspicious): _replace_all(item, is_suspicious) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replace_all(item, is_suspicious) for item in value]
+    return _replace(value, is_suspicious)
+
+
+def _replace(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
+    return re.sub(r"\S", "x", value) if isinstance(value, str) and is_suspicious(value) else value

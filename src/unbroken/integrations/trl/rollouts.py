@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
-from unbroken.integrations.trl.rewards import check_rewards_skip
-from unbroken.integrations.trl.rows import TrlRow, drop_reason
-from unbroken.integrations.trl.weights import WeightVersions, trained_weights
+from unbroken.integrations.trl.rows import TrlRow, check_rewards_skip, drop_reason
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
@@ -27,12 +26,16 @@ from unbroken.rollout.runner import run_group
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.threads import LoopThread
+from unbroken.training.model.adapters import check_adapters
+from unbroken.training.model.weights import gather_weights
 from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
 if TYPE_CHECKING:
+    import torch
     from trl import GRPOTrainer
+
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """A prompt of TRL's data set: text, or messages."""
@@ -101,7 +104,7 @@ class TrlRollouts:
         self._exit_stack = AsyncExitStack()
         self._engine: Engine | None = None
         self._publisher: WeightPublisher | None = None
-        self._versions = WeightVersions()
+        self._versions = _WeightVersions()
         self._loop = LoopThread()
         self._num_calls = 0
 
@@ -156,7 +159,7 @@ class TrlRollouts:
         version = self._versions.next_version(engine.policy_version)
 
         def publish() -> None:
-            weights = trained_weights(trainer)
+            weights = _trained_weights(trainer)
             if self._publisher is not None:
                 self._loop.run(self._publisher.publish(weights, policy_version=version))
 
@@ -261,3 +264,93 @@ def _check_some_trained(trajectories: Sequence[Trajectory]) -> None:
         raise RolloutError(f"no rollout of this generation can be trained on: {summary}") from error
     if reasons:
         _logger.warning("%d of %d rollouts are not trained on: %s", len(reasons), len(trajectories), summary)
+
+
+class _Rows(Protocol):
+    """A data set with numbered rows, such as a `datasets.Dataset`."""
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+
+
+class RowsByPrompt:
+    """The rows of a data set by their `prompt`: `RowsByPrompt(dataset)[prompt]["answer"]`."""
+
+    def __init__(self, dataset: _Rows) -> None:
+        """Read all rows once.
+
+        Raises:
+            InvalidInputError: two different rows have the same prompt, so that a prompt does not identify its row.
+        """
+        self._dataset = dataset
+        self._numbers: dict[str, int] = {}
+        for number, row in enumerate(dataset):
+            first = self._numbers.setdefault(_key(row["prompt"]), number)
+            if first != number and dataset[first] != row:
+                raise InvalidInputError(
+                    f"rows {first} and {number} differ but have the same prompt, and TRL passes only the prompt to a "
+                    f"rollout: make the prompts different. The prompt is {row['prompt']!r}"
+                )
+
+    def __getitem__(self, prompt: str | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Find the row of a prompt.
+
+        Raises:
+            InvalidInputError: no row has this prompt.
+        """
+        number = self._numbers.get(_key(prompt))
+        if number is None:
+            raise InvalidInputError(
+                f"no row of {len(self._numbers)} has the prompt {prompt!r}: give the data set that TRL has"
+            )
+        return self._dataset[number]
+
+
+def _key(prompt: Any) -> str:
+    return json.dumps(prompt, sort_keys=True)
+
+
+class _WeightVersions:
+    """Tracks the version that the engines have, and whether the trainer has made a step since."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self._published: tuple[Any, int] | None = None
+
+    def is_stale(self, trainer: GRPOTrainer) -> bool:
+        """Whether the engines lack the trainer's newest weights; true before the first publication.
+
+        Step numbers belong to one run: `Trainer.train` begins each run with a new state.
+        """
+        if self._published is None:
+            return True
+        state, step = self._published
+        return state is not trainer.state or step != trainer.state.global_step
+
+    def next_version(self, current: int) -> int:
+        """One more than the highest version that any process or its engine has; the same in every process."""
+        versions: list[int] = gather_object([max(current, self.policy_version)])
+        return max(versions) + 1
+
+    def note_published(self, trainer: GRPOTrainer, policy_version: int) -> None:
+        """Note that the engines have the trainer's current weights, as this version."""
+        self._published = (trainer.state, trainer.state.global_step)
+        self.policy_version = policy_version
+
+
+def _trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that TRL trains, under the names of an engine's model; LoRA adapters are merged.
+
+    Raises:
+        InvalidInputError: parameters are sharded, or adapters cannot be merged exactly.
+    """
+    sharded = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
+    found = [name for name, there in sharded.items() if there]
+    if found:
+        raise InvalidInputError(
+            f"the trainer's model must be whole in every process, but {found[0]} shards it: use DDP, or unbroken's own "
+            "trainer"
+        )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    check_adapters(model)
+    return gather_weights(model)

@@ -65,7 +65,6 @@ class ClassicRows:
         return len(self._dataset)
 
     def make_task(self, index: int) -> AgentTask:
-        """See `TaskRows`."""
         row = self._dataset[index]
         if not self._environment.requires_group_rollouts:
             return AgentTask(agent=_Attempt(environment=self._environment, row=row), task=row)

@@ -104,8 +104,6 @@ class TasksetRows:
         return len(self._tasks)
 
     def make_task(self, index: int) -> AgentTask:
-        """See `TaskRows`."""
-
         async def attempt(session: AgentSession) -> AgentOutcome:
             return await self._environment.attempt(self._tasks[index], session)
 

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from unbroken.errors import ImageError, MessagesError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, ToolSchema, check_messages, check_tools, has_images
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, HistoryEffect, HistoryPolicy, RefusalReason
 from unbroken.rendering.bridge.glue import Glue, GlueFinder
-from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEnds
 from unbroken.rendering.encoding.marks import Span
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder, UnsafeTextError
 from unbroken.rendering.images import MessageImage, PlaceholderError, load_images, place_images

@@ -20,8 +20,17 @@ all of this holds:
 Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
 compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, for the third condition.
 
-The second text also says whether a fresh rendering would have kept the prompt and the turn (P2, `history`). If it
-rewrites them, messages before the turn may have moved behind it: that is checked with sentinels as their texts.
+The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
+messages before the turn may have moved behind it: that is checked with sentinels as their texts. An exact bridge (P1)
+leaves that open (R is reasoning, A the turn's text):
+
+    prompt and turn                      the same, once a user message follows           effect
+    ..assistant\nA                       ..assistant\nA<|im_end|>\n<|im_start|>user..    KEPT
+    ..assistant\n<think>\nR\n</think>A   ..assistant\nA<|im_end|>\n<|im_start|>user..    DROPS_REASONING
+
+The rendering of the conversation up to the end of the turn is compared with the one of the messages before the turn,
+which was rendered when the last bridge was built, and with the turn as it was sampled. Only where that differs (a model
+that writes `{"a":1}` where the template writes `{"a": 1}`), the turn is rendered too.
 """
 
 from __future__ import annotations
@@ -37,9 +46,8 @@ from typing import Any
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import REASONING_KEYS, Message, ToolSchema, get_reasoning, iterate_strings
 from unbroken.rendering.base import HistoryEffect, RefusalReason
-from unbroken.rendering.bridge.history import HistoryEffects
-from unbroken.rendering.bridge.refusal import BridgeRefusedError
-from unbroken.rendering.bridge.turn_ends import TurnEnds
+from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEnds
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.marks import (
     OUTSIDE_INDEX,
     Span,
@@ -50,8 +58,7 @@ from unbroken.rendering.encoding.marks import (
     strip_marks,
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.jinja.chat_template import ChatTemplate
-from unbroken.rendering.message_format import MessageFormat
+from unbroken.rendering.message_format import MessageFormat, parse_arguments
 from unbroken.rendering.prompt import RecentPrompts
 from unbroken.threads import RendererLock
 
@@ -123,7 +130,7 @@ class GlueFinder:
         self._end_tokens = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
         self._prompts = prompts
-        self._effects = HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
+        self._effects = _HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
 
     def find(
         self,
@@ -387,7 +394,9 @@ def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any]
     """The call with a sentinel at the end of each argument, or as its only one; and the sentinels."""
     function = call["function"]
     given = function.get("arguments")
-    arguments = (_parse_object(given) if isinstance(given, str) else given) or {prefix: ""}
+    arguments = parse_arguments(given) if isinstance(given, str) else given
+    if not arguments or not isinstance(arguments, Mapping):
+        arguments = {prefix: ""}
     sentinels = [f"{prefix}z{number}z" for number in range(len(arguments))]
     values = {
         key: value + sentinel if isinstance(value, str) else sentinel
@@ -404,14 +413,6 @@ def _remove_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _add_arguments(named: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "function": {**named["function"], "arguments": call["function"]["arguments"]}}
-
-
-def _parse_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, Mapping) else {}
 
 
 def _split_at(text: str, pattern: str) -> tuple[list[str], list[str]]:
@@ -436,3 +437,93 @@ def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
 def _count_common_suffix(left: str, right: str) -> int:
     pairs = zip(reversed(left), reversed(right), strict=False)
     return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+_MAX_OPENING = 200
+"""How many characters at the end of a prompt may open reasoning."""
+_Render = Callable[..., str]
+"""`ChatTemplate.render`."""
+
+
+class _HistoryEffects:
+    """Finds what a fresh rendering would have kept of everything before a bridge, for one template (P2)."""
+
+    def __init__(
+        self, render: _Render, prompts: RecentPrompts, end_pattern: re.Pattern[str], reasoning_markup: tuple[str, str]
+    ) -> None:
+        self._render = render
+        self._prompts = prompts
+        self._end_pattern = end_pattern
+        opening, closing = map(re.escape, reasoning_markup)
+        self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
+        self._reasoning = re.compile(rf"{opening}(?:(?!{opening}).)*?{closing}\s*|{opening}\s*", re.DOTALL)
+        self._open_reasoning = re.compile(rf"{opening}\s*\Z")
+
+    def find(
+        self,
+        messages: list[dict[str, Any]],
+        turn: int,
+        full: str,
+        *,
+        tools: Sequence[ToolSchema],
+        glue: str,
+        sampled_text: Callable[[], str],
+    ) -> HistoryEffect | None:
+        """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
+
+        None if the template refuses to render the messages before the turn alone.
+        """
+        try:
+            prompt = self._prompts.find(messages[:turn], tools)
+            if prompt is None:
+                prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
+            if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
+                return effect
+            return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
+        except TemplateError:
+            return None
+
+    def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
+        """Compare the turn with its sampled text; None if they differ in more than reasoning."""
+        opened = self._open_reasoning.search(prompt, max(len(prompt) - _MAX_OPENING, 0))
+        before = prompt if opened is None else prompt[: opened.start()]
+        if not full.startswith(before):
+            return None
+        turn, sampled = full[len(before) :], prompt[len(before) :] + sampled_text()
+        if self._is_whole(turn, sampled):
+            return HistoryEffect.KEPT
+        without = self._empty_reasoning.sub("", turn)
+        if not self._reasoning.search(without) and self._is_whole(without, self._reasoning.sub("", sampled)):
+            return HistoryEffect.DROPS_REASONING
+        return None
+
+    def _compare_rendered(
+        self,
+        prompt: str,
+        full: str,
+        messages: list[dict[str, Any]],
+        turn: int,
+        *,
+        tools: Sequence[ToolSchema],
+        glue: str,
+    ) -> HistoryEffect:
+        last = self._render(messages[: turn + 1], tools=tools, add_generation_prompt=False)
+        if full.startswith(prompt) and self._is_whole(full, last):
+            reasoning = (get_reasoning(messages[turn]) or "").strip()
+            return HistoryEffect.KEPT if reasoning in full[len(prompt) :] else HistoryEffect.DROPS_REASONING
+        bare = [{key: value for key, value in message.items() if key not in REASONING_KEYS} for message in messages]
+        prompt, last, full = (
+            self._empty_reasoning.sub("", text)
+            for text in (
+                self._render(bare[:turn], tools=tools, add_generation_prompt=True),
+                self._render(bare[: turn + 1], tools=tools, add_generation_prompt=False),
+                self._render(bare, tools=tools, add_generation_prompt=True).removesuffix(glue),
+            )
+        )
+        is_kept = full.startswith(prompt) and self._is_whole(full, last)
+        return HistoryEffect.DROPS_REASONING if is_kept else HistoryEffect.REWRITTEN
+
+    def _is_whole(self, text: str, ended: str) -> bool:
+        """Whether `ended` is the text and nothing else than the end of the turn."""
+        rest = ended[len(text) :].lstrip() if ended.startswith(text) else "not its end"
+        return not rest or self._end_pattern.match(rest) is not None

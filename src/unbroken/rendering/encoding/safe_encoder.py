@@ -10,7 +10,7 @@ which has no added tokens:
 
 Both ways give the same ids for text without control tokens. Text that can be encoded in neither way is refused:
 
-- a control token that counts only as a separate word (`single_word`), directly beside a message's text;
+- a control token that counts only as a separate word (`single_word`), directly next to a message's text;
 - text that may forge, with a tokenizer that prepends something to a text and then looks for control tokens (older
   sentencepiece conversions with `normalized` tokens): whether it finds them depends on the text before;
 - text for which the text tokenizer itself writes a control id.
@@ -86,7 +86,7 @@ class _ControlTokenRules:
         )
 
     def check_words(self, text: str, spans: Sequence[Span]) -> None:
-        """Refuse a token if the text from outside beside it decides whether it is one."""
+        """Refuse a token if the text from outside next to it decides whether it is one."""
         for word in self.words:
             for span in spans:
                 if text.endswith(word, 0, span.start) or text.startswith(word, span.stop):

@@ -190,3 +190,18 @@ def _split(values: list[int]) -> list[list[int]]:
 
 def _concatenate(chunks: list[NDArray[Any]], empty: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.concatenate(chunks) if chunks else np.empty(empty, dtype=dtype)
+
+
+def get_backend(tokenizer: Any) -> Any:
+    """Get the `tokenizers.Tokenizer` of a fast tokenizer of transformers.
+
+    Raises:
+        InvalidInputError: it is not a fast one.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidInputError(
+            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
+            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+        )
+    return backend

@@ -30,13 +30,13 @@ class InnerDelimiter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
+class CallBody:
     """The text between the delimiters of a region of calls, or of a header."""
 
     text: str
     inner_delimiters: tuple[InnerDelimiter, ...] = ()
     """Those that were found in the text, in order."""
-    header: Body | None = None
+    header: CallBody | None = None
     closing: str = ""
     """The delimiter that closed it, if it is a header."""
 
@@ -76,7 +76,7 @@ class CallAttempt:
         )
 
 
-CallReader: TypeAlias = Callable[[Body, Sequence[ToolSchema]], Sequence[CallAttempt]]
+CallReader: TypeAlias = Callable[[CallBody, Sequence[ToolSchema]], Sequence[CallAttempt]]
 """Reads the body of a region as attempts at calls. Must not raise. Without attempts the region is markup, or content if
 it has `starts_with`."""
 
@@ -104,7 +104,7 @@ class Region:
     closes_alone: bool = False
     """At the beginning of a turn, its closing without its opening is an empty region. Only for REASONING."""
     keeps_white_space: bool = False
-    """White space beside the delimiters belongs to the text. Not for TOOL_CALL."""
+    """White space next to the delimiters belongs to the text. Not for TOOL_CALL."""
     quotes: tuple[str, str] | None = None
     """Between these two inner delimiters, all others are text. Only for TOOL_CALL."""
 
@@ -124,8 +124,8 @@ class Header:
     """
 
     closings: tuple[str, ...]
-    """Any of these closes it; `Body.closing` says which."""
-    route: Callable[[Body], Region | None]
+    """Any of these closes it; `CallBody.closing` says which."""
+    route: Callable[[CallBody], Region | None]
     """Returns the next region, or None if the text is content and not a header."""
     opening: str = ""
     """Empty if everything outside a region is a header."""

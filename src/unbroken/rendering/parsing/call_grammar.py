@@ -19,9 +19,9 @@ from typing import Any
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ToolCallStatus
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.encoding.tokenizer import AddedTokens
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,
     PROBE_CONTENT,

@@ -4,7 +4,7 @@ The evidence is what a format reads back. Turns with calls are rendered by the t
 places, and read with each format:
 
     {"content": "", "tool_calls": [probe_one({"text": .., "count": 3, ..})]}   must be read back the same, and so must
-                                                                               text beside a call, and two calls
+                                                                               text next to a call, and two calls
     probe_one({"text": "it's"}), reasoning, ..                                 the format that reads most of these is
                                                                                taken: not all templates can write them
 
@@ -23,8 +23,8 @@ from typing import Any
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
+from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.tokenizer import AddedTokens
-from unbroken.rendering.jinja.chat_template import ChatTemplate
 from unbroken.rendering.message_format import (
     PROBE_ARGUMENT,
     PROBE_CONTENT,

@@ -14,14 +14,14 @@ from typing import Protocol
 from unbroken.errors import InvariantError
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, ResponseReader, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, InnerDelimiter, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, InnerDelimiter, Region
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder, TextPiece
 
 
 class ResponseParser(Protocol):
     """Reads the ids of a completion, stop ids included, as an assistant turn.
 
-    Never raises, whatever the model sampled: control ids anywhere, ids that are not UTF-8, no ids at all.
+    Never raises, for any ids that the model sampled: control ids anywhere, ids that are not UTF-8, no ids at all.
     `reasoning_opened` means that the prompt ended inside reasoning.
     """
 
@@ -256,7 +256,7 @@ class FormatReader:
         self._body = _OpenBody(opened_at=opened_at, start=start, opening=opening)
 
     def _enter(
-        self, region: Region, *, opened_at: int, start: int, header: Body | None = None, opening: str = ""
+        self, region: Region, *, opened_at: int, start: int, header: CallBody | None = None, opening: str = ""
     ) -> None:
         self._region = region
         self._was_once_opened |= region.once
@@ -380,7 +380,7 @@ class _OpenBody:
     opened_at: int
     """Where its part begins: at the opening, or at that of its header."""
     start: int
-    header: Body | None = None
+    header: CallBody | None = None
     opening: str = ""
     """The delimiter before it, with its header."""
     texts: list[str] = field(default_factory=list)
@@ -403,9 +403,9 @@ class _OpenBody:
             )
         self.texts.append(piece.text)
 
-    def build(self, *, closing: str = "") -> Body:
+    def build(self, *, closing: str = "") -> CallBody:
         """Build the body from its pieces."""
-        return Body(
+        return CallBody(
             text="".join(self.texts),
             inner_delimiters=tuple(self.inner_delimiters),
             header=self.header,
@@ -414,7 +414,7 @@ class _OpenBody:
 
 
 def _read_attempts(
-    region: Region, body: Body, tools: Sequence[ToolSchema], *, is_closed: bool
+    region: Region, body: CallBody, tools: Sequence[ToolSchema], *, is_closed: bool
 ) -> Sequence[CallAttempt]:
     """Read a region's body as attempts.
 
@@ -471,9 +471,9 @@ def _have_own_spans(attempts: Sequence[CallAttempt], num_chars: int) -> bool:
 
 
 class _TextJoiner:
-    """Joins the pieces of a turn's answer, or of its reasoning, and trims them beside delimiters.
+    """Joins the pieces of a turn's answer, or of its reasoning, and trims them next to delimiters.
 
-    White space beside a delimiter only separates parts, and pieces of text with something between them are joined by a
+    White space next to a delimiter only separates parts, and pieces of text with something between them are joined by a
     newline. At the beginning and at the end of the turn nothing is trimmed. White space is held back until something
     follows it.
     """

@@ -26,14 +26,14 @@ _INHERITED = frozenset(
         "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
     }
 )  # fmt: skip
-"""The variables that programs need to start, beside LC_*: none of them holds a secret."""
+"""The variables that programs need to start, in addition to LC_*: none of them holds a secret."""
 
 
 class CommandReward(StrEnum):
     """Where the reward of a command comes from."""
 
     NONE = "none"
-    """From elsewhere: a reward function, or `finish` of the session."""
+    """By another: a reward function, or `finish` of the session."""
     EXIT = "exit"
     """1 if it exits with 0, else 0."""
     OUTPUT = "output"

@@ -217,7 +217,7 @@ async def _abandon(gateway: SessionGateway, session_id: str) -> None:
 
 
 async def _finish(gateway: SessionGateway, session_id: str, outcome: Mapping[str, Any]) -> Mapping[str, Any]:
-    """End a session, unless it was ended already, with a reward from elsewhere."""
+    """End a session, unless it was ended already, with the reward of its outcome."""
     try:
         return await gateway.finish(session_id, outcome)
     except SessionEndedError:

@@ -154,5 +154,4 @@ class _ReportedEffort(Effort):
         self._report = report
 
     def add(self, num_ids: int) -> None:
-        """See `Effort`."""
         self._report(num_ids)

@@ -39,7 +39,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Export, and send the model to the hub if that was asked for; returns the exit status."""
     try:
         from unbroken.runs.export.checkpoint import export_checkpoint
-        from unbroken.runs.export.hub import create_repository, upload
+        from unbroken.runs.export.files import create_repository, upload
         from unbroken.runs.export.kept import make_form
     except ModuleNotFoundError as error:
         raise missing_extra(error, "export needs the train extra", "train") from error

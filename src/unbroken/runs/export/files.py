@@ -1,4 +1,4 @@
-"""What a model's folder holds beside config and weights: the files of text and images, a card, and where it came from.
+"""The other files of a model's folder, besides config and weights: of text and images, a card, and its origin.
 
 Training changes none of the tokenizer's, chat template's and processor's files, so they are copied byte for byte.
 """
@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from transformers.utils import cached_file
 
 from unbroken import __version__
+from unbroken.errors import ExportError
 
 INFO = "unbroken.json"
 _TEMPLATES = "additional_chat_templates"
@@ -85,3 +87,40 @@ def _make_card(folder: Path, info: ModelInfo) -> str:
     base = info.source if is_on_hub else "a local model"
     lines += [f"{what}, trained from {base} by reinforcement learning with unbroken {__version__}: {info.step} steps."]
     return "\n".join(lines) + "\n"
+
+
+def create_repository(name: str, *, private: bool, api: Any = None) -> None:
+    """Make sure that there is a repository that this machine's token may write to, before hours of training.
+
+    Raises:
+        ExportError: the name is wrong, there is no token, it has no right to it, or the hub does not answer.
+    """
+    try:
+        (api or HfApi()).create_repo(name, private=private, exist_ok=True)
+    except Exception as error:  # huggingface_hub documents many, and HTTP's in addition to its own
+        raise ExportError(
+            f"push_to_hub must be a repository that you may write to, got {name!r}: {_first_line(error)}. "
+            "`hf auth login` sets your token"
+        ) from error
+
+
+def upload(folder: Path, name: str, *, message: str, api: Any = None) -> str:
+    """Upload a folder in one commit, and return its address. `unbroken.json` stays: it has paths of this machine.
+
+    Raises:
+        ExportError: it cannot be uploaded; the folder stays.
+    """
+    try:
+        commit = (api or HfApi()).upload_folder(
+            repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=[INFO]
+        )
+    except Exception as error:
+        raise ExportError(
+            f"the model in {folder} cannot be sent to the repository {name!r}: {_first_line(error)}. The folder is "
+            f"whole: `hf upload {name} {folder}` sends it"
+        ) from error
+    return str(commit.commit_url)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,8 +1,8 @@
-"""The models that a run keeps beside its checkpoints.
+"""The models that a run keeps in addition to its checkpoints.
 
 OUTPUT/final/                   after the last step
 OUTPUT/best/                    of the best evaluation (`evaluation.every`)
-OUTPUT/best-candidate/          while it is evaluated beside training
+OUTPUT/best-candidate/          while it is evaluated during training
 OUTPUT/models/step-00000100/    every N steps (`export.every`)
 """
 

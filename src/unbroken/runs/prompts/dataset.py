@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, MessagesError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, check_conversation, copy_containers
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.seeds import EpochOrder

@@ -1,4 +1,4 @@
-"""Environments that a TOML file names: a class, whose arguments come from a table, the data set and the run.
+"""What attempts the rows of a TOML file: a class of environments, those of another package, or an agent.
 
 environment = "guess.py:GuessEnv"              # class GuessEnv: def __init__(self, number, *, largest, seed): ...
 environment_arguments = {largest = 20}
@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
 from unbroken.errors import InvalidInputError
+from unbroken.rollout.agents.command import CommandAgent, CommandReward
+from unbroken.rollout.agents.session import Agent, AgentTask, TaskEnvironment
 from unbroken.rollout.env import Env
+from unbroken.rollout.limits import Limits
+from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
+from unbroken.runs.collector import Problems
 from unbroken.runs.prompts.dataset import Rows
-from unbroken.runs.python_files import FunctionName, load_function
-from unbroken.runs.settings.values import check_toml
+from unbroken.runs.python_files import CommandWord, FunctionName, load_function
+from unbroken.runs.settings import build, check_toml, read_table, section_of
 
 OWN_ARGUMENTS = ("number", "split", "seed", "messages", "tools")
 """The problem's number, 0, 1, 2, ... without end; `train`, or the name of the evaluation's set; the run's seed; the
@@ -140,3 +147,112 @@ def _read_hints(make: Callable[..., Any]) -> dict[str, Any]:
     except (NameError, TypeError, AttributeError):
         return {}
     return {name: each.annotation for name, each in parameters.items() if each.annotation is not each.empty}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageSettings:
+    """What an environment of a package is made from, in addition to its name."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    logs: Path
+    """Where the output of attempts is kept."""
+    limits: Limits = field(default_factory=Limits)
+    """Of the run's rollouts."""
+
+
+class PackageProblems:
+    """Makes the problems of an environment of a package."""
+
+    def __init__(self, reference: str, settings: PackageSettings, *, seed: int) -> None:
+        """Load the environment `PACKAGE:NAME`; raises `InvalidInputError` if that fails."""
+        package, _, name = reference.partition(":")
+        self._environment = PACKAGES[package](name, settings)
+        self._seed = seed
+
+    def make(self, *, evaluation: bool) -> Problems:
+        """Its rows as problems: for training in another order each epoch, for evaluation in theirs."""
+        rows = self._environment.rows(evaluation=evaluation)
+        order = EpochOrder(len(rows), seed=self._seed, shuffle=not evaluation)
+
+        def make_task(number: int) -> AgentTask:
+            return rows.make_task(order.index(number))
+
+        return Problems(agent=make_task, source=rows.source, num_problems=len(rows))
+
+
+def is_package(reference: str | None) -> bool:
+    """Whether this names an environment of a package, and no class of the user's."""
+    name, colon, _ = (reference or "").partition(":")
+    return bool(colon) and name in PACKAGES
+
+
+def _load_verifiers(name: str, settings: PackageSettings) -> TaskEnvironment:
+    from unbroken.integrations.verifiers import load_environment
+
+    return load_environment(name, settings.arguments)
+
+
+def _load_harbor(name: str, settings: PackageSettings) -> TaskEnvironment:
+    from unbroken.integrations.harbor import ContainerRunner, TerminalConfig, TerminalTasks
+
+    section = section_of(TerminalConfig, prefix="environment_arguments.")
+    config: TerminalConfig = build(section, read_table(settings.arguments, section, source="", folder=None))
+    runner = ContainerRunner(
+        config.containers,
+        trials=settings.logs,
+        agent_timeout_s=config.agent_timeout_s,
+        reward=config.reward,
+    )
+    return TerminalTasks(Path(name), runner.read, config, max_attempt_s=settings.limits.timeout_s)
+
+
+PACKAGES: dict[str, Callable[[str, PackageSettings], TaskEnvironment]] = {
+    "verifiers": _load_verifiers,
+    "harbor": _load_harbor,
+}
+"""By the words that names of their environments begin with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """A program that attempts each row as it would with any model: it gets a URL and a key (docs/gateway.md)."""
+
+    function: FunctionName | None = None
+    """An async function that takes an `AgentSession`, whose `task` is the row, and returns a reward or None, written
+    module:function or file.py:function."""
+    command: tuple[CommandWord, ...] = ()
+    """Instead of a function: words of a command, which is run for each attempt, with the session and the row in its
+    environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...). It runs in a folder of its own; a word with a
+    dot or a slash that names a file in the TOML file's folder stands for that file."""
+    reward: CommandReward = CommandReward.NONE
+    """For a command. none: the reward comes from `rewards`, or from `finish` of the session; exit: 1 if it exits
+    with 0; output: the last line that it prints."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """For a command: further variables."""
+    inherit: tuple[str, ...] = ()
+    """For a command: names of variables of the trainer that it gets too, with PATH, HOME and the like; no other is
+    passed on."""
+
+    def __post_init__(self) -> None:
+        if (self.function is None) == (not self.command):
+            raise InvalidInputError(
+                f"agent must have exactly one of function and command, got function={self.function}, "
+                f"command={list(self.command)}"
+            )
+        if self.function is not None and (self.reward is not CommandReward.NONE or self.environment or self.inherit):
+            raise InvalidInputError(
+                "agent.reward, agent.environment and agent.inherit must be left out with agent.function"
+            )
+
+    def load(self, *, logs: Path) -> Agent:
+        """Load the agent; commands write their output to `logs`. `InvalidInputError` without an async function."""
+        if self.function is None:
+            return CommandAgent(
+                command=self.command, reward=self.reward, environment=self.environment, inherit=self.inherit, logs=logs
+            )
+        found = load_function(self.function, field="agent.function")
+        if not inspect.iscoroutinefunction(found):
+            raise InvalidInputError(
+                f"agent.function must be an async function of an AgentSession, got {self.function!s}: {found!r}"
+            )
+        return cast(Agent, found)

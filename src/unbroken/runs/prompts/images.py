@@ -1,4 +1,4 @@
-"""Images in the prompts of a data set: in the messages themselves, or in a column beside them.
+"""Images in the prompts of a data set: in the messages themselves, or in a column of their own.
 
 A prompt that is text, and two images in its column: the images come first, as in TRL.
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from unbroken.errors import ImageError, MessagesError
-from unbroken.images.inputs import ImageInputs
-from unbroken.images.loading import ImageLoader, find_image_parts
+from unbroken.images.loader import ImageLoader, find_image_parts
+from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, get_image_source
 from unbroken.types import EncodedImage
 

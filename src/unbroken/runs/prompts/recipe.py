@@ -36,10 +36,15 @@ from unbroken.rollout.tools import Tool
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import DEFAULT_SET, EvaluationSet, MakeEnv, Problems, Score
 from unbroken.runs.config import RunConfig
-from unbroken.runs.prompts.agents import AgentConfig
 from unbroken.runs.prompts.dataset import DataConfig, Rows
-from unbroken.runs.prompts.environments import Environments, select_tools
-from unbroken.runs.prompts.packages import PackageProblems, PackageSettings, is_package
+from unbroken.runs.prompts.environments import (
+    AgentConfig,
+    Environments,
+    PackageProblems,
+    PackageSettings,
+    is_package,
+    select_tools,
+)
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.runs.python_files import FunctionName, ModelName, load_object
 from unbroken.types import SamplingParams

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.integrations.renderers.loading import load_renderer
+from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.messages import Message
 from unbroken.types import TokenIds
 

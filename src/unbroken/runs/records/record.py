@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.images.loading import find_image_parts
+from unbroken.images.loader import find_image_parts
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal

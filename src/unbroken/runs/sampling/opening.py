@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
-from unbroken.images.inputs import ImageInputs
+from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.runs.collector import Problems, Sampler, SamplesElsewhere
@@ -17,7 +17,7 @@ from unbroken.runs.config import RunConfig
 from unbroken.runs.models import find_context_length, load_image_inputs, load_model_renderer
 from unbroken.runs.processes import Rank
 from unbroken.runs.sessions import open_sessions
-from unbroken.runs.settings.values import redact
+from unbroken.runs.settings import redact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

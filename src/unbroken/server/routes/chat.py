@@ -16,7 +16,7 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import Field
 
-from unbroken.images.loading import find_image_parts
+from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.rendering.base import PartKind
 from unbroken.rendering.encoding.text_codec import TextCodec

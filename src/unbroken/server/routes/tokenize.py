@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from pydantic import ConfigDict
 
-from unbroken.images.loading import find_image_parts
+from unbroken.images.loader import find_image_parts
 from unbroken.messages import get_image_source
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unbroken.training.metrics.mismatch import Mismatch, k3_by_lag, mismatch
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.model.routing import RoutingStats
-from unbroken.training.objective.loss_stats import LossStats, ObjectiveStats
+from unbroken.training.objective.base import LossStats, ObjectiveStats
 from unbroken.types import Logprobs
 
 

@@ -7,6 +7,7 @@ remove the steps that a resumed run makes again.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.utils.tensorboard import SummaryWriter
 
 from unbroken.training.config import Tracker, TrackerConfig
-from unbroken.training.metrics import mlflow_run
 
 _MLFLOW_RUN = "mlflow_run_id"
 
@@ -32,11 +32,11 @@ class Trackers:
         self._others = [self._start(name) for name in config.names if name is not Tracker.TENSORBOARD]
         for tracker in self._others:
             if tracker.name == Tracker.MLFLOW:
-                settings = mlflow_run.select_new(tracker.tracker.info.run_id, settings)
+                settings = _select_new_settings(tracker.tracker.info.run_id, settings)
             tracker.store_init_configuration(dict(settings))
 
     def log_text(self, name: str, text: str) -> None:
-        """Show a text beside the curves of TensorBoard; others show texts of `settings`."""
+        """Show a text next to the curves of TensorBoard; others show texts of `settings`."""
         if self._tensorboard is not None:
             self._tensorboard.add_text(name, text, 0)
 
@@ -44,7 +44,7 @@ class Trackers:
         """Log one step."""
         for tracker in self._others:
             if tracker.name == Tracker.MLFLOW:
-                mlflow_run.log(tracker.tracker.info.run_id, step, values)
+                _log_to_mlflow(tracker.tracker.info.run_id, step, values)
             else:
                 tracker.log(dict(values), step=step)
         if self._tensorboard is not None:
@@ -57,7 +57,7 @@ class Trackers:
         cells = [list(row) for row in rows]
         for tracker in self._others:
             if tracker.name == Tracker.MLFLOW:
-                mlflow_run.log_table(tracker.tracker.info.run_id, step, name, columns, cells)
+                _log_mlflow_table(tracker.tracker.info.run_id, step, name, columns, cells)
             elif tracker.name == Tracker.TRACKIO:
                 _log_trackio_table(tracker, step, name, columns, cells)
             elif (log_table := getattr(tracker, "log_table", None)) is not None:
@@ -96,7 +96,7 @@ class Trackers:
         if name is Tracker.WANDB:
             return {"id": self._get_run_id(), "resume": "allow", "name": run_name, "dir": str(self._directory)}
         if name is Tracker.MLFLOW:
-            return {"run_id": mlflow_run.find(self._directory / _MLFLOW_RUN), "run_name": run_name}
+            return {"run_id": _find_mlflow_run(self._directory / _MLFLOW_RUN), "run_name": run_name}
         if name is Tracker.TRACKIO:  # runs are identified by their names
             return {"name": f"{run_name or 'run'}-{self._get_run_id()[:8]}", "resume": "allow"}
         return {}
@@ -122,3 +122,49 @@ def _format_line(cells: Sequence[Any]) -> str:
     """A line of a table in Markdown."""
     texts = ("" if cell is None else str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
     return f"| {' | '.join(texts)} |"
+
+
+# A run in MLflow is always named by its id: in another thread, MLflow's own functions would log to a new run.
+
+
+def _find_mlflow_run(path: Path) -> str | None:
+    """The id in a file, if MLflow still has the run."""
+    import mlflow
+
+    if not path.exists():
+        return None
+    run_id = path.read_text("utf-8")
+    try:
+        mlflow.get_run(run_id)
+    except mlflow.exceptions.MlflowException:
+        return None
+    return run_id
+
+
+def _select_new_settings(run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the run does not have: MLflow refuses another value, such as more steps."""
+    import mlflow
+
+    known = mlflow.get_run(run_id).data.params
+    named = {clean_name(name): value for name, value in settings.items()}
+    return {name: value for name, value in named.items() if name not in known}
+
+
+def _log_to_mlflow(run_id: str, step: int, values: Mapping[str, float]) -> None:
+    """Log the numbers of a step."""
+    import mlflow
+
+    mlflow.log_metrics({clean_name(name): value for name, value in values.items()}, step=step, run_id=run_id)
+
+
+def _log_mlflow_table(run_id: str, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Log a table as an artifact of its own for each step."""
+    import mlflow
+
+    data = {column: [row[k] for row in rows] for k, column in enumerate(columns)}
+    mlflow.log_table(data, artifact_file=f"{name}/step-{step:08}.json", run_id=run_id)
+
+
+def clean_name(name: str) -> str:
+    """A name as MLflow takes it: of other characters it refuses the whole step."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -21,7 +21,7 @@ from torch import nn
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import RowPass
-from unbroken.training.model.prefixes.tree import Ids
+from unbroken.training.model.tree import Ids
 from unbroken.transfer.adapters import A, B
 
 _WRAPPERS = ("_checkpoint_wrapped_module.",)
@@ -138,7 +138,7 @@ def merge_parameters(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Te
 
 
 def check_adapter_alone(model: Any) -> None:
-    """Check that an engine's base with the adapter beside it is exactly the model that is trained.
+    """Check that an engine's base with the adapter on top is exactly the model that is trained.
 
     Raises:
         InvalidInputError: the model has no adapters or several active ones, one that is not a plain LoRA of linear

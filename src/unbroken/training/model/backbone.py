@@ -9,14 +9,16 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from unbroken.errors import InvalidInputError
 from unbroken.images.embeddings import replace_sampled_placeholders
-from unbroken.images.processing import name_token_types
+from unbroken.images.processor import name_token_types
 from unbroken.routing import Routers
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.varlen import RowBorders, no_masks
@@ -34,7 +36,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """[B, T, D] the last hidden states, to which the output embeddings are applied.
 
-    Only the nodes of a tree have a `mask` (`prefixes`): lanes are padded on the right, and a causal model does not look
+    Only the nodes of a tree have a `mask` (`tree`): lanes are padded on the right, and a causal model does not look
     ahead. Positions keep rows that share a lane apart; with `by_rows`, which is for one lane, their borders do
     (`varlen`). Without positions, a model
     with special ones for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
@@ -172,3 +174,56 @@ def _last_hidden(model: Any, router_logits: list[torch.Tensor] | None, **inputs:
         router_logits.extend(getattr(outputs, "router_logits", None) or ())
     hidden_BTD: torch.Tensor = outputs.last_hidden_state
     return hidden_BTD
+
+
+_PROBE_ROWS = 4
+_NORM_TOLERANCE = 1e-5
+"""Maximum difference, relative to the largest result; both are float32."""
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace the model's RMS norms by one kernel each, and return how many; again is harmless.
+
+    transformers writes a norm as a power, a mean, a root and two products, and autograd keeps what each of them needs.
+    Where a GPU computes under autocast, a norm is replaced by one kernel, but only if it is
+    x / sqrt(mean(x^2) + eps) * weight in float32, as a probe on a few numbers shows; Gemma's, which adds 1 to its
+    weight, stays.
+    """
+    found = [module for module in model.modules() if _is_plain_norm(module)]
+    for module in found:
+        module.forward = MethodType(_forward_norm, module)
+    return len(found)
+
+
+def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not (hidden_states.is_cuda and torch.is_autocast_enabled("cuda") and self.weight.dtype == torch.float32):
+        own: torch.Tensor = type(self).forward(self, hidden_states)
+        return own
+    return compute_norm(self, hidden_states)
+
+
+def compute_norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The norm in one kernel, in float32, which is what the model's own code returns for float32 weights."""
+    return rms_norm(hidden_states.float(), tuple(module.weight.shape), module.weight, _get_eps(module))
+
+
+def _get_eps(module: Any) -> float | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+@torch.no_grad()
+def _is_plain_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
+        return False
+    if weight.dim() != 1 or weight.dtype != torch.float32 or _get_eps(module) is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    probe = 3 * torch.randn(_PROBE_ROWS, len(weight), generator=generator).to(weight.device)
+    try:
+        expected = type(module).forward(module, probe)
+    except Exception:  # a forward with other arguments
+        return False
+    off = (compute_norm(module, probe) - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    return bool(off <= _NORM_TOLERANCE)

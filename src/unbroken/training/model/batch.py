@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from unbroken.routing import Routers
 from unbroken.training.model.lanes import PADDING_ID, lay_out
-from unbroken.training.model.prefixes.tree import TreeInputs
 from unbroken.training.model.routing import lay_out_experts
+from unbroken.training.model.tree import TreeInputs
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.images.lru_cache import LruCache
-from unbroken.images.processing import ImageProcessor, ProcessedImage, join_inputs
+from unbroken.images.processor import ImageProcessor, ProcessedImage, join_inputs
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, TrainingSample
 
 _LANE = (torch.int64, torch.bool, torch.int64)

@@ -7,11 +7,11 @@ Worked example, rows a to e of 5, 4, 3, 2 and 1 ids, at most 10 ids in a pass, t
                       | e..
     LANES       aaaaa | ccc         1 id of padding
                 bbbbe | dd.
-    ONE_LANE    aaaaabbbbe | cccdd  none, whatever the lengths
+    ONE_LANE    aaaaabbbbe | cccdd  none, for any lengths
 
     BY_ROWS     as ONE_LANE, but attention gets the borders of the rows in place of a mask
 
-Rows that begin with the same ids may share these: then a pass is a tree of ids in one lane (`prefixes`).
+Rows that begin with the same ids may share these: then a pass is a tree of ids in one lane (`tree`).
 
 Positions start at 0 in each row, by which transformers keeps attention within a row. With a mask its cost is quadratic
 in the length of a lane: hence lanes no longer than the longest row, and `ONE_LANE` only for an attention that skips
@@ -23,17 +23,17 @@ the rest of a layer, 4 D x D against 24 D x D operations per id.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.training.model.prefixes.plan import TreeSizes, plan_trees
-from unbroken.training.model.prefixes.tree import Ids, TreeInputs, merge_rows, pick_nodes
+from unbroken.training.model.tree import Ids, TreeInputs, TreeSizes, merge_rows, pick_nodes, plan_trees
 from unbroken.types import BoolMask, TrainingSample
 
 PADDING_ID = 0
@@ -42,7 +42,7 @@ Pass: TypeAlias = list[list[int]]
 """The rows in each lane of one forward pass, by index."""
 
 
-class Layout(StrEnum):
+class RowLayout(StrEnum):
     """How rows are put into lanes."""
 
     PADDED = "padded"
@@ -67,7 +67,7 @@ class Costs:
     masked: float
     """Of lanes with a mask."""
     by_rows: float = 0.0
-    """Of rows by their borders, beside `causal`; whatever their length."""
+    """Of rows by their borders, in addition to `causal`, for any length."""
     in_blocks: float = 0.0
     """Of rows of one length, by FlexAttention in the blocks of a tree."""
     per_pass: float = 0.0
@@ -117,24 +117,24 @@ class Lanes:
     """Ids of rows that are not fed because another row has them."""
 
 
-def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, free_length: int = 0) -> list[Pass]:
+def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: RowLayout, *, free_length: int = 0) -> list[Pass]:
     """Put row indices into passes of at most `tokens_per_pass` ids, padding included; a longer row has its own pass.
 
     Longest rows first, so that memory runs out in the first pass or not at all; each row goes into the first lane with
     room. Lanes may be as long as `free_length`, even if no row is.
     """
     min_lengths = {
-        Layout.PADDED: 0,
-        Layout.LANES: min(free_length, tokens_per_pass),
-        Layout.ONE_LANE: tokens_per_pass,
-        Layout.BY_ROWS: tokens_per_pass,
+        RowLayout.PADDED: 0,
+        RowLayout.LANES: min(free_length, tokens_per_pass),
+        RowLayout.ONE_LANE: tokens_per_pass,
+        RowLayout.BY_ROWS: tokens_per_pass,
     }
     min_length = min_lengths[layout]
     passes: list[Pass] = []
     room: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        found = None if layout is Layout.PADDED else _find_lane(room, length)
+        found = None if layout is RowLayout.PADDED else _find_lane(room, length)
         if found is not None:
             number, lane = found
             passes[number][lane].append(index)
@@ -151,18 +151,20 @@ def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *,
 
 
 def plan_cheapest(
-    lengths: Sequence[int], tokens_per_pass: int, layout: Layout, *, width: int, costs: Costs
+    lengths: Sequence[int], tokens_per_pass: int, layout: RowLayout, *, width: int, costs: Costs
 ) -> list[Pass]:
     """Plan passes in this layout, or padded if that is estimated to cost less, in a model of hidden size `width`."""
-    padded = plan_passes(lengths, tokens_per_pass, Layout.PADDED)
-    if layout is Layout.PADDED:
+    padded = plan_passes(lengths, tokens_per_pass, RowLayout.PADDED)
+    if layout is RowLayout.PADDED:
         return padded
     packed = plan_passes(lengths, tokens_per_pass, layout, free_length=width)
     cost = estimate_cost(packed, lengths, layout, width=width, costs=costs)
-    return packed if cost < estimate_cost(padded, lengths, Layout.PADDED, width=width, costs=costs) else padded
+    return packed if cost < estimate_cost(padded, lengths, RowLayout.PADDED, width=width, costs=costs) else padded
 
 
-def estimate_cost(passes: Sequence[Pass], lengths: Sequence[int], layout: Layout, *, width: int, costs: Costs) -> float:
+def estimate_cost(
+    passes: Sequence[Pass], lengths: Sequence[int], layout: RowLayout, *, width: int, costs: Costs
+) -> float:
     """Seconds of all passes, in those of one id without attention."""
     total = 0.0
     for lanes in passes:
@@ -170,7 +172,7 @@ def estimate_cost(passes: Sequence[Pass], lengths: Sequence[int], layout: Layout
         rows = [lengths[i] for lane in lanes for i in lane]
         if len(rows) == len(lanes):  # nothing is packed
             total += len(lanes) * length * (1 + costs.causal * length / width)
-        elif layout is Layout.BY_ROWS:
+        elif layout is RowLayout.BY_ROWS:
             total += sum(row * (1 + costs.by_rows + costs.causal * row / width) for row in rows)
         else:
             total += len(lanes) * length * (1 + costs.masked * length / width)
@@ -253,3 +255,60 @@ def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch
 def _find_lane(room: Sequence[Sequence[int]], length: int) -> tuple[int, int] | None:
     places = ((number, lane) for number, lanes in enumerate(room) for lane, left in enumerate(lanes) if left >= length)
     return next(places, None)
+
+
+MAX_PASS_IDS = 12_288
+"""More is not faster: of a 0.6B model, the CPU launches the kernels of a pass in the time that the GPU needs for 8,000
+to 10,000 ids (docs/lab-notes/training-speed.md), and larger models need fewer."""
+MAX_COMPILED_PASS_IDS = 24_576
+"""Compiled layers are done in two thirds of the time, but launched no faster: of this many ids a step took 3.56 s on an
+H200, of 12,288 3.90 s (docs/lab-notes/training-speed.md)."""
+MIN_PASS_IDS = 768
+_USABLE_SHARE = 0.8
+"""Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
+_PROBE_IDS = (1_024, 2_048)
+_ROW_IDS = 256
+_LOGIT_COPIES = 5
+"""Of a chunk of logits that are in memory at the same time, at most."""
+
+
+def choose_pass_size(*, bytes_per_id: float, free_bytes: float, max_ids: int = MAX_PASS_IDS) -> int:
+    """The largest size that fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
+    size = max_ids
+    while size > MIN_PASS_IDS and size * bytes_per_id > _USABLE_SHARE * free_bytes:
+        size //= 2
+    return size
+
+
+def measure_pass_size(policy: Any, accelerator: Any, *, chunk_size: int, max_ids: int = MAX_PASS_IDS) -> int:
+    """Measure passes of the trained `PolicyLogprobs` on the GPU, and choose the size. All processes call it.
+
+    Gradients are dropped: call it where there are none.
+    """
+    peaks = [_measure_pass(policy, accelerator, num_ids) for num_ids in _PROBE_IDS]
+    bytes_per_id = max((peaks[1] - peaks[0]) / (_PROBE_IDS[1] - _PROBE_IDS[0]), 1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(accelerator.device)
+    for_logits = _LOGIT_COPIES * chunk_size * policy.vocab_size * 4
+    # Gradients, and AdamW's two averages, which the first update makes.
+    for_update = 3 * sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    left = max(free_bytes - for_logits - for_update, 0)
+    return choose_pass_size(bytes_per_id=bytes_per_id, free_bytes=left, max_ids=max_ids)
+
+
+def _measure_pass(policy: Any, accelerator: Any, num_ids: int) -> int:
+    """Most bytes that a forward and a backward pass add, for any number of its loss tokens."""
+    device = accelerator.device
+    token_ids_BT = torch.zeros(num_ids // _ROW_IDS, _ROW_IDS, dtype=torch.int64, device=device)
+    mask_BT = torch.zeros_like(token_ids_BT, dtype=torch.bool)
+    mask_BT[0, 1:] = True
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with accelerator.autocast():
+        scores = policy(token_ids_BT, mask_BT, 1.0)
+    (scores.logprobs_N.sum() * 0.0).backward()
+    policy.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

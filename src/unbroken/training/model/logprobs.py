@@ -27,31 +27,44 @@ from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import (
     accepted_inputs,
     check_tower_runs_once,
+    fuse_norms,
     hidden_states,
     parameters_beside_text,
 )
-from unbroken.training.model.head import RoundedHead, is_plain_matrix, rounded_scores
 from unbroken.training.model.images import PixelInputs, RowImages, StandIn
 from unbroken.training.model.lanes import (
     CPU_COSTS,
     GPU_COSTS,
     MIN_SHARED,
     Costs,
-    Layout,
     Pass,
+    RowLayout,
     RowPass,
     estimate_cost,
     plan_cheapest,
     plan_passes,
     plan_trees_by_cost,
 )
-from unbroken.training.model.norms import fuse_norms
-from unbroken.training.model.packing import find_packing_obstacle, is_exact_by_rows
-from unbroken.training.model.prefixes.attention import MaskKind, count_filling, make_mask
-from unbroken.training.model.prefixes.probe import choose_mask, find_difference, find_tree_obstacle
-from unbroken.training.model.prefixes.tree import Ids, TreeInputs
+from unbroken.training.model.probes import (
+    choose_mask,
+    find_difference,
+    find_packing_obstacle,
+    find_tree_obstacle,
+    is_exact_by_rows,
+)
 from unbroken.training.model.routing import balance_loss, count_choices, flatten_experts
-from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores, chunked_scores, to_float32
+from unbroken.training.model.scores import (
+    Entropy,
+    LogitScaling,
+    RoundedHead,
+    TokenScores,
+    chunked_scores,
+    is_plain_matrix,
+    rounded_scores,
+    to_float32,
+)
+from unbroken.training.model.tree import Ids, TreeInputs
+from unbroken.training.model.tree_attention import MaskKind, count_filling, make_mask
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +92,7 @@ class PolicyLogprobs(nn.Module):
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
-                logits in training mode or beside longer rows, does not take the inputs of `images`, or must be packed
+                logits in training mode or next to longer rows, does not take the inputs of `images`, or must be packed
                 (`Packing.ONE_LANE`) and does not keep rows apart; or its experts cannot be counted.
         """
         super().__init__()
@@ -91,17 +104,14 @@ class PolicyLogprobs(nn.Module):
         self.model = model
         _disable_dropout(causal)
         self._no_split_modules = _find_block_classes(causal)  # for accelerate: FSDP2 gathers one block at a time
-        self.vocab_size: int = causal.get_input_embeddings().weight.shape[0]
+        embeddings_VD = causal.get_input_embeddings().weight
+        self.vocab_size: int = embeddings_VD.shape[0]
+        self._hidden_size: int = embeddings_VD.shape[1]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.from_config(causal.config.get_text_config())
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
-        device = causal.get_input_embeddings().weight.device
         choose_attention(causal)
-        self._check_against_forward(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None], None)
-        if images is not None:
-            self._check_against_forward(*images.example(device))
-        if counts_choices:
-            self._check_choices(torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None])
+        self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:
             raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
         fuse_norms(causal)
@@ -114,7 +124,6 @@ class PolicyLogprobs(nn.Module):
         """What the nodes of a tree are attended with; None: each row is computed whole."""
         self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
-        self._hidden_size: int = causal.get_input_embeddings().weight.shape[1]
 
     @property
     def causal(self) -> Any:
@@ -266,10 +275,10 @@ class PolicyLogprobs(nn.Module):
         For a model that is where it will be trained, under the autocast of its passes. All processes call it.
         """
         before = self.layout
-        if before not in (Layout.LANES, Layout.ONE_LANE) or not can_attend_by_rows(self.causal):
+        if before not in (RowLayout.LANES, RowLayout.ONE_LANE) or not can_attend_by_rows(self.causal):
             return
         with attention_by_rows(self.causal) as keep:
-            self.layout = Layout.BY_ROWS
+            self.layout = RowLayout.BY_ROWS
             if is_exact_by_rows(self, self.vocab_size, self.causal.device):
                 keep()
             else:
@@ -339,11 +348,11 @@ class PolicyLogprobs(nn.Module):
         return GPU_COSTS if self.causal.device.type == "cuda" else CPU_COSTS
 
     def _attends_by_rows(self, token_ids_BT: torch.Tensor) -> bool:
-        return self.layout is Layout.BY_ROWS and len(token_ids_BT) == 1
+        return self.layout is RowLayout.BY_ROWS and len(token_ids_BT) == 1
 
     @staticmethod
     def _rounds_products(device: torch.device) -> bool:
-        """Whether products that are not rounded would be slow beside the others: a CPU has no tensor cores."""
+        """Whether products that are not rounded would be slow compared with the others: a CPU has no tensor cores."""
         return device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -356,6 +365,14 @@ class PolicyLogprobs(nn.Module):
             return self._scaling.apply(to_float32(head(hidden_ND.to(head.weight.dtype))))
 
     @torch.no_grad()
+    def _check_on_few_ids(self, device: torch.device, images: RowImages | None, *, counts_choices: bool) -> None:
+        token_ids_1T = torch.arange(NUM_PROBE_IDS, device=device).remainder(self.vocab_size)[None]
+        self._check_against_forward(token_ids_1T, None)
+        if images is not None:
+            self._check_against_forward(*images.example(device))
+        if counts_choices:
+            self._check_choices(token_ids_1T)
+
     def _check_against_forward(self, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> None:
         name = type(self.causal).__name__
         inputs = {} if pixels is None else accepted_inputs(self.causal, pixels)
@@ -424,16 +441,16 @@ def _disable_dropout(model: Any) -> None:
         _logger.warning("dropout of %s is off, in %d modules: samplers have none", type(model).__name__, len(found))
 
 
-def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> Layout:
+def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> RowLayout:
     if packing is Packing.NEVER or (packing is Packing.AUTO and has_images):
-        return Layout.PADDED
-    layout = Layout.ONE_LANE if packing is Packing.ONE_LANE else Layout.LANES
+        return RowLayout.PADDED
+    layout = RowLayout.ONE_LANE if packing is Packing.ONE_LANE else RowLayout.LANES
     reason = "it takes images" if has_images else find_packing_obstacle(model, layout)
     if reason is not None and packing is Packing.ONE_LANE:
         raise InvalidInputError(
             f"{type(model).__name__} cannot be packed: {reason}. TrainerConfig.packing must be auto or never"
         )
-    return layout if reason is None else Layout.PADDED
+    return layout if reason is None else RowLayout.PADDED
 
 
 def _find_block_classes(model: Any) -> list[str]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
@@ -139,3 +140,141 @@ def _compute_chunk(
             # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
             finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
             return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedHead:
+    """How logits are made from a plain output matrix on tensor cores, without the matrix itself.
+
+        logits_NV = hidden_ND @ weight_VD.T        factors in bfloat16, sums and logits in float32
+
+    A sampler that computes in bfloat16 has this very matrix. What would change logprobs is to round the logits, by up
+    to 0.06 for a logit of 20; these are float32. Products of float32 have no tensor cores: with them the head took five
+    times as long on an H200, and k3 to a sampler was the same (docs/lab-notes). The backward pass is written out, so
+    that nothing of the size of the logits is kept.
+    """
+
+    scaling: LogitScaling
+    temperature: float
+    chunk_size: int
+    entropy: Entropy
+    dtype: torch.dtype
+    """Of the factors of each product."""
+
+
+def is_plain_matrix(head: Any) -> bool:
+    """Whether logits are hidden states times this module's weight and nothing else: not with a bias, nor adapted."""
+    return type(head) is nn.Linear and head.bias is None
+
+
+def rounded_scores(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
+) -> TokenScores:
+    """The logprob of each target and the entropy of its distribution, in float32, as `scores.chunked_scores`."""
+    logprobs_N, entropies_N, ranks_N = _RoundedScores.apply(hidden_ND, weight_VD, targets_N, head)  # type: ignore[no-untyped-call]
+    match head.entropy:
+        case Entropy.NONE:
+            return TokenScores(logprobs_N, None)
+        case Entropy.MEASURED:
+            return TokenScores(logprobs_N, entropies_N.detach())
+        case Entropy.RANKED:
+            return TokenScores(logprobs_N, entropies_N.detach(), ranks_N)
+        case Entropy.TRAINED:
+            return TokenScores(logprobs_N, entropies_N)
+
+
+class _RoundedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rounded_VD = weight_VD.to(head.dtype)
+        logprobs, entropies, ranks = [], [], []
+        for hidden, targets in _chunks(head, hidden_ND, targets_N):
+            logprobs_NV = _scaled_logits(hidden, rounded_VD, head)[1].log_softmax(-1)
+            logprobs.append(logprobs_NV.gather(-1, targets[:, None])[:, 0])
+            if head.entropy is Entropy.RANKED:
+                ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
+            if head.entropy is not Entropy.NONE:
+                entropies.append(_entropy(logprobs_NV))
+        ctx.head = head
+        entropies_N = torch.cat(entropies) if entropies else hidden_ND.new_zeros(0)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ranks_N = torch.cat(ranks) if ranks else targets_N.new_zeros(0)
+        ctx.mark_non_differentiable(ranks_N)
+        return torch.cat(logprobs), entropies_N, ranks_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        head: RoundedHead = ctx.head
+        rounded_VD = weight_VD.to(head.dtype)
+        of_hidden, of_weight = [], None
+        is_trained = head.entropy is Entropy.TRAINED
+        of_logprobs_N, of_entropies_N = gradients[0], gradients[1] if is_trained else gradients[0]
+        for hidden, targets, of_logprobs, of_entropies in _chunks(
+            head, hidden_ND, targets_N, of_logprobs_N, of_entropies_N
+        ):
+            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head)
+            gradient_NV = _gradient_of_logits(logits_NV, targets, of_logprobs, of_entropies if is_trained else None)
+            gradient_NV = head.scaling.pull_back(gradient_NV.div_(head.temperature), raw_NV).to(head.dtype)
+            if ctx.needs_input_grad[0]:
+                of_hidden.append(_multiply(gradient_NV, rounded_VD))
+            if ctx.needs_input_grad[1]:
+                part_VD = _multiply(gradient_NV.T, hidden.to(head.dtype))
+                of_weight = part_VD if of_weight is None else of_weight.add_(part_VD)
+        return (
+            torch.cat(of_hidden).to(hidden_ND.dtype) if of_hidden else None,
+            None if of_weight is None else of_weight.to(weight_VD.dtype),
+            None,
+            None,
+        )
+
+
+def _chunks(head: RoundedHead, *tensors: torch.Tensor) -> Any:
+    """The same tokens of each tensor at a time; one empty chunk if there are none."""
+    return zip(*(torch.split(tensor, head.chunk_size) for tensor in tensors), strict=True)
+
+
+def _scaled_logits(
+    hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, which a cap needs again in the backward pass, and the logits over the temperature."""
+    raw_NV = _multiply(hidden.to(head.dtype), rounded_VD.T)
+    logits_NV = head.scaling.apply(raw_NV)
+    return raw_NV, logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+
+
+def _entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:
+    probabilities_NV = logprobs_NV.exp_()  # in place: nothing else needs the logprobs any more
+    terms_NV: torch.Tensor = torch.special.entr(probabilities_NV, out=probabilities_NV)
+    return terms_NV.sum(-1)
+
+
+def _gradient_of_logits(
+    logits_NV: torch.Tensor, targets: torch.Tensor, of_logprobs: torch.Tensor, of_entropies: torch.Tensor | None
+) -> torch.Tensor:
+    """With p the softmax of the logits, h its entropy and t the target, for logit j.
+
+    d logprob = [j = t] - p_j        d h = -p_j (log p_j + h)
+    """
+    if of_entropies is None:
+        gradient_NV = logits_NV.softmax(-1).mul_(-of_logprobs[:, None])
+    else:
+        logprobs_NV = logits_NV.log_softmax(-1).clamp_(min=torch.finfo(logits_NV.dtype).min)
+        p_NV = logprobs_NV.exp()
+        entropies = -(p_NV * logprobs_NV).sum(-1, keepdim=True)
+        gradient_NV = logprobs_NV.add_(entropies).mul_(of_entropies[:, None]).add_(of_logprobs[:, None])
+        gradient_NV = gradient_NV.mul_(p_NV).neg_()
+    return gradient_NV.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of two rounded matrices, in float32 at least."""
+    exact = torch.promote_types(left.dtype, torch.float32)
+    product: torch.Tensor
+    if left.device.type == "cuda" and left.dtype != exact:
+        product = torch.mm(left, right, out_dtype=exact)
+    else:
+        product = torch.mm(left.to(exact), right.to(exact))
+    return product

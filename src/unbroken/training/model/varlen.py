@@ -6,7 +6,7 @@ A GPU computes it in half precision by `torch.nn.attention.varlen` (FlashAttenti
 over rows of one length. Elsewhere each row is attended by itself: slow, and there for tests.
 
 A model gets it under a name of its own (`IMPLEMENTATION`), which is SDPA wherever no borders are given: in padded
-passes, in copies of the model, and in `generate`. Where it is given a `BlockMask`, it is FlexAttention (`prefixes`).
+passes, in copies of the model, and in `generate`. Given a `BlockMask`, it is FlexAttention (`tree_attention`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from unbroken.training.model.prefixes.attention import attend
+from unbroken.training.model.tree_attention import attend
 
 IMPLEMENTATION = "sdpa_by_rows"
 _CHANGE_SCORES = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""What a model may ask of its attention beside the scaled products of queries and keys."""
+"""What a model may ask of its attention in addition to the scaled products of queries and keys."""
 _HALF = (torch.bfloat16, torch.float16)
 _without_mask: ContextVar[bool] = ContextVar("_without_mask", default=False)
 

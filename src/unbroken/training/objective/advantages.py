@@ -16,7 +16,7 @@ With a second group in the step, [1, 1], the six rewards have the standard devia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -149,3 +149,59 @@ def _center(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.zeros_like(values)
     centred: NDArray[np.float64] = values - values.mean()
     return centred
+
+
+TurnRewards: TypeAlias = NDArray[np.float64]
+"""[K] the rewards of one trajectory's turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAdvantages:
+    """An advantage function for turns: `TurnAdvantages(turn_grpo)`."""
+
+    function: Callable[[Sequence[TurnRewards]], Sequence[NDArray[np.float64]]]
+    """From the turns' rewards of each member of a group to their advantages, of the same lengths."""
+
+
+def turn_grpo(members: Sequence[TurnRewards]) -> list[NDArray[np.float64]]:
+    """GRPO with process supervision (arXiv:2402.03300, section 4.1.3): all rewards of the group's turns, minus their
+    mean and divided by their standard deviation; a turn's advantage is the sum of its own and of all later ones.
+
+    The deviation is the population's.
+    """
+    everything = np.concatenate(members)
+    if len(everything) == 0 or all_equal(everything):
+        return [np.zeros_like(rewards) for rewards in members]
+    mean, spread = everything.mean(), everything.std()
+    return [_sum_to_go((rewards - mean) / spread) for rewards in members]
+
+
+def turn_returns(members: Sequence[TurnRewards]) -> list[NDArray[np.float64]]:
+    """A turn's return, the sum of its reward and of all later ones, minus the mean return of all siblings at that turn.
+
+    REINFORCE with a baseline that depends on the turn (Sutton and Barto, section 13.4), estimated from the siblings.
+    """
+    returns = [_sum_to_go(rewards) for rewards in members]
+    longest = max(len(of_member) for of_member in returns)
+    padded = np.array([np.pad(of_member, (0, longest - len(of_member))) for of_member in returns])
+    centred = [np.zeros(len(padded)) if all_equal(turn) else turn - turn.mean() for turn in padded.T]
+    return [np.array([turn[i] for turn in centred[: len(rewards)]]) for i, rewards in enumerate(members)]
+
+
+def _sum_to_go(rewards: TurnRewards) -> NDArray[np.float64]:
+    summed: NDArray[np.float64] = np.cumsum(rewards[::-1])[::-1]
+    return summed
+
+
+Advantages: TypeAlias = AdvantageFn | StepAdvantages | TurnAdvantages
+ADVANTAGES: Mapping[str, Advantages] = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+    "batch_scaled_grpo": StepAdvantages(batch_scaled_grpo),
+    "reinforce_plus_plus": StepAdvantages(reinforce_plus_plus, compares_groups=True),
+    "reinforce_plus_plus_baseline": StepAdvantages(reinforce_plus_plus_baseline),
+    "turn_grpo": TurnAdvantages(turn_grpo),
+    "turn_returns": TurnAdvantages(turn_returns),
+}
+"""The names of `unbroken train --advantages`."""

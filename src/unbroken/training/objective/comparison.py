@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.training.objective.advantages import AdvantageFn, StepAdvantages
-from unbroken.training.objective.turn_advantages import TurnAdvantages, TurnRewards
+from unbroken.training.objective.advantages import Advantages, StepAdvantages, TurnAdvantages, TurnRewards
 
-Advantages: TypeAlias = AdvantageFn | StepAdvantages | TurnAdvantages
 GroupAdvantages: TypeAlias = Sequence[float | NDArray[np.float64]]
 """For each member of a group one number, or one for each of its turns."""
 

@@ -13,7 +13,7 @@ log r over the trajectory:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, TypeAlias
 
@@ -21,9 +21,8 @@ import torch
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OldLogprobs
-from unbroken.training.loss_config import ClipConfig
-from unbroken.training.model.batch import Batch
-from unbroken.training.objective.trajectories import mean_log_ratio
+from unbroken.training.loss_config import ClipConfig, Correction, CorrectionKind, KlEstimator, LossNormalization
+from unbroken.training.model.batch import Batch, TrajectorySums
 
 
 class TokenLosses(NamedTuple):
@@ -157,3 +156,174 @@ LOSSES: Mapping[str, PolicyLoss] = {
     ),
 }
 """The names of `unbroken train --loss`."""
+
+
+def mean_log_ratio(logprobs_N: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[N] the mean of logprob - old logprob over the trajectory of each token, in float64 and without gradient.
+
+    Raises `InvalidInputError` if a trajectory has several rows and its sum was not asked for (`PolicyLoss.is_joint`).
+    """
+
+    def log_ratio(sums: TrajectorySums) -> float:
+        if sums.log_ratio is None:
+            raise InvalidInputError(
+                "a loss that reads mean_log_ratio must be given as PolicyLoss(..., is_joint=True), got one that is not"
+            )
+        return sums.log_ratio
+
+    log_ratio_N = (logprobs_N.detach() - batch.old_logprobs_N).double()
+    sums_N, counts_N = sum_by_trajectory(log_ratio_N, batch.num_row_tokens, batch.trajectories, log_ratio)
+    return sums_N / counts_N
+
+
+def sum_by_trajectory(
+    values_N: torch.Tensor,
+    num_row_tokens: Sequence[int],
+    trajectories: Sequence[TrajectorySums | None],
+    sum_of: Callable[[TrajectorySums], float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] the sum over the trajectory of each token, and [N] its number of tokens.
+
+    Worked example, values 1 2 | 4 in rows of 2 and 1, of which the second is part of a trajectory of 3 tokens with the
+    sum 9: sums 3 3 9 and counts 2 2 3.
+    """
+    counts_R = torch.tensor(list(num_row_tokens), device=values_N.device, dtype=torch.long)
+    rows_N = torch.arange(len(counts_R), device=values_N.device).repeat_interleave(counts_R)
+    sums_R = values_N.new_zeros(len(counts_R)).index_add(0, rows_N, values_N)
+    for row, sums in enumerate(trajectories):
+        if sums is not None:
+            sums_R[row], counts_R[row] = sum_of(sums), sums.num_tokens
+    return sums_R[rows_N], counts_R[rows_N]
+
+
+def token_weight(
+    normalization: LossNormalization,
+    *,
+    num_trajectory_tokens: int,
+    num_trajectories: int,
+    num_loss_tokens: int,
+    max_trajectory_tokens: int | None = None,
+) -> float:
+    """The weight of each loss token of a trajectory with `num_trajectory_tokens` of them, over all of its rows; the
+    loss is the sum of weights times token losses.
+
+    `num_trajectories` and `num_loss_tokens` are those of the update, over all its micro batches and processes. CONSTANT
+    divides by `max_trajectory_tokens`, which must be the same in all updates.
+
+    Raises:
+        InvalidInputError: a number is not positive, or with CONSTANT `max_trajectory_tokens` is missing or exceeded.
+    """
+    counts = {
+        "num_trajectory_tokens": num_trajectory_tokens,
+        "num_trajectories": num_trajectories,
+        "num_loss_tokens": num_loss_tokens,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidInputError(f"{name} must be at least 1, got {count}")
+    match normalization:
+        case LossNormalization.TOKEN:
+            return 1 / num_loss_tokens
+        case LossNormalization.SEQUENCE:
+            return 1 / (num_trajectories * num_trajectory_tokens)
+        case LossNormalization.CONSTANT:
+            if max_trajectory_tokens is None or max_trajectory_tokens < num_trajectory_tokens:
+                raise InvalidInputError(
+                    "max_trajectory_tokens must be at least the loss tokens of any trajectory, got "
+                    f"{max_trajectory_tokens} for one of {num_trajectory_tokens}"
+                )
+            return 1 / (num_trajectories * max_trajectory_tokens)
+
+
+class CorrectionWeights(NamedTuple):
+    """Factors of the tokens' losses, without gradient, and which tokens were truncated or masked (bool)."""
+
+    weights_N: torch.Tensor
+    corrected_N: torch.Tensor
+
+
+def correction_weights(
+    trainer_logprobs_N: torch.Tensor,
+    rollout_logprobs_N: torch.Tensor,
+    num_row_tokens: Sequence[int],
+    correction: Correction,
+    trajectories: Sequence[TrajectorySums | None] = (),
+) -> CorrectionWeights:
+    """The factor of each token's loss, by the trainer's logprobs before the update and the sampler's.
+
+    Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
+
+        token_truncate      1.5  1.8   1    0.5
+        token_mask          1.5  0     1    0
+        sequence_truncate   1.8  1.8   0.5  0.5      products 3 and 0.5
+        sequence_mask       0    0     0    0
+
+    `num_row_tokens` are the loss tokens of each row, in order; `trajectories` are those of the batch.
+
+    Raises:
+        InvalidInputError: shapes differ, or the rows do not add up to N.
+    """
+    if trainer_logprobs_N.shape != rollout_logprobs_N.shape or sum(num_row_tokens) != len(trainer_logprobs_N):
+        raise InvalidInputError(
+            f"trainer_logprobs, rollout_logprobs and the rows must have the same tokens, got "
+            f"{tuple(trainer_logprobs_N.shape)}, {tuple(rollout_logprobs_N.shape)} and {sum(num_row_tokens)}"
+        )
+    with torch.no_grad():
+        log_ratio_N = trainer_logprobs_N.double() - rollout_logprobs_N.double()
+        sums_N, _ = sum_by_trajectory(log_ratio_N, num_row_tokens, trajectories, lambda sums: sums.sampler_gap)
+        weights_N, corrected_N = _compute_weights(log_ratio_N.exp(), sums_N.exp(), correction)
+        return CorrectionWeights(weights_N.to(trainer_logprobs_N.dtype), corrected_N)
+
+
+def _compute_weights(
+    ratios_N: torch.Tensor, products_N: torch.Tensor, correction: Correction
+) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = correction.bounds
+    match correction.effect:
+        case CorrectionKind.TOKEN_TRUNCATE:
+            return ratios_N.clamp(max=high), ratios_N > high
+        case CorrectionKind.TOKEN_MASK:
+            return _mask(ratios_N, low, high)
+        case CorrectionKind.SEQUENCE_TRUNCATE:
+            return products_N.clamp(max=high), products_N > high
+        case CorrectionKind.SEQUENCE_MASK:
+            return _mask(products_N, low, high)
+        case _:
+            return torch.ones_like(ratios_N), torch.zeros_like(ratios_N, dtype=torch.bool)
+
+
+def _mask(ratios_N: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    corrected_N = (ratios_N < low) | (ratios_N > high)
+    return ratios_N.masked_fill(corrected_N, 0), corrected_N
+
+
+def kl_penalty(
+    estimator: KlEstimator, logprobs_N: torch.Tensor, reference_N: torch.Tensor, old_logprobs_N: torch.Tensor
+) -> torch.Tensor:
+    """[N] the estimate of each token, with the gradient of the logprobs.
+
+    `old_logprobs_N` is for the ratio that weighs `K3_RATIO_WEIGHTED`. Raises `InvalidInputError` if shapes differ.
+    """
+    match estimator:
+        case KlEstimator.K1:
+            return _subtract(logprobs_N, reference_N)
+        case KlEstimator.K2:
+            return _subtract(logprobs_N, reference_N).square() / 2
+        case KlEstimator.K3:
+            return k3(logprobs_N, reference_N)
+        case KlEstimator.K3_RATIO_WEIGHTED:
+            return _subtract(logprobs_N, old_logprobs_N).exp() * k3(logprobs_N, reference_N)
+
+
+def k3(logprobs_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
+    """[N] exp(reference - logprob) - (reference - logprob) - 1, the penalty of GRPO (arXiv:2402.03300)."""
+    gap_N = _subtract(reference_N, logprobs_N)
+    return torch.expm1(gap_N) - gap_N
+
+
+def _subtract(left_N: torch.Tensor, right_N: torch.Tensor) -> torch.Tensor:
+    if left_N.shape != right_N.shape:
+        raise InvalidInputError(
+            f"logprobs and reference must share one shape [N], got {tuple(left_N.shape)}, {tuple(right_N.shape)}"
+        )
+    return left_N - right_N

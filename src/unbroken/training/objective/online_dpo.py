@@ -28,12 +28,10 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.batch import Batch, ScoredRow
 from unbroken.training.model.scores import TokenScores
-from unbroken.training.objective.base import BatchLoss, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.base import BatchLoss, LossStats, Objective, ScoreFn, UpdateSize, UpdateWeights
 from unbroken.training.objective.comparison import ALONE, Processes
-from unbroken.training.objective.loss_stats import LossStats
-from unbroken.training.objective.pairs import Judge, PreferencePair, build_pairs
-from unbroken.training.objective.preferences import PairFn, best_and_worst
-from unbroken.training.objective.reference import k3
+from unbroken.training.objective.losses import k3
+from unbroken.training.objective.pairs import Judge, PairFn, PreferencePair, best_and_worst, build_pairs
 from unbroken.training.sums import Sums
 from unbroken.types import Logprobs, TrainingSample
 

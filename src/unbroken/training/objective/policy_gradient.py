@@ -9,7 +9,7 @@ trajectory is subtracted from the reward, and the advantages follow from that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,23 +31,35 @@ from unbroken.training.loss_config import (
 )
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate
 from unbroken.training.model.scores import Entropy, TokenScores
-from unbroken.training.objective.advantages import grpo_advantages
-from unbroken.training.objective.base import BatchLoss, LeftOut, Objective, ScoreFn, UpdateSize, UpdateWeights
+from unbroken.training.objective.advantages import ADVANTAGES, Advantages, TurnAdvantages, grpo_advantages
+from unbroken.training.objective.base import (
+    BatchLoss,
+    LeftOut,
+    LossStats,
+    Objective,
+    ScoreFn,
+    UpdateSize,
+    UpdateWeights,
+)
 from unbroken.training.objective.comparison import (
     ALONE,
-    Advantages,
     ComparedGroup,
     Processes,
     compute_advantages,
     get_min_group_size,
 )
-from unbroken.training.objective.corrections import CorrectionWeights, correction_weights
-from unbroken.training.objective.loss_stats import LossStats
-from unbroken.training.objective.losses import LOSSES, PolicyLoss, PolicyLossFn, as_policy_loss
-from unbroken.training.objective.normalization import token_weight
-from unbroken.training.objective.reference import k3, kl_penalty
+from unbroken.training.objective.losses import (
+    LOSSES,
+    CorrectionWeights,
+    PolicyLoss,
+    PolicyLossFn,
+    as_policy_loss,
+    correction_weights,
+    k3,
+    kl_penalty,
+    token_weight,
+)
 from unbroken.training.objective.samples import RowPolicy, TrajectoryRows, build_trajectories, has_variance
-from unbroken.training.objective.turn_advantages import TurnAdvantages
 from unbroken.types import Logprobs, TrainingSample
 
 _SEQUENCE_KINDS = (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_MASK)
@@ -368,3 +380,22 @@ def _sum_trajectory(rows: Sequence[ScoredRow], logprobs: Sequence[Logprobs] | No
         log_ratio=None if current is None else sum(float((a - b).sum()) for a, b in zip(current, old, strict=True)),
         sampler_gap=sum(float((a - b).sum()) for a, b in zip(old, sampled, strict=True)),
     )
+
+
+def _combine(advantages: str, loss: str, normalization: LossNormalization) -> PolicyGradient:
+    return PolicyGradient(ADVANTAGES[advantages], LOSSES[loss], normalization)
+
+
+ALGORITHMS: Mapping[str, PolicyGradient] = {
+    "grpo": _combine("grpo", "clipped", LossNormalization.TOKEN),
+    "dr_grpo": _combine("dr_grpo", "clipped", LossNormalization.CONSTANT),
+    "dapo": _combine("grpo", "clipped", LossNormalization.TOKEN),
+    "rloo": _combine("rloo", "clipped", LossNormalization.TOKEN),
+    "reinforce_plus_plus": _combine("reinforce_plus_plus", "clipped", LossNormalization.TOKEN),
+    "reinforce_plus_plus_baseline": _combine("reinforce_plus_plus_baseline", "clipped", LossNormalization.TOKEN),
+    "gspo": _combine("grpo", "gspo", LossNormalization.SEQUENCE),
+    "gspo_token": _combine("grpo", "gspo_token", LossNormalization.SEQUENCE),
+    "cispo": _combine("grpo", "cispo", LossNormalization.TOKEN),
+    "sapo": _combine("grpo", "sapo", LossNormalization.SEQUENCE),
+}
+"""What a name of `unbroken train --algorithm` stands for, except online DPO: advantages, a loss, a normalization."""

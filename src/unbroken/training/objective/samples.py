@@ -29,11 +29,10 @@ from unbroken.errors import InvalidInputError, RewardError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.loss_config import FailedRows, OverlongConfig, TruncatedRows
-from unbroken.training.objective.advantages import StepAdvantages, all_equal, check_rewards
+from unbroken.training.objective.advantages import Advantages, StepAdvantages, TurnAdvantages, all_equal, check_rewards
 from unbroken.training.objective.comparison import (
     ALONE,
     MIN_GROUP_SIZE,
-    Advantages,
     ComparedGroup,
     Processes,
     any_nonzero,
@@ -41,7 +40,6 @@ from unbroken.training.objective.comparison import (
     get_min_group_size,
     get_turn_rewards,
 )
-from unbroken.training.objective.turn_advantages import TurnAdvantages
 from unbroken.types import TrainingSample
 
 TRAINABLE = frozenset(

@@ -39,7 +39,7 @@ class TemplateSource:
 @functools.lru_cache(maxsize=8)
 def load_template_texts(source: TemplateSource) -> TemplateTexts | None:
     """Load a tokenizer and its template; None if there is no template that can be used."""
-    from unbroken.rendering.loading import load_template_renderer, load_tokenizer
+    from unbroken.rendering.loader import load_template_renderer, load_tokenizer
 
     folder, renderer = str(source.folder), json.loads(source.renderer)
     options = {name: renderer[name] for name in ("template_kwargs", "parser") if renderer.get(name)}

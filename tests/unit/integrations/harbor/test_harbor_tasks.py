@@ -23,12 +23,12 @@ from unbroken.integrations.harbor import (
     ContainerRunner,
     TerminalConfig,
     TerminalTasks,
+    describe_files,
     find_task_folders,
 )
-from unbroken.integrations.harbor.loading import describe_files
 from unbroken.rollout.agents.session import AgentSession
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
-from unbroken.runs.prompts.packages import PackageProblems, PackageSettings
+from unbroken.runs.prompts.environments import PackageProblems, PackageSettings
 
 HERE: Mapping[str, Any] = {"containers": {"gateway_host": "127.0.0.1"}}
 

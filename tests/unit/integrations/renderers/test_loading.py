@@ -13,7 +13,7 @@ from support.package_renderers import package_tokenizer
 from support.templates import CHATML, QWEN
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.integrations.renderers.loading import load_renderer, package_renderer_names
+from unbroken.integrations.renderers.registry import load_renderer, package_renderer_names
 from unbroken.integrations.renderers.renderer import PackageRenderer
 from unbroken.rendering.base import Bridge, Refusal
 from unbroken.rendering.template import TemplateRenderer
@@ -158,7 +158,7 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
 
 def test_the_package_is_not_imported_until_it_is_named() -> None:
     code = (
-        "import sys; import unbroken.integrations.renderers.loading; "
+        "import sys; import unbroken.integrations.renderers.registry; "
         "sys.exit(sorted({'renderers', 'torch'} & set(sys.modules)) != [])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.package_renderers import NEEDS_A_DOWNLOAD, package_tokenizer
-from unbroken.integrations.renderers.loading import load_renderer, package_renderer_names
+from unbroken.integrations.renderers.registry import load_renderer, package_renderer_names
 from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
 
 NAMES = [name for name in package_renderer_names() if name not in NEEDS_A_DOWNLOAD]

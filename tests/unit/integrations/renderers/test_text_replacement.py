@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from unbroken.integrations.renderers.text_replacement import replace_suspicious_text
+from unbroken.integrations.renderers.renderer import replace_suspicious_text
 
 
 def has_angle(text: str) -> bool:

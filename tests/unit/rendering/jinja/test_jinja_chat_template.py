@@ -19,8 +19,7 @@ from support.conversations import TOOLS, random_conversation
 from support.corpus import corpus_templates
 from support.templates import CHATML, LOOKS_UP_NAMES_BY_ID, QWEN
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.rendering.jinja.chat_template import ChatTemplate, TemplateLimitError, TemplateLimits
-from unbroken.rendering.jinja.environment import TemplateEnvironment
+from unbroken.rendering.chat_template import ChatTemplate, TemplateEnvironment, TemplateLimitError, TemplateLimits
 
 USER = [{"role": "user", "content": "hi"}]
 MAX_COMPILE_S = 5.0

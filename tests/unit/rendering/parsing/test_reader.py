@@ -7,7 +7,7 @@ import pytest
 from support.parsing import STOP, FormatOnTokenizer
 from unbroken.errors import InvariantError
 from unbroken.rendering.base import Delta, ParsedResponse, PartKind, ResponsePart, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region, reasoning_region
 from unbroken.rendering.parsing.formats import HERMES
 from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader, make_json_calls_reader
 
@@ -178,7 +178,7 @@ def test_a_region_without_calls_is_markup_and_one_that_was_cut_is_one_attempt() 
     assert (call.status, call.raw) == (ToolCallStatus.UNCLOSED, ONE)
 
 
-def read_first(body: Body, tools: Any) -> list[CallAttempt]:
+def read_first(body: CallBody, tools: Any) -> list[CallAttempt]:
     return [] if "answer" in body.text else list(make_json_call_reader()(body, tools))
 
 
@@ -222,7 +222,7 @@ THOUGHT = Region(kind=PartKind.REASONING, closings=("<|end|>",))
 TO = Region(kind=PartKind.TOOL_CALL, closings=("<|end|>", STOP), read_calls=make_json_call_reader())
 
 
-def route(header: Body) -> Region | None:
+def route(header: CallBody) -> Region | None:
     return {"final": FINAL, "analysis": THOUGHT, "to": TO}.get(header.text.rpartition("<|channel|>")[2])
 
 

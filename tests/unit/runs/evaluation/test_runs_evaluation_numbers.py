@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unbroken.runs.evaluation.numbers import Sample, pass_at_k, summarize, tracked
+from unbroken.runs.evaluation.evaluator import Sample, pass_at_k, summarize, tracked
 
 
 def samples(*rewards: float | None, is_scored: bool = True) -> list[Sample]:

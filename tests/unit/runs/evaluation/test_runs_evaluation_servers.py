@@ -16,8 +16,8 @@ from support.served import Served, save_tiny_model, served
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, WeightTransport
+from unbroken.runs.evaluation.beside import EvaluationServers
 from unbroken.runs.evaluation.evaluator import Evaluator
-from unbroken.runs.evaluation.servers import EvaluationServers
 from unbroken.runs.export.files import read_info
 from unbroken.timeline import Track, read_timeline
 

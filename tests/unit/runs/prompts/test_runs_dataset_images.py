@@ -13,7 +13,7 @@ from PIL import Image
 
 from support.images import dot_file
 from unbroken.errors import ImageError, MessagesError
-from unbroken.images.loading import ImageLoader
+from unbroken.images.loader import ImageLoader
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.types import EncodedImage
 

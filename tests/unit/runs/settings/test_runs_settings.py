@@ -13,9 +13,7 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.settings.build import build, describe, load_toml, read_options, read_table
-from unbroken.runs.settings.fields import section_of
-from unbroken.runs.settings.values import redact
+from unbroken.runs.settings import build, describe, load_toml, read_options, read_table, redact, section_of
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction
 from unbroken.types import SamplingParams

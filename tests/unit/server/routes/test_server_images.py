@@ -28,7 +28,7 @@ from support.image_servers import (
 )
 from support.servers import asgi_client, listening
 from support.vision import PAD, picture
-from unbroken.images.decoding import encode_picture
+from unbroken.images.decoder import encode_picture
 from unbroken.server.config import ServerLimits
 from unbroken.server.images import ImageStore
 from unbroken.types import EncodedImage

@@ -35,7 +35,7 @@ from support.image_servers import (
 )
 from support.servers import asgi_client
 from support.vision import PAD, picture
-from unbroken.images.processing import HfImageProcessor
+from unbroken.images.processor import HfImageProcessor
 from unbroken.server.app import make_image_limits
 from unbroken.server.config import ServerLimits
 

@@ -15,9 +15,8 @@ from support.rows import row
 from unbroken.counters import Counters, Event
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import TrainerConfig
-from unbroken.training.metrics.mlflow_run import clean_name
 from unbroken.training.metrics.stats import step_metrics
-from unbroken.training.metrics.trackers import Tracker, TrackerConfig
+from unbroken.training.metrics.trackers import Tracker, TrackerConfig, clean_name
 from unbroken.training.metrics.writer import MetricsWriter, counter_metrics
 from unbroken.training.trainer import Trainer
 

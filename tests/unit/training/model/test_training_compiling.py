@@ -18,7 +18,7 @@ from support.prefixes import branching_rows
 from support.rows import random_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OptimizerConfig, Packing, Reference, SharedPrefixes, TrainerConfig
-from unbroken.training.model import compiling
+from unbroken.training.model import compilation
 from unbroken.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
@@ -27,7 +27,7 @@ SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6
 
 @pytest.fixture(autouse=True)
 def _traced(monkeypatch):
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -68,7 +68,7 @@ def train(model, samples, *, reference=None, **changes):
     ids=["padded", "packed", "trees", "checkpointed"],
 )
 def test_compiled_layers_train_as_they_are(backend, config, monkeypatch):
-    monkeypatch.setattr(compiling, "BACKEND", backend)
+    monkeypatch.setattr(compilation, "BACKEND", backend)
     samples = branching_rows(np.random.default_rng(0), 6)
     logprobs, gradient = train(deep_qwen3(), samples, **config)
     compiled, again = train(deep_qwen3(), samples, compile=True, **config)
@@ -89,7 +89,7 @@ def test_a_compiler_that_changes_the_logprobs_is_refused(monkeypatch):
     def wrong(graph, _inputs):
         return lambda *inputs: [2 * each for each in graph(*inputs)]
 
-    monkeypatch.setattr(compiling, "BACKEND", wrong)
+    monkeypatch.setattr(compilation, "BACKEND", wrong)
     with pytest.raises(InvalidInputError, match=r"Qwen3ForCausalLM gives other logprobs once it is compiled, by .* of"):
         Trainer(tiny_qwen3(), TrainerConfig(compile=True))
 
@@ -98,7 +98,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch):
     def broken(_graph, _inputs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(compiling, "BACKEND", broken)
+    monkeypatch.setattr(compilation, "BACKEND", broken)
     with pytest.raises(InvalidInputError, match=r"cannot be compiled, .*\n.*no compiler here. Set .*compile to False"):
         Trainer(tiny_qwen3(), TrainerConfig(compile=True))
 

@@ -7,9 +7,19 @@ import torch
 
 from support.models import tiny_qwen3
 from unbroken.training.config import Packing
-from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, Costs, Layout, estimate_cost, plan_cheapest, plan_passes
+from unbroken.training.model.lanes import (
+    CPU_COSTS,
+    GPU_COSTS,
+    MAX_PASS_IDS,
+    MIN_PASS_IDS,
+    Costs,
+    RowLayout,
+    choose_pass_size,
+    estimate_cost,
+    plan_cheapest,
+    plan_passes,
+)
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.pass_size import MAX_PASS_IDS, MIN_PASS_IDS, choose_pass_size
 
 WIDTH = 1024
 EQUAL = [311 + number % 2 for number in range(64)]
@@ -25,36 +35,36 @@ def is_packed(passes) -> bool:
     return any(len(lane) > 1 for lanes in passes for lane in lanes)
 
 
-@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+@pytest.mark.parametrize("layout", [RowLayout.LANES, RowLayout.BY_ROWS])
 def test_rows_of_one_length_are_not_packed_on_a_gpu(layout):
     assert not is_packed(plan(EQUAL, layout))
 
 
-@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+@pytest.mark.parametrize("layout", [RowLayout.LANES, RowLayout.BY_ROWS])
 def test_rows_with_a_long_tail_are_packed_on_a_gpu(layout):
     assert is_packed(plan(LONG_TAIL, layout))
 
 
 def test_borders_save_smaller_amounts_of_padding_than_a_mask_does():
     lengths = [1000 - 10 * (number % 21) for number in range(64)]  # a fifth of the shortest would be padding
-    assert not is_packed(plan(lengths, Layout.LANES))
+    assert not is_packed(plan(lengths, RowLayout.LANES))
     lengths = [400 - 5 * (number % 41) for number in range(16)]
-    assert is_packed(plan(lengths, Layout.BY_ROWS))
+    assert is_packed(plan(lengths, RowLayout.BY_ROWS))
 
 
 def test_a_mask_costs_less_on_a_cpu():
     lengths = [1000, 1000, 800, 800, 200, 200] * 2
-    assert is_packed(plan(lengths, Layout.LANES, CPU_COSTS, tokens=6000))
-    assert not is_packed(plan(EQUAL, Layout.LANES, CPU_COSTS))
+    assert is_packed(plan(lengths, RowLayout.LANES, CPU_COSTS, tokens=6000))
+    assert not is_packed(plan(EQUAL, RowLayout.LANES, CPU_COSTS))
 
 
-@pytest.mark.parametrize("layout", [Layout.LANES, Layout.BY_ROWS])
+@pytest.mark.parametrize("layout", [RowLayout.LANES, RowLayout.BY_ROWS])
 def test_the_plan_that_is_estimated_to_cost_least_is_taken(layout):
     for lengths in (EQUAL, LONG_TAIL, [5], [40, 3, 3, 3]):
-        padded = plan_passes(lengths, 4096, Layout.PADDED)
+        padded = plan_passes(lengths, 4096, RowLayout.PADDED)
         packed = plan_passes(lengths, 4096, layout, free_length=WIDTH)
         costs = [
-            estimate_cost(padded, lengths, Layout.PADDED, width=WIDTH, costs=GPU_COSTS),
+            estimate_cost(padded, lengths, RowLayout.PADDED, width=WIDTH, costs=GPU_COSTS),
             estimate_cost(packed, lengths, layout, width=WIDTH, costs=GPU_COSTS),
         ]
         chosen = plan(lengths, layout, tokens=4096)
@@ -63,13 +73,13 @@ def test_the_plan_that_is_estimated_to_cost_least_is_taken(layout):
 
 def test_the_cost_of_padding_is_that_of_its_ids():
     costs = Costs(causal=0.0, masked=0.0)
-    assert estimate_cost([[[0], [1]]], [6, 2], Layout.PADDED, width=8, costs=costs) == 12
-    assert estimate_cost([[[0, 1]]], [6, 2], Layout.BY_ROWS, width=8, costs=costs) == 8
-    assert estimate_cost([[[0, 1]]], [6, 2], Layout.LANES, width=8, costs=Costs(causal=0.0, masked=0.5)) == 8 * 1.5
+    assert estimate_cost([[[0], [1]]], [6, 2], RowLayout.PADDED, width=8, costs=costs) == 12
+    assert estimate_cost([[[0, 1]]], [6, 2], RowLayout.BY_ROWS, width=8, costs=costs) == 8
+    assert estimate_cost([[[0, 1]]], [6, 2], RowLayout.LANES, width=8, costs=Costs(causal=0.0, masked=0.5)) == 8 * 1.5
 
 
 def test_no_rows_make_no_passes():
-    assert plan([], Layout.BY_ROWS) == []
+    assert plan([], RowLayout.BY_ROWS) == []
 
 
 def test_packing_that_was_asked_for_by_name_is_not_weighed():
@@ -100,4 +110,4 @@ def test_attention_by_rows_is_not_tried_on_a_cpu():
     policy = PolicyLogprobs(tiny_qwen3(), chunk_size=4)
     with torch.autocast("cpu", torch.bfloat16):
         policy.allow_by_rows()
-    assert policy.layout is Layout.LANES
+    assert policy.layout is RowLayout.LANES

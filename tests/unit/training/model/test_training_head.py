@@ -9,9 +9,15 @@ from torch import nn
 from support.adapted import untied_qwen3
 from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
-from unbroken.training.model.head import RoundedHead, is_plain_matrix, rounded_scores
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.scores import Entropy, LogitScaling, TokenScores
+from unbroken.training.model.scores import (
+    Entropy,
+    LogitScaling,
+    RoundedHead,
+    TokenScores,
+    is_plain_matrix,
+    rounded_scores,
+)
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 11, 8, 50
 SCALINGS = {

@@ -17,8 +17,8 @@ from support.vision_engines import ask_with_images, load_vision_model, own_proce
 from support.vision_families import FAMILIES, save_family
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ImageError, InvalidInputError
-from unbroken.images.decoding import encode_picture
-from unbroken.images.processing import ProcessedImage, join_inputs
+from unbroken.images.decoder import encode_picture
+from unbroken.images.processor import ProcessedImage, join_inputs
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, SampleRequest, TrainingSample, token_ids

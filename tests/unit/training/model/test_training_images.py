@@ -14,11 +14,11 @@ from support.image_rows import Vision, moved
 from support.models import tiny_qwen3
 from support.vision import FAMILIES, PAD, picture
 from unbroken.errors import ImageError, InvalidInputError, InvariantError
-from unbroken.images.processing import HfImageProcessor, ProcessedImage
+from unbroken.images.processor import HfImageProcessor, ProcessedImage
 from unbroken.training.config import OptimizerConfig, Packing, TrainerConfig
 from unbroken.training.model.backbone import accepted_inputs
 from unbroken.training.model.images import PixelInputs, RowImages
-from unbroken.training.model.lanes import Layout
+from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.trainer import Trainer
 from unbroken.types import EncodedImage, TrainingSample
@@ -335,7 +335,7 @@ def test_dropout_in_the_vision_tower_is_switched_off(tmp_path):
 
 def test_rows_that_may_have_images_are_padded_and_not_packed(vision):
     images = RowImages(vision.images, max_bytes=0)
-    assert PolicyLogprobs(vision.model(), chunk_size=8, images=images).layout is Layout.PADDED
+    assert PolicyLogprobs(vision.model(), chunk_size=8, images=images).layout is RowLayout.PADDED
     with pytest.raises(InvalidInputError, match="cannot be packed: it takes images"):
         PolicyLogprobs(vision.model(), chunk_size=8, images=images, packing=Packing.ONE_LANE)
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.rows import random_rows, row
-from unbroken.training.model.lanes import Layout, lay_out, plan_passes
+from unbroken.training.model.lanes import RowLayout, lay_out, plan_passes
 
 CPU = torch.device("cpu")
-PACKED = [Layout.LANES, Layout.ONE_LANE]
+PACKED = [RowLayout.LANES, RowLayout.ONE_LANE]
 
 
 def padding(lengths: list[int], passes) -> int:
@@ -27,9 +27,9 @@ def padding(lengths: list[int], passes) -> int:
 @pytest.mark.parametrize(
     ("layout", "passes", "wasted"),
     [
-        (Layout.PADDED, [[[0], [1]], [[2], [3], [4]]], 4),
-        (Layout.LANES, [[[0], [1, 4]], [[2], [3]]], 1),
-        (Layout.ONE_LANE, [[[0, 1, 4]], [[2, 3]]], 0),
+        (RowLayout.PADDED, [[[0], [1]], [[2], [3], [4]]], 4),
+        (RowLayout.LANES, [[[0], [1, 4]], [[2], [3]]], 1),
+        (RowLayout.ONE_LANE, [[[0, 1, 4]], [[2, 3]]], 0),
     ],
 )
 def test_the_worked_example_of_the_module(layout, passes, wasted):
@@ -38,13 +38,13 @@ def test_the_worked_example_of_the_module(layout, passes, wasted):
     assert padding(lengths, passes) == wasted
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", RowLayout)
 def test_a_row_longer_than_the_budget_is_alone_and_whole(layout):
     assert plan_passes([100, 5, 5], 10, layout)[0] == [[0]]
     assert plan_passes([], 10, layout) == []
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", RowLayout)
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
 def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(layout, lengths, budget):
@@ -53,16 +53,16 @@ def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(lay
     for lanes in passes:
         longest = max(sum(lengths[i] for i in lane) for lane in lanes)
         assert len(lanes) * longest <= budget or [len(lane) for lane in lanes] == [1]
-        assert layout is not Layout.PADDED or all(len(lane) == 1 for lane in lanes)
-        assert layout is not Layout.LANES or longest == max(lengths[i] for lane in lanes for i in lane)
-        assert layout is not Layout.ONE_LANE or len(lanes) == 1
-    assert layout is not Layout.ONE_LANE or padding(lengths, passes) == 0
+        assert layout is not RowLayout.PADDED or all(len(lane) == 1 for lane in lanes)
+        assert layout is not RowLayout.LANES or longest == max(lengths[i] for lane in lanes for i in lane)
+        assert layout is not RowLayout.ONE_LANE or len(lanes) == 1
+    assert layout is not RowLayout.ONE_LANE or padding(lengths, passes) == 0
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.integers(0, 100))
 def test_lanes_are_no_longer_than_a_row_or_the_length_that_costs_little(lengths, budget, free_length):
-    for lanes in plan_passes(lengths, budget, Layout.LANES, free_length=free_length):
+    for lanes in plan_passes(lengths, budget, RowLayout.LANES, free_length=free_length):
         longest_row = max(lengths[i] for lane in lanes for i in lane)
         used = [sum(lengths[i] for i in lane) for lane in lanes]
         assert max(used) <= max(longest_row, min(free_length, budget))
@@ -74,11 +74,11 @@ def test_packing_a_spread_of_lengths_leaves_little_padding():
     lengths = np.random.default_rng(0).lognormal(6, 1, 128).astype(int).tolist()
     wasted = {
         layout: padding(lengths, plan_passes(lengths, 16_384, layout, free_length=1024)) / sum(lengths)
-        for layout in Layout
+        for layout in RowLayout
     }
-    assert wasted[Layout.ONE_LANE] == 0
-    assert wasted[Layout.LANES] < 0.04
-    assert wasted[Layout.PADDED] > 0.15
+    assert wasted[RowLayout.ONE_LANE] == 0
+    assert wasted[RowLayout.LANES] < 0.04
+    assert wasted[RowLayout.PADDED] > 0.15
 
 
 def test_rows_of_a_lane_lie_end_to_end_with_positions_of_their_own():

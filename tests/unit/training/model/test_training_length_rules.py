@@ -18,9 +18,9 @@ from unbroken.engines.transformers import TransformersEngine, TransformersEngine
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import find_length_dependence, fix_rotary
 from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
-from unbroken.training.model.lanes import Layout
+from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.packing import find_packing_obstacle
+from unbroken.training.model.probes import find_packing_obstacle
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
@@ -201,7 +201,7 @@ def test_a_model_that_depends_on_the_length_of_a_pass_in_any_other_way_is_found_
 def test_the_probes_of_lanes_and_trees_have_a_long_row():
     policy = PolicyLogprobs(tiny_qwen3(), chunk_size=8, shared_prefixes=SharedPrefixes.AUTO)
     make_dependent(policy.causal, "ids")
-    assert "off by" in str(find_packing_obstacle(policy.causal, Layout.LANES))
+    assert "off by" in str(find_packing_obstacle(policy.causal, RowLayout.LANES))
     policy.allow_trees()
     assert policy.tree_mask is None
 

@@ -14,9 +14,9 @@ from support.named_models import SIZES, build_named
 from support.rows import random_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, TrainerConfig
-from unbroken.training.model.lanes import Layout
+from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.packing import find_packing_obstacle
+from unbroken.training.model.probes import find_packing_obstacle
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
@@ -107,7 +107,7 @@ def test_packing_leaves_the_ratio_to_the_trainers_own_logprobs_at_one(rows):
 @pytest.mark.parametrize("architecture", NOT_PACKABLE)
 def test_a_model_that_would_mix_rows_up_is_padded(architecture):
     model = build_named(*NOT_PACKABLE[architecture], attention="eager")
-    assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
+    assert PolicyLogprobs(model, chunk_size=8).layout is RowLayout.PADDED
     with pytest.raises(InvalidInputError, match=r"cannot be packed: .* must be auto or never"):
         PolicyLogprobs(model, chunk_size=8, packing=Packing.ONE_LANE)
 
@@ -138,13 +138,13 @@ class NoBorders(transformers.LlamaForCausalLM):
         return args, {**kwargs, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("layout", [Layout.LANES, Layout.ONE_LANE])
+@pytest.mark.parametrize("layout", [RowLayout.LANES, RowLayout.ONE_LANE])
 def test_attention_across_rows_is_found_out(layout):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = NoBorders(transformers.LlamaConfig(**SIZES)).eval()
     assert "off by" in str(find_packing_obstacle(model, layout))
-    assert PolicyLogprobs(model, chunk_size=8).layout is Layout.PADDED
+    assert PolicyLogprobs(model, chunk_size=8).layout is RowLayout.PADDED
 
 
 def test_a_model_that_takes_the_borders_of_the_first_lane_for_all_is_found_out():
@@ -155,30 +155,30 @@ def test_a_model_that_takes_the_borders_of_the_first_lane_for_all_is_found_out()
         return args, kwargs if positions is None else {**kwargs, "position_ids": positions[:1].expand_as(positions)}
 
     model.model.register_forward_pre_hook(first_lanes, with_kwargs=True)
-    assert "off by" in str(find_packing_obstacle(model, Layout.LANES))
-    assert find_packing_obstacle(model, Layout.ONE_LANE) is None
+    assert "off by" in str(find_packing_obstacle(model, RowLayout.LANES))
+    assert find_packing_obstacle(model, RowLayout.ONE_LANE) is None
 
 
 def test_a_leak_below_the_rounding_that_is_allowed_is_found_out():
     """Less than a thousandth of all states before, in the lane: only a change of the row before shows that."""
     model = tiny_qwen3()
     model.model.norm.register_forward_hook(lambda _m, _args, out: out + 6e-4 * out.cumsum(1) / len(out[0]))
-    assert "with the row before it" in str(find_packing_obstacle(model, Layout.LANES))
+    assert "with the row before it" in str(find_packing_obstacle(model, RowLayout.LANES))
 
 
 def test_chunked_attention_is_not_packed_by_rule():
     """Its chunks are thousands of ids long, so a probe would not see that they count from the lane's start."""
     model = tiny_qwen3()
     model.config.attention_chunk_size = 8192
-    assert find_packing_obstacle(model, Layout.LANES) == "its attention is in chunks"
+    assert find_packing_obstacle(model, RowLayout.LANES) == "its attention is in chunks"
 
 
 @pytest.mark.parametrize(
     ("packing", "attention", "layout"),
     [
-        (Packing.AUTO, "sdpa", Layout.LANES),
-        (Packing.ONE_LANE, "sdpa", Layout.ONE_LANE),
-        (Packing.NEVER, "sdpa", Layout.PADDED),
+        (Packing.AUTO, "sdpa", RowLayout.LANES),
+        (Packing.ONE_LANE, "sdpa", RowLayout.ONE_LANE),
+        (Packing.NEVER, "sdpa", RowLayout.PADDED),
     ],
 )
 def test_the_layout_is_what_was_asked_for(packing, attention, layout):

@@ -12,8 +12,8 @@ from support.prefixes import branching_rows
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.prefixes.attention import MaskKind
-from unbroken.training.model.prefixes.probe import find_tree_obstacle
+from unbroken.training.model.probes import find_tree_obstacle
+from unbroken.training.model.tree_attention import MaskKind
 from unbroken.training.trainer import Trainer
 
 WINDOW = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}

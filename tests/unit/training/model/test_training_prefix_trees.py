@@ -15,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from support.prefixes import branching_rows
 from support.rows import row
 from unbroken.training.model.lanes import CPU_COSTS, GPU_COSTS, lay_out, plan_trees_by_cost
-from unbroken.training.model.prefixes.attention import BLOCK, MaskKind, attend, make_block_mask, make_mask
-from unbroken.training.model.prefixes.plan import TreeSizes, plan_trees
-from unbroken.training.model.prefixes.tree import merge_rows, pick_nodes
+from unbroken.training.model.tree import TreeSizes, merge_rows, pick_nodes, plan_trees
+from unbroken.training.model.tree_attention import BLOCK, MaskKind, attend, make_block_mask, make_mask
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = [5, 6, 7]

@@ -26,13 +26,12 @@ from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, Refe
 from unbroken.training.loss_config import Correction, CorrectionKind, DpoConfig
 from unbroken.training.model.batch import ScoredRow, collate
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.prefixes.attention import MaskKind
+from unbroken.training.model.row_scores import score_rows
 from unbroken.training.model.scores import Entropy
-from unbroken.training.model.scoring import score_rows
+from unbroken.training.model.tree_attention import MaskKind
 from unbroken.training.model.varlen import attention_by_rows
-from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
 

@@ -10,11 +10,10 @@ import transformers
 
 from support.models import tiny_qwen3
 from unbroken.training.config import Packing
-from unbroken.training.model.backbone import enable_checkpointing
-from unbroken.training.model.lanes import Layout
+from unbroken.training.model.backbone import compute_norm, enable_checkpointing, fuse_norms
+from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.norms import compute_norm, fuse_norms
-from unbroken.training.model.packing import is_exact_by_rows
+from unbroken.training.model.probes import is_exact_by_rows
 from unbroken.training.model.varlen import IMPLEMENTATION, RowBorders, attention_by_rows
 
 LENGTHS = (5, 9, 3, 1)
@@ -33,10 +32,10 @@ def window_model():
 
 def by_rows(model) -> PolicyLogprobs:
     policy = PolicyLogprobs(model, chunk_size=4)
-    assert policy.layout is Layout.LANES
+    assert policy.layout is RowLayout.LANES
     with attention_by_rows(policy.causal) as keep:
         keep()
-    policy.layout = Layout.BY_ROWS
+    policy.layout = RowLayout.BY_ROWS
     return policy
 
 
@@ -106,7 +105,7 @@ def test_the_probe_refuses_a_model_that_loses_the_borders_and_restores_its_atten
         own = layer.self_attn.forward
         layer.self_attn.forward = lambda *a, own=own, cu_seq_lens_q=None, **k: own(*a, **k)
     with attention_by_rows(policy.causal):
-        policy.layout = Layout.BY_ROWS
+        policy.layout = RowLayout.BY_ROWS
         assert not is_exact_by_rows(policy, policy.vocab_size, torch.device("cpu"))
     assert policy.causal.config._attn_implementation == "sdpa" != IMPLEMENTATION
 

@@ -29,10 +29,9 @@ from unbroken.training.loss_config import (
     KlPlace,
     LossNormalization,
 )
-from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.losses import LOSSES
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample

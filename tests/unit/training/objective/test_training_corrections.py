@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.model.batch import TrajectorySums
-from unbroken.training.objective.corrections import correction_weights
+from unbroken.training.objective.losses import correction_weights
 
 ROWS = st.lists(st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0)), min_size=1, max_size=5), max_size=5)
 

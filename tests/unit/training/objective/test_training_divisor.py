@@ -25,9 +25,8 @@ from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import KlConfig, KlPlace, TruncatedRows, ZeroVarianceRows
-from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.base import UpdateSize
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.trainer import Trainer
 
 SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)

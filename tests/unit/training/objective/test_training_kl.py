@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.effort import num_cases
 from unbroken.training.loss_config import KlEstimator
-from unbroken.training.objective.reference import kl_penalty
+from unbroken.training.objective.losses import kl_penalty
 
 POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
 

@@ -17,10 +17,9 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import ClipConfig
 from unbroken.training.model.batch import idle_batch
 from unbroken.training.model.logprobs import TokenScores
-from unbroken.training.objective.base import BatchLoss
-from unbroken.training.objective.loss_stats import LossStats
+from unbroken.training.objective.base import BatchLoss, LossStats
+from unbroken.training.objective.losses import k3
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.objective.reference import k3
 
 CLIP = ClipConfig(low=0.2, high=0.28)
 

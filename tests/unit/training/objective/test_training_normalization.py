@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import LossNormalization
-from unbroken.training.objective.normalization import token_weight
+from unbroken.training.objective.losses import token_weight
 
 ROWS = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=1, max_size=5)
 

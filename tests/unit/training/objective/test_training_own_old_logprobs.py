@@ -10,8 +10,7 @@ from support.models import tiny_qwen3
 from support.rows import random_trajectories
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind, KlConfig, KlEstimator
-from unbroken.training.objective.algorithms import ALGORITHMS
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.trainer import Trainer
 
 

@@ -19,8 +19,7 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
-from unbroken.training.objective.pairs import PreferencePair
-from unbroken.training.objective.preferences import outside_in, scores_of_ranking
+from unbroken.training.objective.pairs import PreferencePair, outside_in, scores_of_ranking
 
 
 async def pairs_of(*members: Trajectory, counters: Counters | None = None, **options) -> list[PreferencePair]:

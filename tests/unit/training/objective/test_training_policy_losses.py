@@ -19,8 +19,7 @@ from support.effort import num_cases
 from unbroken.errors import InvalidInputError
 from unbroken.training.loss_config import ClipConfig
 from unbroken.training.model.batch import Batch, TrajectorySums, idle_batch
-from unbroken.training.objective.losses import LOSSES, PolicyLoss, as_policy_loss, gspo
-from unbroken.training.objective.trajectories import mean_log_ratio
+from unbroken.training.objective.losses import LOSSES, PolicyLoss, as_policy_loss, gspo, mean_log_ratio
 
 Rows = Sequence[Sequence[tuple[float, float, float]]]
 """For each row its tokens: logprob, old logprob, advantage."""

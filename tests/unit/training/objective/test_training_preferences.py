@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unbroken.errors import RewardError
 from unbroken.training.objective.online_dpo import dpo_loss, dpo_pull
-from unbroken.training.objective.preferences import best_and_worst, outside_in, scores_of_ranking
+from unbroken.training.objective.pairs import best_and_worst, outside_in, scores_of_ranking
 
 
 @given(margins=st.lists(st.floats(-80, 80), min_size=1, max_size=5), beta=st.floats(0.01, 2))

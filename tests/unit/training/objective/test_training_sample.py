@@ -17,9 +17,8 @@ from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import KlConfig, KlPlace, OverlongConfig, TruncatedRows
 from unbroken.training.objective.advantages import StepAdvantages, batch_scaled_grpo, grpo_advantages, rloo_advantages
-from unbroken.training.objective.algorithms import ALGORITHMS
 from unbroken.training.objective.comparison import Processes
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.objective.samples import TRAINABLE, RowPolicy, build_samples, build_trajectories
 
 

@@ -16,8 +16,7 @@ from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.model.batch import Batch, ScoredRow, collate
 from unbroken.training.model.scores import TokenScores
-from unbroken.training.objective.algorithms import ALGORITHMS
-from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.trainer import Trainer
 
 NOISES = [1e-5, 1e-4, 1e-3]

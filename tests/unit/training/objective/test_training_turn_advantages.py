@@ -26,9 +26,9 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn
 from unbroken.training.config import TrainerConfig
+from unbroken.training.objective.advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.objective.samples import build_samples
-from unbroken.training.objective.turn_advantages import TurnAdvantages, turn_grpo, turn_returns
 from unbroken.types import SamplingParams
 
 members = st.lists(

@@ -16,7 +16,14 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import (
+    CallAttempt,
+    CallBody,
+    CallFormat,
+    Region,
+    call_region,
+    reasoning_region,
+)
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 _read_calls = make_json_calls_reader(
@@ -24,7 +31,7 @@ _read_calls = make_json_calls_reader(
 )
 
 
-def _read_fenced(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_fenced(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Only the last fence in the turn closes the list, because arguments may contain fences."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("```")), tools)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _SEPARATOR = "<｜tool▁sep｜>"
@@ -25,7 +25,7 @@ _FENCE = "```"
 _END_OF_SECTION = "<｜tool▁calls▁end｜>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     pieces = list(body.split())
     if len(pieces) != 2:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.json_calls import find_json_values
 
 _OPENING, _ALL = ">>>", "all"
@@ -21,13 +21,13 @@ _NAME = re.compile(r"[\w.\-]+")
 _NEXT = re.compile(rf"\s*{_OPENING}(?P<name>[\w.\-]+)\n")
 
 
-def _route(header: Body) -> Region | None:
+def _route(header: CallBody) -> Region | None:
     if header.text == _ALL:
         return _CONTENT
     return _CALLS if _NAME.fullmatch(header.text) else None
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read the arguments of the call that the header names, then all calls after it, each with its span."""
     assert body.header is not None
     attempts: list[CallAttempt] = []

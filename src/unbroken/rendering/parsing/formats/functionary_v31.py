@@ -13,20 +13,20 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region, call_region
 from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _OPENING, _CLOSING, _PYTHON, _END = "<function=", "</function>", "<|python_tag|>", "<|eom_id|>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     name, end_of_name, arguments = body.text.partition(">")
     if not end_of_name:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
     return [read_named_call(name.strip(), arguments)]
 
 
-def _read_python(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_python(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     return [read_named_call("python", body.text)]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region, call_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region, call_region
 from unbroken.rendering.parsing.syntax.json_calls import read_json
 
 _MAX_DEPTH = 50
@@ -34,7 +34,7 @@ class _SyntaxError(ValueError):
     """The text is not a call."""
 
 
-def _read_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_call(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read a body that is one call."""
     found = _NAME.match(body.text)
     if found is None:
@@ -48,7 +48,7 @@ def _read_call(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]
 
 
 class _Values:
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: CallBody) -> None:
         self._text = body.text
         self._position = 0
         pairs = zip(body.inner_delimiters[::2], body.inner_delimiters[1::2], strict=False)
@@ -139,7 +139,7 @@ class _Values:
 _THOUGHT = Region(kind=PartKind.REASONING, closings=("<channel|>",), ended_by=("<|tool_call>",))
 
 
-def _route(header: Body) -> Region | None:
+def _route(header: CallBody) -> Region | None:
     return _THOUGHT if header.text.strip() == "thought" else None
 
 

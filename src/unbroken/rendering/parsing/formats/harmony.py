@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -28,7 +28,7 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S*)")
 _NOT_TOOLS = ("user", "assistant", "all")
 
 
-def _find_recipient(header: Body) -> str | None:
+def _find_recipient(header: CallBody) -> str | None:
     for _, text in header.split():
         found = _RECIPIENT.search(text)
         if found is not None and found["name"] not in _NOT_TOOLS:
@@ -36,18 +36,18 @@ def _find_recipient(header: Body) -> str | None:
     return None
 
 
-def _find_channel(header: Body) -> str:
+def _find_channel(header: CallBody) -> str:
     words = next((text.split() for delimiter, text in header.split() if delimiter == _CHANNEL), [])
     return words[0] if words else ""
 
 
-def _route(header: Body) -> Region:
+def _route(header: CallBody) -> Region:
     if _find_recipient(header) is not None:
         return _CALL
     return _ANALYSIS if _find_channel(header) == "analysis" else _CONTENT
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     name = None if body.header is None else _find_recipient(body.header)
     if name is None:
         return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]

@@ -13,7 +13,7 @@ The generation prompt is `<|message_model|>`, so the first header begins in the 
 from __future__ import annotations
 
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallFormat, Header, Region
+from unbroken.rendering.parsing.call_format import CallBody, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader
 
 _MESSAGE, _END, _LAST = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
@@ -32,7 +32,7 @@ _REGIONS = {
 }
 
 
-def _route(header: Body) -> Region:
+def _route(header: CallBody) -> Region:
     return _REGIONS[header.closing]
 
 

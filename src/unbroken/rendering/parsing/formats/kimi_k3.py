@@ -19,7 +19,14 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import (
+    CallAttempt,
+    CallBody,
+    CallFormat,
+    Region,
+    call_region,
+    reasoning_region,
+)
 from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 from unbroken.rendering.parsing.syntax.tags import CallTags, TagReader, TagSyntaxError
 
@@ -46,7 +53,7 @@ _TAGS = CallTags(
 )
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     if not any(inner.delimiter == _JSON for inner in body.inner_delimiters):
         return _TAGS.read_inside(body, tools)
     tags = TagReader(body)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
 _read_json_calls = make_json_calls_reader()
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     is_json = body.text.lstrip(" \t\r\n[").startswith("{")
     return _read_json_calls(body, tools) if is_json else read_python_calls(body, tools)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
@@ -26,14 +26,14 @@ _LOOKS_LIKE_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|argume
 _read_json_calls = make_json_calls_reader(arguments_keys=("parameters", "arguments"))
 
 
-def _read_tagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_tagged(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read a call, or code for an interpreter, which is not JSON."""
     if not _BUILT_IN.match(body.text):
         return _read_json_calls(body, tools)
     return [replace(call, name=call.name.removesuffix(".call")) for call in read_python_calls(body, tools)]
 
 
-def read_untagged(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def read_untagged(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read calls that begin a turn; other JSON is content."""
     attempts = _read_json_calls(body, tools)
     if any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text):

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, call_region, reasoning_region
 from unbroken.rendering.parsing.syntax.arguments import convert_value, find_parameters, find_types, resolve_schema
 from unbroken.rendering.parsing.syntax.tags import TagReader, TagSyntaxError
 
@@ -41,7 +41,7 @@ _Element: TypeAlias = "str | list[tuple[str, _Element]]"
 """The text of an element, or the elements in it with their names."""
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
     attempts: list[CallAttempt] = []
     while not tags.is_at_end():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, reasoning_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region, reasoning_region
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader, read_named_call
 
 _OPENING, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -24,7 +24,7 @@ _NAMED = re.compile(r"\s*(?P<name>[\w.\-]+)\s*(?P<arguments>\{.*)", re.DOTALL)
 _read_list = make_json_calls_reader()
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     if not body.inner_delimiters:
         named = _NAMED.fullmatch(body.text)
         return _read_list(body, tools) if named is None else [read_named_call(named["name"], named["arguments"])]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Header, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region
 from unbroken.rendering.parsing.syntax.tags import CallTags, TagReader, TagSyntaxError
 
 _START, _MESSAGE, _CLOSINGS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
@@ -36,14 +36,14 @@ _TAGS = CallTags(
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?P<name>\S+)")
 
 
-def _route(header: Body) -> Region:
+def _route(header: CallBody) -> Region:
     found = _RECIPIENT.search(header.text)
     if found is None or found["name"] == "user":
         return _TO_USER
     return _TO_SELF if found["name"] == "self" else _TO_TOOL
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
     attempts: list[CallAttempt] = []
     stop = 0

@@ -12,13 +12,20 @@ from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region, reasoning_region
+from unbroken.rendering.parsing.call_format import (
+    CallAttempt,
+    CallBody,
+    CallFormat,
+    Region,
+    call_region,
+    reasoning_region,
+)
 from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 _read_calls = make_json_calls_reader()
 
 
-def _read_functools(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_functools(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """The delimiter includes the list's opening bracket."""
     return _read_calls(replace(body, text=body.text.rstrip().removesuffix("]")), tools)
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
 _LOOKS_LIKE_CALL = re.compile(r"\s*\[\s*[^\W\d][\w.\-]*\(")
 
 
-def _read_first(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read_first(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     attempts = read_python_calls(body, tools)
     is_call = any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text)
     return attempts if is_call else ()

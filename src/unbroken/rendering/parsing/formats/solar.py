@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallFormat, Region, call_region
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region, call_region
 from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 _BEGIN, _END, _SECTION, _END_OF_SECTION = "<|begin|>assistant", "<|end|>", "<|tool_calls|>", "<|calls|>"
 _NAME, _ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
 
 
-def _read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     (_, call_id), *others = body.split()
     if [delimiter for delimiter, _ in others] != [_NAME, _ARGUMENTS]:
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, CallReader
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallReader
 
 _BLANK = " \t\r\n"
 _VALUE_START = re.compile(r"[^ \t\r\n,;]")
@@ -76,7 +76,7 @@ def make_json_call_reader(
 ) -> CallReader:
     """Make a reader of bodies that are one call: `{"name": "add", "arguments": {"a": 1}}`."""
 
-    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         try:
             value = read_json(body.text)
         except ValueError:
@@ -104,7 +104,7 @@ def make_json_calls_reader(
 
     read_value = read_object or read_by_keys
 
-    def read(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         attempts: list[CallAttempt] = []
         text = body.text
         is_list = text.lstrip(_BLANK).startswith("[")

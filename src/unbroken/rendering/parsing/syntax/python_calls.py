@@ -20,7 +20,7 @@ from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody
 
 MAX_CHARS = 200_000
 """The limit, because `ast` needs hundreds of bytes for each character."""
@@ -43,7 +43,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 """JSON's words, which templates write inside lists and objects. `ast` knows Python's own words."""
 
 
-def read_python_calls(body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+def read_python_calls(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read a list of calls, each with its span, or one call without brackets. Other bodies are one attempt."""
     num_blank = len(body.text) - len(body.text.lstrip())
     source = _Source()

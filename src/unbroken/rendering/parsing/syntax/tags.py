@@ -1,4 +1,4 @@
-r"""Reads calls whose arguments are between tags, which the reader of completions has found (`Body.inner_delimiters`).
+r"""Reads calls whose arguments are between tags, which the parser has found (`CallBody.inner_delimiters`).
 
     <invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">two</parameter>\n</invoke>     CallTags
     <function=add>\n<parameter=a>\n1\n</parameter>\n</function>                                                CallTags
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body, CallAttempt, InnerDelimiter
+from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, InnerDelimiter
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments, find_parameters
 
 _NOT_BLANK = re.compile(r"\S")
@@ -29,7 +29,7 @@ class TagSyntaxError(ValueError):
 class TagReader:
     """Reads a body from left to right."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: CallBody) -> None:
         self._text = body.text
         self._delimiters = body.inner_delimiters
         self._next = 0
@@ -158,7 +158,7 @@ class CallTags:
         tags = (self.opening, self.closing, self.parameter, self.end_of_parameter, *(self.quotes or ()))
         return tuple(dict.fromkeys(tags))
 
-    def read_section(self, body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read_section(self, body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         """Read a body of several calls, each with its span."""
         tags = TagReader(body)
         attempts: list[CallAttempt] = []
@@ -172,7 +172,7 @@ class CallTags:
                 break
         return attempts
 
-    def read_single(self, body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read_single(self, body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         """Read a body of one call."""
         tags = TagReader(body)
         try:
@@ -183,7 +183,7 @@ class CallTags:
             pass
         return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
 
-    def read_inside(self, body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read_inside(self, body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         """Read the body of a region that `opening` opened and `closing` closed."""
         tags = TagReader(body)
         try:
@@ -253,7 +253,7 @@ class KeyValueTags:
         tags = (self._end_of_name, self._key, self._end_of_key, self._value, self._end_of_value)
         return tuple(tag for tag in tags if tag)
 
-    def read(self, body: Body, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
+    def read(self, body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         """Read a body of one call."""
         tags = TagReader(body)
         texts: dict[str, str] = {}

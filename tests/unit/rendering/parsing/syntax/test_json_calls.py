@@ -3,7 +3,7 @@
 import pytest
 
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body
+from unbroken.rendering.parsing.call_format import CallBody
 from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader, make_json_calls_reader
 
 OK, NO_JSON, NAMELESS = ToolCallStatus.OK, ToolCallStatus.INVALID_JSON, ToolCallStatus.MISSING_NAME
@@ -12,7 +12,7 @@ F, G = '{"name": "f", "arguments": {"x": "]"}}', '{"name": "g", "arguments": {}}
 
 def read(text: str) -> list[tuple[ToolCallStatus, str]]:
     """Status and text of each attempt."""
-    attempts = make_json_calls_reader()(Body(text=text), ())
+    attempts = make_json_calls_reader()(CallBody(text=text), ())
     return [(a.status, text if a.span is None else text[slice(*a.span)]) for a in attempts]
 
 
@@ -54,7 +54,7 @@ def test_other_keys_can_be_read_and_the_id_is_kept() -> None:
     read_one = make_json_call_reader(
         name_keys=("tool_name",), arguments_keys=("parameters",), id_keys=("tool_call_id",)
     )
-    (attempt,) = read_one(Body(text='{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}'), ())
+    (attempt,) = read_one(CallBody(text='{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}'), ())
     assert (attempt.status, attempt.name, attempt.arguments, attempt.call_id) == (OK, "f", {"a": 1}, "0")
-    (attempt,) = read_one(Body(text=F), ())
+    (attempt,) = read_one(CallBody(text=F), ())
     assert attempt.status is NAMELESS

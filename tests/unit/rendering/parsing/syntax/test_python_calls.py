@@ -6,7 +6,7 @@ import pytest
 
 from support.parsing import FormatOnTokenizer
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.call_format import Body
+from unbroken.rendering.parsing.call_format import CallBody
 from unbroken.rendering.parsing.formats import LFM2, PYTHONIC
 from unbroken.rendering.parsing.syntax.python_calls import MAX_CHARS, read_python_calls
 
@@ -35,18 +35,18 @@ LIQUID = FormatOnTokenizer(LFM2, control=("<|tool_call_start|>", "<|tool_call_en
 )
 def test_literals_are_read(text: str, arguments: dict[str, object]) -> None:
     for body in (text, f" [{text}]\n"):
-        (call,) = read_python_calls(Body(text=body), ())
+        (call,) = read_python_calls(CallBody(text=body), ())
         assert (call.status, call.name, call.arguments) == (ToolCallStatus.OK, "f", arguments)
 
 
 def test_a_name_need_not_be_one_of_python() -> None:
-    calls = read_python_calls(Body(text="[get-time(), a.b.c(x=1), import(), ﬁnd()]"), ())
+    calls = read_python_calls(CallBody(text="[get-time(), a.b.c(x=1), import(), ﬁnd()]"), ())
     assert [call.name for call in calls] == ["get-time", "a.b.c", "import", "ﬁnd"]
 
 
 def test_each_call_has_its_span() -> None:
     text = "[größe(a='é\n'), now() , f(b=[')'])]"
-    calls = read_python_calls(Body(text=text), ())
+    calls = read_python_calls(CallBody(text=text), ())
     assert [text[slice(*call.span)] for call in calls if call.span] == ["größe(a='é\n')", "now()", "f(b=[')'])"]
 
 
@@ -89,7 +89,7 @@ def test_each_call_has_its_span() -> None:
     ],
 )
 def test_what_is_no_call_of_literals_is_not_run(text: str, status: ToolCallStatus) -> None:
-    assert [call.status for call in read_python_calls(Body(text=text), ())] == [status]
+    assert [call.status for call in read_python_calls(CallBody(text=text), ())] == [status]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_no_call_of_literals_is_not_run(text: str, status: ToolCallStatu
 )
 def test_hostile_texts_are_refused_in_good_time(text: str) -> None:
     started = time.process_time()
-    (call,) = read_python_calls(Body(text=text), ())
+    (call,) = read_python_calls(CallBody(text=text), ())
     assert call.status is not ToolCallStatus.OK
     assert time.process_time() - started < 6
 

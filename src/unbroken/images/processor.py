@@ -1,0 +1,255 @@
+"""Run a model's own image processor on one image at a time, for the image's ids and the model's inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unbroken.errors import ImageError, InvalidInputError
+from unbroken.images.decoder import ImageLimits, decode_image
+from unbroken.images.loader import ImageLoader
+from unbroken.images.lru_cache import LruCache
+from unbroken.types import EncodedImage, TokenIds, token_ids
+
+if TYPE_CHECKING:
+    import torch
+
+
+_MAX_CACHED = 4096
+"""Images whose ids are cached, some kilobytes each."""
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Keys of `size` that hold numbers of pixels, by their usual names."""
+_SIZES = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Inputs that tell a model which part of `pixel_values` is the image, and which part was filled up."""
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_NOT_PIXELS = frozenset({"input_ids", "attention_mask", *_TOKEN_TYPES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedImage:
+    """The output of an image processor for one image."""
+
+    token_ids: TokenIds
+    """[L] the ids that replace the placeholder in the prompt."""
+    token_types: TokenIds
+    """[L] 1 at ids of image features, 0 at ids that only separate them (`mm_token_type_ids` of transformers)."""
+    inputs: Mapping[str, torch.Tensor]
+    """Such as `pixel_values` and `image_grid_thw`; the images of a batch are joined along the first dimension."""
+
+
+class ImageProcessor(Protocol):
+    """Makes ids and model inputs from images. Safe to use from several threads."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """The id that the chat template writes for one image."""
+        ...
+
+    @property
+    def setting_names(self) -> frozenset[str]:
+        """The keys that `mm_processor_kwargs` may have."""
+        ...
+
+    def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
+        """Get the ids of an image, [L]; `settings` as in `ImageSpan`, `name` for errors.
+
+        Raises:
+            ImageError: the image is broken, or the processor refuses it or the settings.
+        """
+        ...
+
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        """Count the ids of an image's features by its size alone, without decoding it; 0 if they depend on more."""
+        ...
+
+    def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
+        """Get the ids and the model's inputs; errors as in `expand`."""
+        ...
+
+
+class HfImageProcessor:
+    """Implements `ImageProcessor` with a transformers processor of an image-text model.
+
+    Each image is processed alone, with one placeholder as the text, so ids that a model family puts around its images
+    come from the processor itself.
+    """
+
+    def __init__(self, processor: Any, *, limits: ImageLimits | None = None) -> None:
+        """Use a processor of `AutoProcessor`; `InvalidInputError` if it takes no images or has no placeholder id."""
+        if getattr(processor, "image_processor", None) is None:
+            raise InvalidInputError(f"processor must be one of an image-text model, got {type(processor).__name__}")
+        self._processor = processor
+        self._limits = limits or ImageLimits()
+        # Gemma 3's template writes the token that begins an image, which the processor expands to more than features.
+        self._placeholder: str = getattr(processor, "boi_token", None) or processor.image_token
+        ids = processor.tokenizer.encode(self._placeholder, add_special_tokens=False)
+        if len(ids) != 1:
+            raise InvalidInputError(f"the image placeholder {self._placeholder!r} must be one id, got {ids}")
+        self._placeholder_id: int = ids[0]
+        self._feature_id = int(getattr(processor, "image_token_id", None) or -1)
+        self._settings = _get_setting_names(processor.image_processor)
+        self._expanded: LruCache[tuple[str, str], TokenIds] = LruCache(_MAX_CACHED)
+
+    @property
+    def placeholder_id(self) -> int:
+        return self._placeholder_id
+
+    @property
+    def setting_names(self) -> frozenset[str]:
+        return self._settings
+
+    def expand(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> TokenIds:
+        """See `ImageProcessor`. Cached by image and settings."""
+        cached = self._expanded.get((image.sha256, settings))
+        return self.process(image, settings, name=name).token_ids if cached is None else cached
+
+    def count_features(self, width: int, height: int, settings: str = "{}") -> int:
+        """See `ImageProcessor`. 0 for families that cannot tell, and for settings that their count ignores."""
+        chosen = json.loads(settings)
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        if count is None or not (self._settings >= _EDGES.keys() or not chosen):
+            return 0
+        areas = _find_areas(chosen, self._processor.image_processor) if chosen else {}
+        try:
+            # EXIF data may exchange width and height: the smaller number is certain.
+            counts = count(image_sizes=[(height, width), (width, height)], **areas)["num_image_tokens"]
+        except Exception:  # `process` has the error for a size that the processor refuses
+            return 0
+        return min(map(int, counts))
+
+    def process(self, image: EncodedImage, settings: str = "{}", *, name: str = "image") -> ProcessedImage:
+        chosen = json.loads(settings)
+        unknown = sorted(set(chosen) - self._settings)
+        if unknown:
+            raise ImageError(f"mm_processor_kwargs must be some of {sorted(self._settings)}, got {unknown}")
+        with self._limits.reserve({name: image}):
+            picture = decode_image(image, self._limits, name=name)
+            try:
+                outputs = self._processor(
+                    text=[self._placeholder],
+                    images=[[picture]],
+                    add_special_tokens=False,
+                    return_mm_token_type_ids=True,
+                    return_tensors="pt",
+                    **_merge_pixel_limits(chosen, self._processor.image_processor),
+                )
+            except Exception as error:
+                raise ImageError(
+                    f"{name} must be one that the model's processor takes with {settings}, got {picture.width} x "
+                    f"{picture.height} pixels: {type(error).__name__}: {error}"
+                ) from error
+            del picture
+        processed = ProcessedImage(
+            token_ids=token_ids(outputs["input_ids"][0].numpy()),
+            token_types=self._find_features(outputs),
+            inputs={key: value for key, value in outputs.items() if key not in _NOT_PIXELS},
+        )
+        self._expanded.put((image.sha256, settings), processed.token_ids)
+        return processed
+
+    def _find_features(self, outputs: Mapping[str, Any]) -> TokenIds:
+        """[L] 1 at features. transformers' own types are 1 at the ids between them too, in families such as Pixtral."""
+        types = next(outputs[key] for key in _TOKEN_TYPES if key in outputs)[0]
+        features = (types == 1) & (outputs["input_ids"][0] == self._feature_id)
+        # Gemma 3's image token is the one that begins an image, and no feature.
+        return token_ids((features if features.any() else types).numpy().astype("int32"))
+
+
+def join_inputs(images: Sequence[ProcessedImage]) -> dict[str, torch.Tensor]:
+    """Join the inputs of several images along the first dimension, for one forward pass.
+
+    Where other dimensions differ, tensors are filled up with zeros at their ends, as transformers' processors fill up
+    several images of one call, if another input (`_SIZES`) tells the model which part is the image.
+
+    Raises:
+        ImageError: other dimensions differ, and nothing would tell the model what was filled up.
+    """
+    import torch
+
+    joined = {}
+    for name in images[0].inputs:
+        tensors = [image.inputs[name] for image in images]
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+        if len(shapes) != 1 and _SIZES & images[0].inputs.keys() and len({len(shape) for shape in shapes}) == 1:
+            largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            tensors = [_fill_up(tensor, largest) for tensor in tensors]
+        elif len(shapes) != 1:
+            raise ImageError(
+                f"the {name} of images in one forward pass must agree in all dimensions but the first, got "
+                f"{sorted(shapes)}: this model's processor makes inputs that cannot be joined"
+            )
+        joined[name] = torch.cat(tensors)
+    return joined
+
+
+def _fill_up(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    filled = tensor.new_zeros((tensor.shape[0], *sizes))
+    filled[tuple(slice(size) for size in tensor.shape)] = tensor
+    return filled
+
+
+def name_token_types(token_types_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The types of ids under each name that a model may take them by: transformers 5.19 has another one for Gemma 3."""
+    return dict.fromkeys(_TOKEN_TYPES, token_types_BT)
+
+
+def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:
+    """Load the image processor of a model (None for a text model); raises `InvalidInputError` if it is broken."""
+    from transformers import AutoProcessor
+    from transformers.utils import cached_file
+
+    config_files = (
+        cached_file(
+            model, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        for file in ("preprocessor_config.json", "processor_config.json")
+    )
+    if not any(config_files):
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(model)
+    except Exception as error:
+        raise InvalidInputError(
+            f"the image processor of {str(model)!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return None if getattr(processor, "image_processor", None) is None else HfImageProcessor(processor, limits=limits)
+
+
+def _get_setting_names(image_processor: Any) -> frozenset[str]:
+    valid = getattr(image_processor, "valid_kwargs", None)
+    names = set(getattr(valid, "__annotations__", {})) if valid is not None else set()
+    for base in getattr(valid, "__mro__", ()):
+        names |= set(getattr(base, "__annotations__", {}))
+    return frozenset(names - {"return_tensors", "device", "disable_grouping"})
+
+
+def _find_areas(settings: Mapping[str, Any], image_processor: Any) -> dict[str, Any]:
+    """The smallest and largest area of a picture under settings, as `min_pixels` and `max_pixels`."""
+    own = _merge_pixel_limits(settings, image_processor).get("size") or {}
+    size = {**dict(getattr(image_processor, "size", None) or {}), **own}
+    return {name: size[edge] for name, edge in _EDGES.items() if edge in size}
+
+
+def _merge_pixel_limits(settings: Mapping[str, Any], image_processor: Any) -> Mapping[str, Any]:
+    """Move `min_pixels` and `max_pixels` into `size`, as Qwen's and similar processors expect.
+
+    transformers does this too, still in 5.23, but with a warning that the two names will go.
+    """
+    given = {_EDGES[name]: value for name, value in settings.items() if name in _EDGES and value is not None}
+    default, own = dict(getattr(image_processor, "size", None) or {}), settings.get("size") or {}
+    if not given or not default.keys() >= set(_EDGES.values()) or not isinstance(own, Mapping):
+        return settings
+    return {**{k: v for k, v in settings.items() if k not in _EDGES}, "size": default | dict(own) | given}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInputs:
+    """How images are loaded and processed, for a model that takes images."""
+
+    processor: ImageProcessor
+    loader: ImageLoader = field(default_factory=ImageLoader)
+    settings: str = "{}"
+    """Processor settings where a request has none, as in `ImageSpan`."""

@@ -1,0 +1,332 @@
+"""Terminal tasks in Harbor's layout, attempted in containers by agents with sessions (docs/environments.md)."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from unbroken.errors import InvalidInputError, TaskError
+from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession, AgentTask, describe_rows
+from unbroken.rollout.limits import is_duration
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TIMEOUT, _EXIT = "AgentTimeoutError", "NonZeroAgentExitCodeError"
+_OF_AGENT = frozenset({_TIMEOUT, _EXIT})
+"""Exceptions of a trial after which its reward counts: what the agent did, which is verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerConfig:
+    """The agent of Harbor that attempts tasks, and its containers."""
+
+    agent: str = "mini-swe-agent"
+    """An agent that Harbor knows, such as mini-swe-agent or codex, or module:Class."""
+    model: str = "openai/{model}"
+    """The model's name with the provider that the agent takes it for, such as anthropic/{model} for Claude Code.
+    `AgentSession.fill` says what is filled in."""
+    agent_options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the agent in Harbor's config of a trial, such as `kwargs`. Values of `env` are filled in too."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the environment in Harbor's config of a trial, such as {type = "docker"}."""
+    gateway_host: str | None = None
+    """The name or address of this machine for the containers, such as 172.17.0.1; none: that of the gateway's URL."""
+
+    @property
+    def agent_class(self) -> dict[str, str]:
+        """The field of Harbor's config that names the agent."""
+        return {"import_path" if ":" in self.agent else "name": self.agent}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunnableTask:
+    """A task that Harbor has read."""
+
+    name: str
+    folder: Path
+    instruction: str
+    agent_timeout_s: float | None
+    """Seconds for the agent; None: no limit of its own."""
+    attempt: Agent
+    """Attempts it in a session, and verifies the attempt."""
+
+
+class ContainerRunner:
+    """Lets an agent of Harbor attempt tasks, each attempt a trial of Harbor."""
+
+    def __init__(
+        self,
+        config: ContainerConfig,
+        *,
+        trials: Path,
+        agent_timeout_s: float | None,
+        reward: str,
+    ) -> None:
+        """Import harbor.
+
+        Args:
+            config: the agent and its environment.
+            trials: where Harbor keeps the folders of its trials, by the ids of their sessions.
+            agent_timeout_s: instead of the tasks' own.
+            reward: the number of a verifier that is the reward.
+
+        Raises:
+            InvalidInputError: harbor is not installed, or a field is not one of its config.
+        """
+        self._config = config
+        self._trials = trials
+        self._agent_timeout_s = agent_timeout_s
+        self._reward = reward
+        try:
+            self._models = importlib.import_module("harbor.models.trial.config")
+            self._tasks = importlib.import_module("harbor.models.task.task")
+            self._trial = importlib.import_module("harbor.trial.trial").Trial
+        except ModuleNotFoundError as error:
+            raise InvalidInputError(
+                "environment harbor:FOLDER needs the package harbor, with Python 3.12 or newer, and containers that it "
+                f"can start, such as Docker's: pip install 'harbor>=0.25,<0.26', see docs/environments.md ({error})"
+            ) from None
+
+    def read(self, folder: Path) -> _RunnableTask:
+        """Let Harbor read a task; raises `InvalidInputError` if it cannot."""
+        try:
+            task = self._tasks.Task(folder)
+        except Exception as error:  # Harbor's models may raise anything
+            raise InvalidInputError(f"task {folder}: {type(error).__name__}: {error}") from error
+
+        async def attempt(session: AgentSession) -> AgentOutcome:
+            return await self.attempt(folder, session)
+
+        return _RunnableTask(
+            name=task.name,
+            folder=folder,
+            instruction=task.instruction,
+            agent_timeout_s=self._agent_timeout_s or task.config.agent.timeout_sec,
+            attempt=attempt,
+        )
+
+    async def attempt(self, folder: Path, session: AgentSession) -> AgentOutcome:
+        """Run a trial.
+
+        Raises:
+            TaskError: the containers, the agent's installation or the verifier failed.
+            InvalidInputError: a container cannot reach the gateway, or a field is not one of Harbor's config.
+        """
+        trial = await self._trial.create(self.make_trial_config(folder, session))
+        result = await trial.run()
+        error = None if result.exception_info is None else result.exception_info.exception_type
+        verified = result.verifier_result
+        if (error is not None and error not in _OF_AGENT) or verified is None or not verified.rewards:
+            message = "" if result.exception_info is None else result.exception_info.exception_message
+            raise TaskError(f"task {folder}: Harbor's trial failed: {error or 'it gave no reward'}: {message[-2000:]}")
+        try:
+            reward, metrics = _choose_reward(verified.rewards, self._reward)
+        except ValueError as wrong:
+            raise TaskError(f"task {folder}: {wrong}") from None
+        failures = {"agent_timed_out": float(error == _TIMEOUT), "agent_failed": float(error == _EXIT)}
+        return AgentOutcome(reward=reward, metrics={**failures, **metrics})
+
+    def make_trial_config(self, folder: Path, session: AgentSession) -> Any:
+        """Harbor's config of an attempt; raises as `attempt` does."""
+        session = move_session(session, self._config.gateway_host)
+        options = dict(self._config.agent_options)
+        variables = {name: session.fill(value) for name, value in options.pop("env", {}).items()}
+        own = session.environment()
+        del own["UNBROKEN_TASK"]  # Harbor gives the agent its instruction
+        try:
+            return self._models.TrialConfig(
+                task=self._models.TaskConfig(path=folder),
+                trial_name=session.session_id,
+                trials_dir=self._trials,
+                agent=self._models.AgentConfig(
+                    model_name=session.fill(self._config.model),
+                    env={"OPENAI_API_BASE": session.openai_base_url, **variables, **own},
+                    override_timeout_sec=self._agent_timeout_s,
+                    **self._config.agent_class,
+                    **options,
+                ),
+                environment=self._models.EnvironmentConfig(**self._config.environment),
+            )
+        except (TypeError, ValueError) as error:  # pydantic's, too; TypeError: a field that is set here
+            raise InvalidInputError(f"environment_arguments.containers must be as Harbor's config: {error}") from error
+
+
+def move_session(session: AgentSession, host: str | None) -> AgentSession:
+    """The session by the URLs that containers use; raises `InvalidInputError` for a gateway on the loopback alone."""
+    if host is None and urlsplit(session.openai_base_url).hostname in _LOOPBACK:
+        raise InvalidInputError(
+            f"containers cannot reach the gateway at {session.openai_base_url.partition('/s/')[0]}: set sessions.host "
+            'to "0.0.0.0" and environment_arguments.containers.gateway_host to the address of this machine for them, '
+            "such as 172.17.0.1 with Docker"
+        )
+    if host is None:
+        return session
+    return replace(
+        session,
+        openai_base_url=_move(session.openai_base_url, host),
+        anthropic_base_url=_move(session.anthropic_base_url, host),
+    )
+
+
+def _move(url: str, host: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}"))
+
+
+def _choose_reward(found: Mapping[str, Any], key: str) -> tuple[float, dict[str, float]]:
+    """The number named `key`, and the others as metrics; raises `ValueError` if one is missing or not finite."""
+    numbers = {str(name): _check_reward(value) for name, value in found.items()}
+    if key not in numbers:
+        raise ValueError(
+            f"it must have {key!r}, or environment_arguments.reward must name one of {', '.join(numbers) or 'none'}"
+        )
+    return numbers.pop(key), numbers
+
+
+def _check_reward(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"a reward must be a finite number, got {repr(value)[:100]}")
+    return number
+
+
+_MAX_HASHED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalConfig:
+    """How tasks are run: the fields of `environment_arguments`."""
+
+    containers: ContainerConfig = field(default_factory=ContainerConfig)
+    agent_timeout_s: float | None = None
+    """Seconds for the agent, instead of the task's agent.timeout_sec."""
+    reward: str = "reward"
+    """The number of a reward.json that is the reward; the others are metrics."""
+    tasks: tuple[str, ...] = ()
+    """Patterns of the names of task folders, such as `sort-*`; empty: all."""
+    evaluation: Path | None = None
+    """The folder of tasks to evaluate on, relative to the folder of tasks; none: the same tasks."""
+    evaluation_tasks: tuple[str, ...] = ()
+    """Patterns of the names of the tasks to evaluate on; without `evaluation`, they are not trained on."""
+
+    def __post_init__(self) -> None:
+        if self.agent_timeout_s is not None and not is_duration(self.agent_timeout_s):
+            raise InvalidInputError(
+                f"agent_timeout_s must be a finite number of seconds > 0, got {self.agent_timeout_s!r}"
+            )
+
+
+class TerminalTasks:
+    """The tasks of a folder, for training and for evaluation."""
+
+    def __init__(
+        self, folder: Path, read: Callable[[Path], _RunnableTask], config: TerminalConfig, *, max_attempt_s: float
+    ) -> None:
+        """Take the folder of a data set, or of one task.
+
+        Args:
+            folder: the folder.
+            read: reads the task in a folder (`ContainerRunner.read`).
+            config: which tasks are meant.
+            max_attempt_s: how long the run lets an attempt take. An agent that is given longer would never be verified.
+        """
+        self._folder = folder
+        self._read = read
+        self._config = config
+        self._max_attempt_s = max_attempt_s
+
+    def rows(self, *, evaluation: bool) -> TerminalRows:
+        """Read the tasks.
+
+        Raises:
+            InvalidInputError: the folder has no tasks, or one cannot be run.
+        """
+        folders = self._find_evaluated() if evaluation else self._find_trained()
+        tasks = [self._read(folder) for folder in folders]
+        for task in tasks:
+            self._check_time(task)
+        return TerminalRows(tasks)
+
+    def _find_evaluated(self) -> list[Path]:
+        config = self._config
+        if config.evaluation is not None:
+            return find_task_folders(self._folder / config.evaluation, names=config.evaluation_tasks)
+        return find_task_folders(self._folder, names=config.evaluation_tasks or config.tasks)
+
+    def _find_trained(self) -> list[Path]:
+        config = self._config
+        found = find_task_folders(self._folder, names=config.tasks)
+        if config.evaluation is not None or not config.evaluation_tasks:
+            return found
+        held_out = self._find_evaluated()
+        left = [folder for folder in found if folder not in held_out]
+        if not left:
+            raise InvalidInputError("evaluation_tasks must leave tasks to train on, but match all of them")
+        return left
+
+    def _check_time(self, task: _RunnableTask) -> None:
+        limit = task.agent_timeout_s
+        if limit is not None and limit >= self._max_attempt_s:
+            raise InvalidInputError(
+                f"rollouts.limits.timeout_s must be longer than the agent of task {task.folder} may take, "
+                f"{limit:g} s, and leave time to verify what it did, got {self._max_attempt_s:g}: make it longer, or "
+                "set environment_arguments.agent_timeout_s"
+            )
+
+
+class TerminalRows:
+    """Tasks as rows."""
+
+    def __init__(self, tasks: Sequence[_RunnableTask]) -> None:
+        """Take the tasks."""
+        self._tasks = tasks
+        rows = [{"name": task.folder.name, "files": describe_files(task.folder)} for task in tasks]
+        self.source = describe_rows(rows, num_rows=len(rows), package="harbor")
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def make_task(self, index: int) -> AgentTask:
+        task = self._tasks[index]
+        return AgentTask(agent=task.attempt, task={"task": task.name, "instruction": task.instruction})
+
+
+def find_task_folders(folder: Path, *, names: Sequence[str] = ()) -> list[Path]:
+    """The folders of the tasks of a data set, in the order of their names, or of the one task that `folder` is.
+
+    `names` are patterns such as `sort-*`; without any, all tasks are meant.
+
+    Raises:
+        InvalidInputError: there is no task.
+    """
+    if not folder.is_dir():
+        raise InvalidInputError(f"environment must be harbor:FOLDER, a folder of tasks, got {folder}: no such folder")
+    found = [folder] if _is_task(folder) else sorted(each for each in folder.iterdir() if _is_task(each))
+    chosen = [each for each in found if not names or any(fnmatch.fnmatchcase(each.name, name) for name in names)]
+    if not chosen:
+        wanted = f" with a name like {', '.join(names)}" if names else ""
+        raise InvalidInputError(f"environment must be harbor:FOLDER, but {folder} has no task{wanted}: no task.toml")
+    return chosen
+
+
+def describe_files(folder: Path) -> str:
+    """A digest of a task's files; of large ones only the length counts."""
+    digest = hashlib.sha256()
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder)} {size} ".encode())
+        digest.update(file.read_bytes() if size <= _MAX_HASHED_BYTES else b"")
+    return digest.hexdigest()[:16]
+
+
+def _is_task(folder: Path) -> bool:
+    return (folder / "task.toml").is_file()

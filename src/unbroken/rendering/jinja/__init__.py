@@ -1,1 +1,0 @@
-"""Chat templates: which one, compiled and run in a sandbox."""

@@ -1,0 +1,515 @@
+"""The settings of every run, a small config for each part. A recipe extends `RunConfig` with its own settings.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(RunConfig):
+    output: Path = Path("runs/mine")
+    loop: LoopConfig = LoopConfig(num_steps=50)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unbroken.engines.transformers import TransformersEngineConfig
+from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import HistoryPolicy
+from unbroken.rollout.limits import Limits
+from unbroken.runs.algorithms import Algorithm, Pairing, make_objective
+from unbroken.runs.profiler import parse_steps
+from unbroken.runs.python_files import FunctionName
+from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
+from unbroken.training.loss_config import OverlongConfig
+from unbroken.types import InFlight, SamplingParams, check_reproducible
+
+if TYPE_CHECKING:
+    from unbroken.training.objective.online_dpo import OnlineDpo
+    from unbroken.training.objective.policy_gradient import PolicyGradient
+
+
+class EngineKind(StrEnum):
+    """Where rollouts are sampled."""
+
+    EMBEDDED = "embedded"
+    """The transformers engine, in the trainer's process, on a copy of the model."""
+    COLOCATED = "colocated"
+    """vLLM, started by each trainer process; it sleeps during each step, which gets its GPU memory."""
+    STARTED = "started"
+    """`unbroken serve` on the model, in its own process, started and ended with the run."""
+    SERVER = "server"
+    """Servers that run already, at `urls`."""
+
+
+class WeightTransport(StrEnum):
+    """How servers get new weights."""
+
+    FILES = "files"
+    """Through files in a folder that trainer and servers share."""
+    BROADCAST = "broadcast"
+    """From the trainer to all workers at once, over NCCL or gloo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Where rollouts are sampled, and how new weights get there."""
+
+    kind: EngineKind = EngineKind.EMBEDDED
+    embedded: TransformersEngineConfig = field(default_factory=TransformersEngineConfig)
+    vllm_options: tuple[str, ...] = ()
+    """For colocated: options of vLLM, e.g. ["--gpu-memory-utilization", "0.5", "--max-model-len", "2048"]."""
+    processes_per_engine: int = 1
+    """For colocated: trainer processes that share one vLLM, which is tensor-parallel over their GPUs. With 1, each has
+    its own."""
+    serve_options: tuple[str, ...] = ()
+    """For started: options of `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
+    urls: tuple[str, ...] = ()
+    """For server: the servers' addresses."""
+    api_key_file: Path | None = None
+    """A file with the servers' API key, if they need one."""
+    wait_s: float = 600.0
+    """How long to wait at the start for servers that do not answer yet, or for the started one to serve;
+    later, `loop.outages` applies."""
+    publish_timeout_s: float = 600.0
+    """For servers: how long one may take to load new weights; after that it counts as failed."""
+    transport: WeightTransport = WeightTransport.FILES
+    weights_dir: Path | None = None
+    """For server with files: the folder that the servers were started with as --weights-dir."""
+    host: str = "127.0.0.1"
+    """For broadcast: an address of this machine that the servers' machines can reach."""
+    in_flight: InFlight = InFlight.PAUSE
+    """How requests in flight get new weights, with loop.max_staleness."""
+    reuse_kv: bool = False
+    """Whether requests in flight keep the keys and values of older weights; otherwise they are computed again. With
+    true, an id depends on weights older than its version says."""
+
+    def __post_init__(self) -> None:
+        is_server = self.kind is EngineKind.SERVER
+        if is_server != bool(self.urls):
+            raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
+        if (is_server and self.transport is WeightTransport.FILES) != (self.weights_dir is not None):
+            raise InvalidInputError(
+                f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
+                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`"
+            )
+        if not self.wait_s >= 0:
+            raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
+        if not self.publish_timeout_s > 0:
+            raise InvalidInputError(f"publish_timeout_s must be > 0, got {self.publish_timeout_s}")
+        if self.vllm_options and self.kind is not EngineKind.COLOCATED:
+            raise InvalidInputError(f"vllm_options must be left out with kind {self.kind}, got {self.vllm_options}")
+        if self.processes_per_engine < 1:
+            raise InvalidInputError(f"processes_per_engine must be >= 1, got {self.processes_per_engine}")
+        if self.processes_per_engine > 1 and self.kind is not EngineKind.COLOCATED:
+            raise InvalidInputError(
+                f"processes_per_engine must be 1 with kind {self.kind}, got {self.processes_per_engine}"
+            )
+        if self.serve_options and self.kind is not EngineKind.STARTED:
+            raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """LoRA adapters, which are trained instead of the whole model; `trainer.lora_updates` is what engines get."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The adapters are scaled by alpha / rank."""
+    modules: tuple[str, ...] = ()
+    """Names of the modules to adapt, such as q_proj,v_proj; empty: all linear layers."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise InvalidInputError(f"rank must be >= 1 and alpha > 0, got {self.rank} and {self.alpha}")
+
+
+class Precision(StrEnum):
+    """A type of the model's layers."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Attention(StrEnum):
+    """An implementation of attention in transformers."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FLEX = "flex_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """How the model is loaded, for the policy and its reference alike."""
+
+    attn_implementation: Attention | None = None
+    """None: transformers' choice (sdpa), and eager for a model with soft caps or sinks, which sdpa leaves out.
+    flex_attention is compiled on a GPU; the embedded engine then has eager."""
+    dtype: Precision = Precision.FLOAT32
+    """The type of the weights. Those that are trained are float32; with lora, bfloat16 is for those below the adapters.
+    """
+    revision: str | None = None
+    """The branch, tag or commit of a model on the hub, for its tokenizer and the started engine too."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of from_pretrained; with the embedded engine, fields of the model's config too."""
+
+    def __post_init__(self) -> None:
+        if refused := sorted(_NOT_KWARGS.intersection(self.kwargs)):
+            raise InvalidInputError(
+                f"kwargs must be without {', '.join(refused)}: model_settings has fields of its own for some, the "
+                "trainer places the model and trains its weights as they are, and models are those that transformers "
+                f"has, got {dict(self.kwargs)}"
+            )
+
+
+_NOT_KWARGS = frozenset(
+    {"attn_implementation", "config", "device_map", "dtype", "quantization_config", "revision", "torch_dtype",
+     "tp_plan", "trust_remote_code"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendererConfig:
+    """How messages become token ids; see docs/renderers.md."""
+
+    name: str = "auto"
+    """auto: the model's own chat template; pkg:NAME: a renderer of the package `renderers`."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, e.g. {enable_thinking = false}."""
+    history: HistoryPolicy = HistoryPolicy.EXACT
+    parser: str | None = None
+    """The format of completions, instead of the one found in the template."""
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model's image processor, e.g. {max_pixels = 200704}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluations before the first step, after the last, and by choice between, in `evaluation.jsonl`."""
+
+    num_problems: int = 0
+    """Problems of a set that has no number of its own, the same in every evaluation; 0 for no evaluation."""
+    num_samples: int = 1
+    """Rollouts of each problem, for pass@k and a smaller error."""
+    every: int = 0
+    """Steps between two evaluations; 0: only before the first step and after the last. With it, `best` is the model
+    of the best evaluation after at least one step."""
+    best_set: str | None = None
+    """The set whose mean reward decides which model is best; none: the first."""
+    pass_reward: float = 1.0
+    """A rollout passes, for pass@k, if its reward is at least this."""
+    sampling: SamplingParams | None = None
+    """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
+    engine: EngineConfig | None = None
+    """Servers for evaluations alone (kind server), which get each version that is evaluated while training goes on;
+    if left out, the training's engine."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_problems", 0), ("num_samples", 1), ("every", 0)):
+            if (value := getattr(self, name)) < least:
+                raise InvalidInputError(f"{name} must be >= {least}, got {value}")
+        if self.engine is not None and self.engine.kind is not EngineKind.SERVER:
+            raise InvalidInputError(
+                f"engine.kind must be server for evaluations, got {self.engine.kind}: start one with `unbroken serve`, "
+                "or leave engine out to evaluate on the training's"
+            )
+
+    def check_engine(self, training: EngineConfig) -> None:
+        """Raise `InvalidInputError` unless the evaluations' servers are others than the training's."""
+        if self.engine is None:
+            return
+        if shared := sorted(set(self.engine.urls) & set(training.urls)):
+            raise InvalidInputError(
+                f"evaluation.engine.urls must be other servers than engine.urls, got {shared} in both: they would get "
+                "weights for both. Leave evaluation.engine out to evaluate on the training's"
+            )
+        if self.engine.weights_dir is not None and self.engine.weights_dir == training.weights_dir:
+            raise InvalidInputError(
+                "evaluation.engine.weights_dir must be another folder than engine.weights_dir, because each removes "
+                f"old versions, got {self.engine.weights_dir} for both"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints, from which the same command continues the run."""
+
+    every: int = 20
+    """Steps between two checkpoints. The first step and the last have one too."""
+    every_s: float | None = 600.0
+    """Seconds after which there is one all the same, if a step ends then; none: never."""
+    num_kept: int = 2
+    """How many of the newest checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "num_kept"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidInputError(f"{name} must be >= 1, got {value}")
+        if self.every_s is not None and not self.every_s > 0:
+            raise InvalidInputError(f"every_s must be > 0 or none, got {self.every_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """The models that come out, for transformers and vLLM: `final` after the last step, and more by choice."""
+
+    every: int = 0
+    """Steps between two models in `models/step-N`; 0 for none."""
+    num_kept: int | None = None
+    """How many of the newest of them are kept; none: all."""
+    merged: bool = False
+    """With LoRA: whole models, with the adapters merged. Otherwise the adapters alone, as PEFT writes them."""
+    dtype: Precision | None = None
+    """The type of the weights in the files; none: that in which they are trained, exactly."""
+    shard_gb: float = 5.0
+    """Maximum size of a safetensors file, in 10^9 bytes."""
+    push_to_hub: str | None = None
+    """A repository on the Hugging Face Hub that gets the final model, such as NAME/MODEL; it is created if missing."""
+    private: bool = False
+    """Whether a repository that is created is private."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise InvalidInputError(f"every must be >= 0, got {self.every}")
+        if self.num_kept is not None and self.num_kept < 1:
+            raise InvalidInputError(f"num_kept must be >= 1 or none, got {self.num_kept}")
+        if not self.shard_gb > 0:
+            raise InvalidInputError(f"shard_gb must be > 0, got {self.shard_gb}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLogConfig:
+    """A sample of the rollouts in `rollouts/`: ids, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
+
+    groups: int | None = 1
+    """Groups of a step that each process keeps, evenly spread; none: all; 0: no files."""
+    every: int = 1
+    """Steps from one that is kept to the next."""
+    trainer_logprobs: bool = True
+    """Whether the trainer scores them before the step, which costs a forward pass over the groups that are kept."""
+
+    def __post_init__(self) -> None:
+        if self.groups is not None and self.groups < 0:
+            raise InvalidInputError(f"groups must be >= 0 or none, got {self.groups}")
+        if self.every < 1:
+            raise InvalidInputError(f"every must be >= 1, got {self.every}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineConfig:
+    """A file in `timeline/` for each process, with what it did when, for https://ui.perfetto.dev."""
+
+    write: bool = True
+    """Whether there are such files."""
+    max_mb: float | None = 64.0
+    """Maximum size of the files of a process, in 10^6 bytes, of which the newest are kept; none: no maximum."""
+
+    def __post_init__(self) -> None:
+        if self.max_mb is not None and not self.max_mb > 0:
+            raise InvalidInputError(f"max_mb must be > 0 or none, got {self.max_mb}")
+
+    @property
+    def max_bytes(self) -> int | None:
+        """`max_mb` in bytes."""
+        return None if self.max_mb is None else int(self.max_mb * 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """The rollouts of one step."""
+
+    problems_per_step: int = 16
+    """Groups in a step, over all processes."""
+    group_size: int = 8
+    """Trajectories of one problem, whose rewards are compared; 1 only with reinforce_plus_plus, which compares those of
+    all problems."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Only the temperature may change the distribution: top-k, top-p, min-p, penalties and structured output are
+    refused, because the trainer computes logprobs without them."""
+    limits: Limits = field(default_factory=Limits)
+    own_process: bool = False
+    """Whether rollouts run in a process of their own, which is forked from the trainer's. Their Python (environments,
+    tools, rewards, templates) then takes no time from the trainer's, above all with loop.max_staleness. For engine.kind
+    started and server; rewards must not use a GPU in it."""
+
+    def __post_init__(self) -> None:
+        if self.problems_per_step < 1:
+            raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
+        if self.group_size < 1:
+            raise InvalidInputError(f"group_size must be >= 1, got {self.group_size}")
+        check_reproducible(self.sampling, whose="the trainer's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """The gateway that agents talk to (docs/gateway.md)."""
+
+    url: str | None = None
+    """Of a gateway that runs already, over the run's servers; none: one in this process, over the run's engine."""
+    api_key_file: Path | None = None
+    """A file with the key of the gateway at `url`, if it needs one."""
+    store: str | None = None
+    """Where the gateway in this process keeps its sessions, a folder or a postgresql:// URL; none: OUTPUT/sessions."""
+    host: str = "127.0.0.1"
+    """The address at which agents reach the gateway in this process."""
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.store is not None:
+            raise InvalidInputError("sessions.store must be left out with sessions.url, got both")
+        if self.url is None and self.api_key_file is not None:
+            raise InvalidInputError("sessions.api_key_file must be left out without sessions.url")
+
+
+DAPO_REPLACEMENTS = 3.0
+"""`loop.max_replacements` with algorithm dapo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The settings of every run."""
+
+    output: Path
+    """Folder of the run: metrics, evaluations, checkpoints, models. The same command continues the run in it."""
+    seed: int = 0
+    """Seed of the problems, their order and the sampling; `trainer.seed` is for the minibatches."""
+    algorithm: Algorithm = Algorithm.GRPO
+    advantages: FunctionName | None = None
+    """Instead of the algorithm's: grpo, dr_grpo, rloo, batch_scaled_grpo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, turn_grpo, turn_returns, or your own, written module:function or file.py:function."""
+    loss: FunctionName | None = None
+    """Instead of the algorithm's: clipped, gspo, gspo_token, cispo, sapo, or your own, written as `advantages`."""
+    pairs: Pairing = Pairing.OUTSIDE_IN
+    """For online_dpo."""
+    curriculum: FunctionName | None = None
+    """What makes the curriculum, which chooses the next problem by the results so far: module:function or
+    file.py:function (docs/training.md). None: problems in their order."""
+    precision: Precision = Precision.FLOAT32
+    """The type in which the model's layers are computed; weights, logits and losses are always float32."""
+    model_settings: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraConfig | None = None
+    images: bool | None = None
+    """Whether the model takes images, in prompts and from tools; none: if prompts of the data have images, or if
+    transformers has no text model of its kind."""
+    renderer: RendererConfig = field(default_factory=RendererConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    sessions: SessionConfig = field(default_factory=SessionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    loop: LoopConfig
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    rollout_log: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    timeline: TimelineConfig = field(default_factory=TimelineConfig)
+    log_completions: int = 0
+    """Completions of each step that are shown in a table, and logged to trackers that have tables."""
+    log_unique_prompts: bool = False
+    """Whether that table has each prompt once, with the first of its completions."""
+    trackers: TrackerConfig = field(default_factory=TrackerConfig)
+    profile_steps: str | None = None
+    """Steps to profile with torch.profiler, FIRST:STOP: 3:5 for the steps 3 and 4; a trace in `profiles`."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InvalidInputError(f"seed must be >= 0, got {self.seed}")
+        if self.log_completions < 0:
+            raise InvalidInputError(f"log_completions must be >= 0, got {self.log_completions}")
+        if (steps := parse_steps(self.profile_steps)) and steps[0] >= self.loop.num_steps:
+            raise InvalidInputError(
+                f"profile_steps must begin before step {self.loop.num_steps} (loop.num_steps), got {self.profile_steps}"
+            )
+        if self.trainer.dpo is not None and self.algorithm is not Algorithm.ONLINE_DPO:
+            raise InvalidInputError(
+                f"trainer.dpo must be left out with algorithm {self.algorithm}, got {self.trainer.dpo}"
+            )
+        if self.loop.max_staleness > 0 and self.engine.kind is EngineKind.COLOCATED:
+            raise InvalidInputError(
+                "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
+                f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
+            )
+        if self.rollouts.own_process and self.engine.kind not in (EngineKind.STARTED, EngineKind.SERVER):
+            raise InvalidInputError(
+                f"rollouts.own_process must be false with engine.kind {self.engine.kind}, whose engine is in the "
+                "trainer's process, got true: take started or server"
+            )
+        self.evaluation.check_engine(self.engine)
+        if self.model_settings.dtype is not Precision.FLOAT32 and self.lora is None:
+            raise InvalidInputError(
+                f"model_settings.dtype must be float32 without lora, got {self.model_settings.dtype}: smaller types "
+                "round updates away; precision = bfloat16 computes the layers in it"
+            )
+        if self.export.merged and self.lora is None:
+            raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
+        if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
+            raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
+        objective = self.objective
+        objective.check_config(self.training)
+        if self.loop.replaces_groups and not objective.can_lack_variance(self.training):
+            raise InvalidInputError(
+                "loop.max_replacements must be 0 where groups of equal rewards are trained on, got "
+                f"{self.loop.max_replacements:g}: with trainer.kl_weight above 0, reinforce_plus_plus or online_dpo "
+                "no group is left out by itself"
+            )
+        if self.rollouts.group_size < (least := objective.min_group_size):
+            raise InvalidInputError(
+                f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
+                "with the others in its group (only reinforce_plus_plus compares those of all problems)"
+            )
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters that engines get; None if they get whole weights."""
+        return self.lora.rank if self.lora is not None and self.trainer.lora_updates is LoraUpdates.ADAPTER else None
+
+    @property
+    def training(self) -> TrainerConfig:
+        """`trainer`, with what the algorithm needs and with the correction of `loop.max_staleness`, unless it says
+        otherwise.
+        """
+        trainer, most = self.trainer, self.max_sampled_tokens
+        if self.loop.max_staleness > 0:
+            trainer = self.objective.for_stale_rows(trainer)
+        if self.algorithm is Algorithm.DAPO and trainer.overlong is None:
+            trainer = replace(trainer, overlong=OverlongConfig(max_tokens=most, buffer=max(most // 5, 1)))
+        if self.algorithm is Algorithm.DR_GRPO and (trainer.normalization or trainer.max_trajectory_tokens) is None:
+            trainer = replace(trainer, max_trajectory_tokens=most)
+        return trainer
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """How many ids a rollout can sample in all of its turns."""
+        rollouts = self.rollouts
+        return min(rollouts.limits.max_tokens, self.max_turns * rollouts.sampling.max_tokens)
+
+    @property
+    def max_turns(self) -> int:
+        """How many turns a rollout can have."""
+        return self.rollouts.limits.max_turns
+
+    @property
+    def chosen_loop(self) -> LoopConfig:
+        """`loop`, which with algorithm dapo replaces groups of equal rewards unless it says otherwise."""
+        if self.algorithm is not Algorithm.DAPO or self.loop.max_replacements is not None:
+            return self.loop
+        replaces = self.objective.can_lack_variance(self.training)
+        return replace(self.loop, max_replacements=DAPO_REPLACEMENTS if replaces else 0)
+
+    @property
+    def objective(self) -> PolicyGradient | OnlineDpo:
+        """What the trainer minimises, by `algorithm`, `advantages`, `loss` and `pairs`."""
+        return make_objective(self.algorithm, advantages=self.advantages, loss=self.loss, pairs=self.pairs)
+
+
+def read_key(path: Path | None, *, field: str) -> str | None:
+    """Read a key; None without a file. Raises `InvalidInputError`, which names the field, if the file has no key."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{field} must be a text file with the key, got {path}: {error}") from None
+    if not key:
+        raise InvalidInputError(f"{field} must be a text file with the key, and {path} is empty")
+    return key

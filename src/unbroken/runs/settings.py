@@ -1,0 +1,462 @@
+"""Settings: the fields of a config class, and a config made from a TOML file's tables and the command line's options.
+
+    --trainer.optimizer.learning-rate 3e-4    =    [trainer.optimizer]
+                                                   learning_rate = 3e-4
+
+Both become `{"trainer.optimizer.learning_rate": 3e-4}`, and `build` makes the config from it. Only the given fields
+change: where a recipe has its own default `OptimizerConfig`, the other fields keep its values. Each small config checks
+itself when it is made; nothing is changed afterwards.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    loop: LoopConfig = LoopConfig(num_steps=50)
+
+section_of(Config).all_fields()["loop.num_steps"]     Field(name="loop.num_steps", hint=int, default=50, doc=...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from unbroken.docstrings import first_paragraph, read_class_docs, read_field_docs
+from unbroken.errors import InvalidInputError
+from unbroken.runs.python_files import CommandWord, FunctionName, ModelName
+
+
+def parse_word(hint: Any, text: str, *, name: str) -> Any:
+    """Parse a word of the command line; an `InvalidInputError` begins with `name`.
+
+    `none` stands for None where that is allowed. A list is written as in TOML, `["a", "b"]`, or with commas, `a,b`.
+    """
+    if text.lower() == "none" and types.NoneType in typing.get_args(hint):
+        return None
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and members[1:] == (...,) and not text.lstrip().startswith("["):
+        words = tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
+        return _resolve_paths(words, Path())
+    if origin is tuple and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    if origin in (tuple, dict, Mapping):
+        return check_toml(hint, parse_toml(text, name=name), name=name, folder=Path())
+    return _validate(_adapter(hint, name).validate_strings, text, text, name)
+
+
+def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) -> Any:
+    """Convert a TOML value to `hint`, its paths relative to `folder`; an `InvalidInputError` begins with `name`."""
+    adapter = _adapter(hint, name)
+    # JSON's strict mode takes a list for a tuple and a string for an enum or a path, but no "3" for a number.
+    text = json.dumps(value, default=str)
+    return _resolve_paths(_validate(lambda read: adapter.validate_json(read, strict=True), text, value, name), folder)
+
+
+def parse_toml(text: str, *, name: str) -> Any:
+    """Parse one value in TOML's syntax; an `InvalidInputError` begins with `name`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInputError(f"{name} must be written as in TOML, got {text!r}: {error}") from None
+
+
+_HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(?i:^token|(?:^|[_.-])(?:api[_-]?keys?|(?:access|private|secret)[_-]?keys?|secret|passw(?:or)?d|passphrase|"
+    r"credentials?|authorization|(?:access|api|auth|bearer|hf|hub|refresh)[_-]?token))$"
+    r"|^[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASS|CREDENTIALS)$"
+)
+"""Of a variable, a header or an argument whose value is a secret."""
+_SECRETS = (
+    re.compile(r"(^postgres(?:ql)?://[^:@\s]*:).+(?=@)"),
+    re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)"),
+    re.compile(r"(?i)([?&][\w-]*(?:key|token|secret|password|signature|sig)=)[^&\s#]+"),
+    re.compile(r"((?i:\bauthorization: *(?:\w+ )?)|\bBearer (?=[\w.~+/=-]{16}))\S+"),
+    re.compile(r"()\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{12,}"),
+)
+"""Secrets in a text, after what stays: a URL's password or parameters, a header's credentials, keys of known forms."""
+
+
+def to_json(value: Any) -> Any:
+    """Convert a value to what JSON can hold, so that equal values stay equal."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """A value of JSON without the secrets in it: what names or forms say is one. The rest stays, to be compared."""
+    if isinstance(value, Mapping):
+        return {key: redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [redact(item, name) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if _SECRET_NAME.search(name):
+        return _HIDDEN
+    for pattern in _SECRETS:
+        value = pattern.sub(rf"\g<1>{_HIDDEN}", value)
+    return value
+
+
+def format_value(value: Any) -> str:
+    """Write a value as the command line takes it."""
+    converted = to_json(value)
+    if isinstance(converted, str):
+        return converted or '""'
+    return "none" if converted is None else _format_toml(converted)
+
+
+def format_type(hint: Any) -> str:
+    """Write a type as the help shows it: `INT`, `{grpo,rloo}`, `[TEXT,...]`."""
+    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+    if isinstance(hint, types.UnionType):
+        return "|".join(format_type(member) for member in members)
+    if typing.get_origin(hint) is tuple:
+        return f"[{','.join('...' if member is ... else format_type(member) for member in members)}]"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"{{{','.join(str(member.value) for member in hint)}}}"
+    if dataclasses.is_dataclass(hint):
+        return f"{{{','.join(field.name for field in dataclasses.fields(hint))}}}"
+    return {
+        int: "INT",
+        float: "FLOAT",
+        bool: "BOOL",
+        str: "TEXT",
+        Path: "PATH",
+        FunctionName: "NAME",
+        CommandWord: "TEXT",
+        ModelName: "TEXT",
+    }.get(hint, "TOML")
+
+
+def _format_toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_toml, value))}]"
+    if isinstance(value, dict):
+        names = {name: name if name.isidentifier() else json.dumps(name) for name in value}
+        given = {name: item for name, item in value.items() if item is not None}  # TOML has no word for none
+        return f"{{{', '.join(f'{names[name]} = {_format_toml(item)}' for name, item in given.items())}}}"
+    return json.dumps(value)
+
+
+def _adapter(hint: Any, name: str) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        raise InvalidInputError(f"{name} cannot be set: a value of the type {hint} cannot be written") from None
+
+
+def _validate(validate: Callable[[str], Any], text: str, value: Any, name: str) -> Any:
+    try:
+        return validate(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        message = first["msg"].partition(", unable to")[0]
+        rule = message.removeprefix("Input should ") if message.startswith("Input should ") else f"be valid: {message}"
+        raise InvalidInputError(f"{name}{place} must {rule}, got {value!r}") from None
+
+
+def _resolve_paths(value: Any, folder: Path | None) -> Any:
+    if folder is None:
+        return value
+    if isinstance(value, Path):
+        return folder / value
+    if isinstance(value, FunctionName):
+        return value.relative_to(folder)
+    return tuple(_resolve_paths(item, folder) for item in value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A single value that can be set."""
+
+    name: str
+    """Dotted, from the top of the config."""
+    hint: Any
+    """The type annotation."""
+    default: Any
+    """`dataclasses.MISSING` where a value must be given."""
+    doc: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One of the small configs that make up the whole."""
+
+    prefix: str
+    """The beginning of its fields' names: `trainer.optimizer.`, or nothing at the top."""
+    config_class: type[Any]
+    base: Any | None
+    """The default instance, whose other fields are kept, if there is one."""
+    is_optional: bool
+    """Whether it is None unless one of its fields is given."""
+    fields: tuple[Field, ...]
+    sections: tuple[Section, ...]
+
+    def all_sections(self) -> Iterator[Section]:
+        """Iterate over this section and all sections inside it, in order."""
+        yield self
+        for section in self.sections:
+            yield from section.all_sections()
+
+    def all_fields(self) -> dict[str, Field]:
+        """The fields of all sections by their dotted names."""
+        return {field.name: field for section in self.all_sections() for field in section.fields}
+
+
+def section_of(
+    config_class: type[Any], *, base: Any | None = None, prefix: str = "", is_optional: bool = False
+) -> Section:
+    """Describe a config class, or the part of a config whose names begin with `prefix`."""
+    hints = typing.get_type_hints(config_class)
+    docs = read_field_docs(config_class)
+    fields, sections = [], []
+    for field in dataclasses.fields(config_class):
+        name, hint = prefix + field.name, hints[field.name]
+        default = _default_of(field) if base is None else getattr(base, field.name)
+        inner = _dataclass_in(hint)
+        if inner is None:
+            doc = docs.get(field.name, "") + _enum_docs(hint)
+            fields.append(Field(name=name, hint=hint, default=default, doc=doc))
+        else:
+            inner_base = default if dataclasses.is_dataclass(default) else None
+            sections.append(section_of(inner, base=inner_base, prefix=f"{name}.", is_optional=default is None))
+    return Section(
+        prefix=prefix,
+        config_class=config_class,
+        base=base,
+        is_optional=is_optional,
+        fields=tuple(fields),
+        sections=tuple(sections),
+    )
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _dataclass_in(hint: Any) -> type[Any] | None:
+    """The dataclass of a field annotated `Dataclass` or `Dataclass | None`."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    found = [member for member in members if dataclasses.is_dataclass(member)]
+    only_one = len(found) == 1 and all(member in (found[0], types.NoneType) for member in members)
+    return typing.cast("type[Any]", found[0]) if only_one else None
+
+
+def _enum_docs(hint: Any) -> str:
+    """The docstrings of an enum's members, to follow the field's."""
+    if not (isinstance(hint, type) and issubclass(hint, Enum)):
+        return ""
+    docs = read_class_docs(hint)
+    return " ".join(
+        ["", *(f"{member.value}: {docs[name]}" for name, member in hint.__members__.items() if name in docs)]
+    )
+
+
+_SYNTAX = "Lists are written a,b or as in TOML. `none` means no value, where a field allows it."
+_WIDTH = 100
+
+
+def format_help(top: Section, values: Mapping[str, Any], *, command: str, doc: str) -> str:
+    """The help of a command: its docstring and every field, with its type, docstring and value or default."""
+    lines = [f"usage: {command} [--FIELD VALUE ...]", "", doc, "", _SYNTAX]
+    for section in top.all_sections():
+        lines += ["", *_format_heading(section)]
+        for field in section.fields:
+            lines += _format_field(field, values.get(field.name, field.default))
+    return "\n".join(lines)
+
+
+def _format_heading(section: Section) -> Iterator[str]:
+    name = section.prefix.removesuffix(".") or "run"
+    optional = " (left out unless one of these is given)" if section.is_optional else ""
+    heading = f"{name}{optional}: {first_paragraph(section.config_class.__doc__)}"
+    yield from textwrap.wrap(heading, _WIDTH, break_on_hyphens=False)
+
+
+def _format_field(field: Field, default: Any) -> Iterator[str]:
+    note = "must be given" if default is MISSING else f"default: {format_value(default)}"
+    yield f"  --{field.name.replace('_', '-')} {format_type(field.hint)}  ({note})"
+    indent = " " * 8
+    yield from textwrap.wrap(
+        field.doc.strip(), _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+Values: TypeAlias = Mapping[str, Any]
+"""Values of fields by their dotted names."""
+
+
+def read_options(words: Sequence[str], section: Section) -> dict[str, Any]:
+    """Read options, `--loop.num-steps 50` or `--loop.num_steps=50`; raises `InvalidInputError` for a wrong one."""
+    fields = section.all_fields()
+    values: dict[str, Any] = {}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            raise InvalidInputError(f"options must be written as --FIELD VALUE, got {word!r}")
+        option, equals, text = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        field = fields.get(name)
+        if field is None:
+            raise _unknown_field(option, name, section)
+        if name in values:
+            raise InvalidInputError(f"{option} must be given once, but is given twice")
+        value = text if equals else next(rest, None)
+        if value is None:
+            raise InvalidInputError(f"{option} must be followed by a value")
+        if _config_class_in(field) is None:
+            values[name] = parse_word(field.hint, value, name=option)
+        else:
+            values[name] = _check_value(field, parse_toml(value, name=option), option, None)
+    return values
+
+
+def read_table(table: Mapping[str, Any], section: Section, *, source: str, folder: Path | None) -> dict[str, Any]:
+    """Read the values in a TOML table, its paths relative to `folder`; an `InvalidInputError` begins with `source`."""
+    values: dict[str, Any] = {}
+    fields = {_last(field.name): field for field in section.fields}
+    inner = {_last(each.prefix.removesuffix(".")): each for each in section.sections}
+    for key, value in table.items():
+        name = f"{source}{section.prefix}{key}"
+        if key in fields:
+            values[fields[key].name] = _check_value(fields[key], value, name, folder)
+        elif key not in inner:
+            raise _unknown_field(name, section.prefix + key, section)
+        elif not isinstance(value, Mapping):
+            raise InvalidInputError(f"{name} must be a table of {_names(inner[key].fields)}, got {value!r}")
+        else:
+            values |= read_table(value, inner[key], source=source, folder=folder)
+    return values
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Load a TOML file; raises `InvalidInputError` if it cannot be read or parsed."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{path} must be a TOML file: {error}") from None
+
+
+def build(section: Section, values: Values) -> Any:
+    """Build a section's config from `values` and the defaults; an `InvalidInputError` has the field's dotted name."""
+    own: dict[str, Any] = {}
+    for field in section.fields:
+        if field.name in values:
+            own[_last(field.name)] = values[field.name]
+        elif section.base is None and field.default is MISSING:
+            raise InvalidInputError(
+                f"{field.name} must be given, by --{field.name.replace('_', '-')} or in the recipe's TOML: {field.doc}"
+            )
+    for inner in section.sections:
+        is_given = any(name.startswith(inner.prefix) for name in values)
+        if is_given or (inner.base is None and not inner.is_optional):
+            own[_last(inner.prefix.removesuffix("."))] = build(inner, values)
+    try:
+        return section.config_class(**own) if section.base is None else dataclasses.replace(section.base, **own)
+    except InvalidInputError as error:
+        raise InvalidInputError(_name_from_top(str(error), section)) from error
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """Get all values of a config by their dotted names, as JSON values, to be kept and compared: without secrets.
+
+    An optional part that is left out is None.
+    """
+    return {
+        name: redact(value, name) for name, value in _describe_section(section_of(type(config), base=config)).items()
+    }
+
+
+def _describe_section(section: Section) -> dict[str, Any]:
+    if section.base is None:
+        return {section.prefix.removesuffix("."): None}
+    values = {field.name: to_json(field.default) for field in section.fields}
+    for inner in section.sections:
+        values |= _describe_section(inner)
+    return values
+
+
+def _check_value(field: Field, value: Any, name: str, folder: Path | None) -> Any:
+    """Convert a TOML value to its field's type; in a list of configs, each table is read like a section."""
+    config_class = _config_class_in(field)
+    if config_class is None:
+        return check_toml(field.hint, value, name=name, folder=folder)
+    if not isinstance(value, list) or not all(isinstance(table, Mapping) for table in value):
+        names = _names(section_of(config_class).fields)
+        raise InvalidInputError(f"{name} must be a list of tables of {names}, got {value!r}")
+    configs = []
+    for k, table in enumerate(value):
+        section = section_of(config_class, prefix=f"{field.name}[{k}].")
+        source = name.removesuffix(field.name)
+        configs.append(build(section, read_table(table, section, source=source, folder=folder)))
+    return tuple(configs)
+
+
+def _config_class_in(field: Field) -> type[Any] | None:
+    """The dataclass of a field annotated `tuple[Dataclass, ...]`."""
+    entry = typing.get_args(field.hint)[:1]
+    return typing.cast("type[Any]", entry[0]) if entry and dataclasses.is_dataclass(entry[0]) else None
+
+
+def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInputError:
+    """The error for an unknown field, with similar names."""
+    known = section.all_fields()
+    parts = {each.prefix: each.config_class for each in section.all_sections()}
+    elsewhere = getattr(parts.get(name.removesuffix(_last(name))), "elsewhere", {})
+    if (why := elsewhere.get(_last(name))) is not None:
+        return InvalidInputError(f"{shown_name} must be left out: {why}")
+    inside = [each for each in known if each.startswith(name + ".")]
+    if inside:
+        return InvalidInputError(f"{shown_name} has fields of its own: give one of {', '.join(inside)}")
+    similar = [each for each in known if _last(name) in (_last(each), _initials(each))]
+    similar = similar or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if shown_name.startswith("--"):
+        similar = [f"--{each.replace('_', '-')}" for each in similar]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else f"the fields are {', '.join(known)}"
+    return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help lists them all)")
+
+
+def _name_from_top(message: str, section: Section) -> str:
+    """A config's message about one of its fields, with the field's dotted name in front."""
+    own = {field.name for field in dataclasses.fields(section.config_class)}
+    rule = message.removeprefix(f"{section.config_class.__name__}.")
+    first = re.match(r"\w+", rule)
+    if first is not None and first[0] in own:
+        return section.prefix + rule
+    return f"{section.prefix.removesuffix('.')}: {message}" if section.prefix else message
+
+
+def _initials(name: str) -> str:
+    """How users of other packages shorten a name: lr for learning_rate."""
+    return "".join(word[:1] for word in _last(name).split("_"))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _names(fields: Iterable[Field]) -> str:
+    return ", ".join(_last(field.name) for field in fields)
