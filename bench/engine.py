@@ -34,8 +34,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from unbroken.demo.lookup import LookupTask
-from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.demo.warm_up import Teacher
+from unbroken.demo.model import Teacher, build_model, build_tokenizer
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.types import SampleRequest, SamplingParams, TokenIds
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unbroken.demo.tiny_model import build_tokenizer
+from unbroken.demo.model import build_tokenizer
 
 SHAPES = {
     "tiny": {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
-from unbroken.demo.warm_up import write_warm_model
+from unbroken.demo.model import write_warm_model
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.algorithms import Algorithm, Pairing

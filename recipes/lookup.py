@@ -33,7 +33,7 @@ class Config(LookupConfig):
 
 async def run(config: Config) -> None:
     """Warm up a model, unless the run has one already, and train it."""
-    from unbroken.demo.warm_up import write_warm_model  # with torch: once the settings are known to be right
+    from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
 
     model = config.model or config.output / "model"
     with main_process_first():

@@ -68,7 +68,7 @@ def lookup_attempts(name: str, seed: int) -> Problems:
 
 async def run(config: Config) -> None:
     """Warm up a model, unless the run has one already, and train it."""
-    from unbroken.demo.warm_up import write_warm_model  # with torch: once the settings are known to be right
+    from unbroken.demo.model import write_warm_model  # with torch: once the settings are known to be right
 
     model = config.model or config.output / "model"
     with main_process_first():

@@ -21,8 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
-from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.demo.warm_up import warm_up
+from unbroken.demo.model import build_model, build_tokenizer, warm_up
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.integrations.trl import Prompt, RowsByPrompt, env_reward, rollout_func
 from unbroken.rendering.template import TemplateRenderer

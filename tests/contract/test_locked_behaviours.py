@@ -6,7 +6,7 @@ A change that breaks one of these needs a decision and a line in the CHANGELOG, 
 import numpy as np
 import pytest
 
-from unbroken.demo.tiny_model import END_OF_TURN, build_model, build_tokenizer
+from unbroken.demo.model import END_OF_TURN, build_model, build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EchoError

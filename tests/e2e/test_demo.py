@@ -4,7 +4,6 @@ import asyncio
 import copy
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.browser import CHROMIUM, Browser
+from support.pages import Page
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.demo.report import to_text
@@ -123,24 +123,6 @@ async def test_i4_one_changed_id_is_seen(demo_model):
         assert largest_difference(trainer, [replace(row, token_ids=ids)]) > TOLERANCE, position
 
 
-class Page(HTMLParser):
-    """Collects what the report would load from elsewhere, and what it draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.loads, self.data, self._is_data = [], [], False
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.loads += [attributes[name] for name in ("src", "href") if name in attributes]
-        self._is_data = attributes.get("type") == "application/json"
-
-    def handle_data(self, data):
-        if self._is_data:
-            self.data.append(json.loads(data))
-            self._is_data = False
-
-
 def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
     summary = json.loads((demo.output / "summary.json").read_text())
     assert summary["steps"] == 3
@@ -158,8 +140,7 @@ def test_the_demo_writes_its_summary_and_a_report_that_opens_offline(demo):
         assert set(row["causes"]) == {cause.value for cause in Cause}
     assert summary["counters"]["bridges/derived"] > 0
 
-    page = Page()
-    page.feed((demo.output / "report.html").read_text())
+    page = Page((demo.output / "report.html").read_text())
     assert page.loads == []
     curves, example, usual = page.data
     assert [len(curve["points"]) for curve in curves] == [3, 1, 1]

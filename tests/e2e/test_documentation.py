@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 from unbroken.cli import _parser, main
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings import read_options
 from unbroken.server.options import name_model

@@ -204,11 +204,13 @@ def test_what_retokenising_would_make_is_shown_or_why_it_is_not_known(browser, p
     browser.wait("document.querySelector('.retokenised p')?.innerText.includes('no-such-model are not on')")
     found = """{token_ids: [1, 2, 7, 5], num_ids: 5, num_sampled: 3, num_changed: 2,
         changes: [{before: [2, 4], after: [2, 3], causes: ['bpe_split', '<img src=x onerror=hacked()>']}],
-        texts: {7: '<img src=x onerror=hacked()>\u202e'}}"""
+        cause_words: {bpe_split: 'the same text in other ids'}, texts: {7: '<img src=x onerror=hacked()>\u202e'}}"""
     browser.run(f"showRetokenised(shownRollout, document.querySelector('.retokenised div'), {found}, 0)")
     shown = read(browser, ".retokenised")
     assert "2 of 3 sampled ids would not be trained on: 1 stretch, 4 ids in all instead of 5" in shown
-    assert "#3|#4 → <img src=x onerror=hacked()>\\u202e same text, other ids, <img src=x onerror=hacked()>" in shown
+    assert (
+        "#3|#4 → <img src=x onerror=hacked()>\\u202e the same text in other ids, <img src=x onerror=hacked()>" in shown
+    )
     browser.click(".changes button")
     assert selected(browser) == "2"
 
@@ -218,7 +220,7 @@ def test_pictures_stand_where_they_are_with_their_size_or_their_place_if_they_ar
     captions = "[...document.querySelectorAll('figcaption')].map((node) => node.innerText)"
     browser.wait("document.querySelector('figcaption').innerText.includes('×')")
     assert browser.run(captions) == ["2 × 3 · 1 id", "image, whose file was not recorded"]
-    assert browser.run("document.querySelector('.grid [data-n=\"1\"] img').naturalWidth") == 2
+    browser.wait("document.querySelector('.grid [data-n=\"1\"] img')?.naturalWidth === 2")
     browser.run("document.querySelector('.conversation').prepend(makeImage(shownRollout, 'f'.repeat(64)))")
     browser.wait("document.querySelector('figcaption').innerText.includes('whose file is not there')")
     assert browser.run("document.querySelector('figcaption').innerText") == f"image {'f' * 64}, whose file is not there"

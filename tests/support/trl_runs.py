@@ -16,8 +16,7 @@ import torch
 
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import LookupTask, lookup_tool
-from unbroken.demo.tiny_model import build_model, build_tokenizer
-from unbroken.demo.warm_up import warm_up
+from unbroken.demo.model import build_model, build_tokenizer, warm_up
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.integrations.trl import Prompt, RowsByPrompt, TrlRollouts, env_reward, rollout_func

@@ -28,6 +28,22 @@ from unbroken.audit.report import (
 )
 from unbroken.audit.subject import Subject
 
+_PART_WORDS = {"calls": "calls", "content": "texts", "reasoning": "reasoning texts"}
+_HISTORY_WORDS = {
+    TemplateKind.APPEND_ONLY: "history stays as it was sampled, as the template has it too",
+    TemplateKind.STRIPS_REASONING_ON_USER: (
+        "reasoning that the template drops at the next user message stays in view, or forks with history='template'"
+    ),
+    TemplateKind.STRIPS_REASONING: (
+        "reasoning that the template drops later on stays in view, or forks with history='template'"
+    ),
+    TemplateKind.REWRITES_HISTORY: (
+        "history that the template rewrites stays as it was sampled, or forks with history='template'"
+    ),
+    TemplateKind.UNDERIVABLE: "the template's effect on history could not be seen",
+}
+_GIVE_TOKENIZER = "Give the model's tokenizer, which knows its control tokens: unbroken audit MODEL --template FILE."
+
 
 def run_audit(subject: Subject, config: AuditConfig) -> AuditReport:
     """Audit a subject. The same seed gives the same report."""
@@ -70,23 +86,6 @@ def _describe_subject(subject: Subject, config: AuditConfig) -> AuditSetup:
         num_control_tokens=len(subject.facts.control_tokens.ids),
         seed=config.seed,
     )
-
-
-_PART_WORDS = {"calls": "calls", "content": "texts", "reasoning": "reasoning texts"}
-_HISTORY_WORDS = {
-    TemplateKind.APPEND_ONLY: "history stays as it was sampled, as the template has it too",
-    TemplateKind.STRIPS_REASONING_ON_USER: (
-        "reasoning that the template drops at the next user message stays in view, or forks with history='template'"
-    ),
-    TemplateKind.STRIPS_REASONING: (
-        "reasoning that the template drops later on stays in view, or forks with history='template'"
-    ),
-    TemplateKind.REWRITES_HISTORY: (
-        "history that the template rewrites stays as it was sampled, or forks with history='template'"
-    ),
-    TemplateKind.UNDERIVABLE: "the template's effect on history could not be seen",
-}
-_GIVE_TOKENIZER = "Give the model's tokenizer, which knows its control tokens: unbroken audit MODEL --template FILE."
 
 
 def find_verdict(

@@ -17,6 +17,9 @@ from unbroken.rendering.loader import load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import TemplateTexts
 
+_MAX_TEMPLATE_BYTES = 4_000_000
+_TOKEN_OPTIONS = ("bos_token", "eos_token")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject(TemplateTexts):
@@ -43,10 +46,6 @@ class Subject(TemplateTexts):
     def get_tokens(self, token_ids: Sequence[int]) -> tuple[Token, ...]:
         """The ids, each with its text."""
         return tuple(Token(token_id=int(i), text=self.get_text(int(i))) for i in token_ids)
-
-
-_MAX_TEMPLATE_BYTES = 4_000_000
-_TOKEN_OPTIONS = ("bos_token", "eos_token")
 
 
 def load_subject(target: AuditTarget) -> Subject:

@@ -14,7 +14,7 @@ import torch
 
 from unbroken.audit.subject import Subject
 from unbroken.demo.config import WarmUpConfig
-from unbroken.demo.warm_up import write_warm_model
+from unbroken.demo.model import write_warm_model
 from unbroken.drift.config import DriftConfig, EngineChoice
 from unbroken.drift.conversations import MakeEnv
 from unbroken.drift.report import DriftExample, DriftReport, DriftSetup

@@ -40,6 +40,9 @@ _IMAGE_TYPES = {
     b"GIF8": "image/gif",
     b"RIFF": "image/webp",
 }
+_MARK = "unbroken-view.json"
+_SERVED = b'data-source="api"'
+_EXPORTED = b'data-source="files"'
 
 
 class ViewerServer(ThreadingHTTPServer):
@@ -136,11 +139,6 @@ class _Handler(BaseHTTPRequestHandler):
 def find_image_type(data: bytes) -> str:
     """The type of an image file by its first bytes; no type that a browser would run."""
     return next((kind for start, kind in _IMAGE_TYPES.items() if data.startswith(start)), "application/octet-stream")
-
-
-_MARK = "unbroken-view.json"
-_SERVED = b'data-source="api"'
-_EXPORTED = b'data-source="files"'
 
 
 def export_page(resources: Resources, folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from support import templates
 from support.audits import COUNTS_ITS_TURN, subject_of
+from support.pages import Page
 from unbroken.audit.config import AuditConfig, AuditTarget
 from unbroken.audit.output import to_html, to_text
 from unbroken.audit.report import JSON_VERSION, AuditReport, Verdict
@@ -28,33 +28,6 @@ HOSTILE = templates.QWEN.replace("Answer with", f"{FORBIDDEN.replace(chr(39), ''
     "<|im_end|>", "<|<b>end</b>|>"
 )
 """With markup in its text and in the token that ends turns."""
-
-
-class Page(HTMLParser):
-    """The tags of a page, what it would load, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-        self.classes: set[str] = set()
-        self.text = ""
-        self.data: list[str] = []
-        self._type: str | None = None
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        attributes = dict(attrs)
-        self.tags.append(tag)
-        self._type = attributes.get("type") if tag == "script" else None
-        self.loads += [attributes[name] for name in ("src", "href") if name in attributes]
-        self.classes |= set((attributes.get("class") or "").split())
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._type == "application/json":
-            self.data.append(data)
-            self._type = None
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +67,7 @@ def test_the_page_opens_offline_and_shows_both_sequences(report: AuditReport, tm
     assert page.loads == []
     assert "fit" in page.classes
     assert "What we train on" in page.text
-    exact, retokenised = map(json.loads, page.data)
+    exact, retokenised = page.data
     assert {token["origin"] for token in exact} == {origin.value for origin in IdOrigin}
     assert any(token["is_changed"] for token in retokenised)
     assert report.sentence in page.text

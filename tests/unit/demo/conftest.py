@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unbroken.demo.lookup import tool_schemas
-from unbroken.demo.tiny_model import build_tokenizer
+from unbroken.demo.model import build_tokenizer
 from unbroken.messages import ToolSchema
 
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.pages import Page
 from support.served import save_tiny_model, served
 from unbroken.cli import main
 from unbroken.drift.conversations import load_prompts
@@ -163,24 +163,6 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
         run(capsys, *arguments)
     assert raised.value.code == 2
     assert "usage:" in capsys.readouterr().err
-
-
-class Page(HTMLParser):
-    """The tags of a page, what it would load, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-        self.loads += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_hostile_text_is_text_on_the_page(report: DriftReport) -> None:

@@ -29,6 +29,10 @@ from unbroken.messages import Message
 from unbroken.rendering.base import HistoryEffect, Refusal
 
 _SYSTEM, _USER, _TEXT, _RESULT = "Zq8System", "Zq8User", "Zq8Text", "Zq8Result"
+JsonStyle = dict[str, Any]
+"""Keyword arguments of `json.dumps`."""
+_VALUE = {"query": "Größe", "limit": 10, "exact": True, "days": [1, 2]}
+_SPACED, _COMPACT = (", ", ": "), (",", ":")
 
 
 def find_traits(subject: Subject) -> tuple[Trait, ...]:
@@ -122,13 +126,6 @@ def _make_results(num: int) -> list[Message]:
         {"role": "tool", "content": f"{_RESULT}{k}", "name": TOOL_NAMES[k], "tool_call_id": f"callzqe{k}z"}
         for k in range(num)
     ]
-
-
-JsonStyle = dict[str, Any]
-"""Keyword arguments of `json.dumps`."""
-
-_VALUE = {"query": "Größe", "limit": 10, "exact": True, "days": [1, 2]}
-_SPACED, _COMPACT = (", ", ": "), (",", ":")
 
 
 def find_arguments(subject: Subject) -> ArgumentsFinding:

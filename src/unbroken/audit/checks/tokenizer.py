@@ -13,6 +13,9 @@ from unbroken.messages import Message
 from unbroken.retokenising.changes import align
 
 NUM_SEQUENCES, NUM_IDS = 200, 32
+_MAX_TOKENS = 2048
+_TOKENS_PER_MESSAGE = 32
+_NUM_EXAMPLES = 6
 
 
 def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
@@ -33,11 +36,6 @@ def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
         num_sequences_changed=num_sequences,
         num_ids_changed=num_ids,
     )
-
-
-_MAX_TOKENS = 2048
-_TOKENS_PER_MESSAGE = 32
-_NUM_EXAMPLES = 6
 
 
 def find_forgery(subject: Subject, *, max_calls: int) -> ForgeryFinding:

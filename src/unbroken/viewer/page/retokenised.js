@@ -1,8 +1,6 @@
 // What the usual pipeline, which decodes, renders and tokenises again, would have made of a rollout.
 'use strict';
 
-const CAUSE_NAMES = { bpe_split: 'same text, other ids', reserialised_call: 'call written anew', stripped_space: 'white space', dropped_reasoning: 'reasoning dropped',
-  turn_end: 'end of a turn', rewritten: 'template rewrites' };
 const MAX_CHANGES = 200;
 
 /* It is read when it is opened, and stays open for other branches and rollouts. */
@@ -49,7 +47,7 @@ function showRetokenised(state, body, found, row) {
   }
   body.replaceChildren(el('p', {}, summary),
     el('div', { class: 'legend' }, causes.map((name, n) => {
-      const node = el('span', {}, CAUSE_NAMES[name] ?? makeVisible(name));
+      const node = el('span', {}, makeVisible(found.cause_words[name] ?? name));
       node.style.backgroundColor = paint(HUES[3 + (n % 5)], 0.6);
       return node;
     })),
@@ -57,7 +55,7 @@ function showRetokenised(state, body, found, row) {
       button(String(change.before[0]), 'show it', () => jumpToPosition(state, row, change.before[0])), ' ',
       el('code', {}, spellRange(texts, state.rollout.record.rows[row].token_ids, change.before)), ' → ',
       el('code', {}, spellRange(texts, found.token_ids, change.after)), ' ',
-      el('span', { class: 'soft' }, change.causes.map((name) => CAUSE_NAMES[name] ?? makeVisible(name)).join(', ')))),
+      el('span', { class: 'soft' }, change.causes.map((name) => makeVisible(found.cause_words[name] ?? name)).join(', ')))),
     found.changes.length > MAX_CHANGES ? el('li', { class: 'soft' }, `and ${found.changes.length - MAX_CHANGES} more`) : null),
     el('div', { class: 'grid-frame' }, grid.node), place,
     button('copy ids', 'copy the retokenised ids as JSON', () => copyText(JSON.stringify(found.token_ids))));

@@ -19,6 +19,11 @@ from unbroken.viewer.sources.retokenised import TemplateSource
 RECIPE_FILE = "recipe.json"
 _MAX_BYTES = 10 << 20
 _RENDERER = "renderer."
+_FILE = "tokenizer.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MAX_FILE_BYTES = 200 << 20
+_WRITTEN = ("final", "best", "model")
+"""Folders of a run with the models that it wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +57,6 @@ def read_recipe(folder: Path) -> RecipeFacts:
 
 def _to_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-_FILE = "tokenizer.json"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_MAX_FILE_BYTES = 200 << 20
-_WRITTEN = ("final", "best", "model")
-"""Folders of a run with the models that it wrote."""
 
 
 class Tokenizers:

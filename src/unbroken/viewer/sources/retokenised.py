@@ -17,7 +17,7 @@ from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.retokenising.changes import IdOrigin
+from unbroken.retokenising.changes import CAUSE_WORDS, IdOrigin
 from unbroken.retokenising.comparison import SampledTurn, TemplateTexts, retokenise
 from unbroken.types import token_ids
 
@@ -111,6 +111,7 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
             {"before": change.gap.before, "after": change.gap.after, "causes": sorted(change.causes)}
             for change in found.changes
         ],
+        "cause_words": {cause: CAUSE_WORDS[cause] for cause in sorted(found.causes)},
         "texts": {each: text.text for each, text in _read_token_texts(texts.tokenizer).get_all(set(ids)).items()},
     }
 

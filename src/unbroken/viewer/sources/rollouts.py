@@ -28,6 +28,10 @@ BROKEN = "broken"
 _MAX_BROKEN = 1000
 _MAX_ERROR = 2000
 _NO_TEXT = frozenset({"role", "type", "sha256", "id", "tool_call_id"})
+_Span = Annotated[list[float], Len(2, 3)]
+_SPANS = ("message_indices", "policy_versions", "loss", "clipped", "corrected", "advantages")
+_BRANCHES = {"prompt": "new_conversation", "bridge": "continued_again", "sampled": "sampled_again"}
+"""Branches without a fork, by the origin of their first own id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +150,6 @@ def _check(shape: type[_Shape], value: Mapping[str, Any]) -> None:
 
 class _Shape(BaseModel):
     model_config = ConfigDict(strict=True)
-
-
-_Span = Annotated[list[float], Len(2, 3)]
-_SPANS = ("message_indices", "policy_versions", "loss", "clipped", "corrected", "advantages")
 
 
 class _Head(_Shape):
@@ -325,10 +325,6 @@ def _find_texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _find_texts(item)
-
-
-_BRANCHES = {"prompt": "new_conversation", "bridge": "continued_again", "sampled": "sampled_again"}
-"""Branches without a fork, by the origin of their first own id."""
 
 
 def describe_trajectory(

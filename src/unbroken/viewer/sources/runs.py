@@ -26,6 +26,8 @@ _MAX_IMAGE_BYTES = 100 << 20
 _MAX_LOCK_BYTES = 1000
 _PROCESS = re.compile(r"\d{1,9}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
+_MAX_PROBLEMS = 20
 
 
 class RunReader:
@@ -62,11 +64,11 @@ class RunReader:
 
     def read_run(self) -> dict[str, Any]:
         """All numbers of the run, and the steps that have rollouts."""
-        lines, problems = read_numbers(self.folder, *_METRICS.parts)
-        evaluations, others = read_numbers(self.folder, *_EVALUATIONS.parts)
+        lines, problems = _read_numbers(self.folder, *_METRICS.parts)
+        evaluations, others = _read_numbers(self.folder, *_EVALUATIONS.parts)
         return {
             **self.describe(),
-            "metrics": make_columns(lines),
+            "metrics": _make_columns(lines),
             "evaluations": evaluations,
             "recorded_steps": self.list_steps(),
             "problems": problems + others,
@@ -185,11 +187,7 @@ def _find_state(folder: Path) -> str:
     return "running" if is_running(int(words[0])) else "died"
 
 
-_MAX_BYTES, _MAX_LINE_BYTES = 512 << 20, 1 << 20
-_MAX_PROBLEMS = 20
-
-
-def read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Read JSON lines of a file in a folder; returns their numbers and texts, and what is wrong with other lines.
 
     A last line without its end is being written, or was when the run was killed: it is left out.
@@ -216,7 +214,7 @@ def read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list[
     return lines, problems
 
 
-def make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a run by name: `{"steps": [0, 1], "values": {"reward/mean": [0.25, None]}}`.
 
     A step that stands there twice counts as it was the last time.
@@ -224,7 +222,7 @@ def make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_step = {line["step"]: line for line in lines if _is_number(line.get("step"))}
     steps = sorted(by_step)
     names = sorted({name for line in by_step.values() for name in line if name != "step"})
-    columns = {name: [_number(by_step[step].get(name)) for step in steps] for name in names}
+    columns = {name: [_to_number(by_step[step].get(name)) for step in steps] for name in names}
     return {
         "steps": steps,
         "values": {name: values for name, values in columns.items() if any(value is not None for value in values)},
@@ -235,5 +233,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     return value if _is_number(value) else None

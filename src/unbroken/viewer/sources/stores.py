@@ -36,6 +36,9 @@ from unbroken.viewer.sources.rollouts import BROKEN, MAX_TEXT, check_record, des
 PAGE_SIZE = 100
 _MAX_LINES = 2000
 """Sessions whose lines are kept in memory."""
+_MAX_NOTE = 120
+"""Characters of a session's metadata that a list has."""
+_NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped", "corrected")
 
 
 class StoreRun:
@@ -165,11 +168,6 @@ def _find_run(folder: Path) -> Path | None:
     output = folder.resolve().parent.parent
     is_of_run = folder.resolve().parent.name == "sessions" and (output / RECIPE_FILE).is_file()
     return output if is_of_run else None
-
-
-_MAX_NOTE = 120
-"""Characters of a session's metadata that a list has."""
-_NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped", "corrected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3ForSequenceClassification
 
 from support.models import tiny_qwen3
-from unbroken.demo.tiny_model import build_tokenizer
+from unbroken.demo.model import build_tokenizer
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.runs.prompts.reward_model import RewardModel

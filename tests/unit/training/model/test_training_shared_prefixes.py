@@ -16,7 +16,7 @@ from support.adapted import with_lora
 from support.models import tiny_qwen3
 from support.prefixes import branching_pairs, branching_rows, branching_trajectories
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text, call_text, lookup_env
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer

@@ -20,7 +20,7 @@ import torch
 
 from support.rows import random_rows
 from support.trl_runs import IGNORED_WARNINGS
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import (
     ClipConfig,

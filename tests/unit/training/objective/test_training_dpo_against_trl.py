@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.rows import random_rows
-from unbroken.demo.tiny_model import build_model, build_tokenizer
+from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.lanes import lay_out

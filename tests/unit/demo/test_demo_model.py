@@ -5,8 +5,7 @@ import pytest
 
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text
-from unbroken.demo.tiny_model import END_OF_TURN
-from unbroken.demo.warm_up import TaughtText, Teacher, make_drill
+from unbroken.demo.model import END_OF_TURN, TaughtText, Teacher, make_drill
 from unbroken.errors import InvalidInputError
 
 
