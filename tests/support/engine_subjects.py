@@ -27,7 +27,9 @@ class Subject:
     engine: Engine
     num_sampled: Callable[[], int]
     weights: list[tuple[str, Any]]
-    """Other weights than it has now."""
+    """Other weights than it has now; none if it takes none, or computes nothing."""
+    make_model: Callable[[int], Any] = lambda seed: tiny_model(seed=seed)
+    """The model with the weights of this seed."""
     poll_s: float = 0.0
     """How long to wait between two looks at the number of ids; a spinning loop would keep other processes waiting."""
 
@@ -52,7 +54,11 @@ def embedded() -> Subject:
         tiny_model(), config=TransformersEngineConfig(max_batch=8, context_length=CONTEXT_LENGTH)
     )
     weights = list(tiny_model(seed=1).named_parameters())
-    return Subject(engine=engine, num_sampled=lambda: engine.stats.num_sampled, weights=weights)
+    return Subject(
+        engine=engine,
+        num_sampled=lambda: engine.stats.num_sampled,
+        weights=weights,
+    )
 
 
 def on_vllm(engine: Any) -> Subject:
@@ -60,7 +66,13 @@ def on_vllm(engine: Any) -> Subject:
     from support.vllm_engines import tiny_vllm_model
 
     weights = list(tiny_vllm_model(seed=engine.policy_version + 1).named_parameters())
-    return Subject(engine=engine, num_sampled=lambda: engine.num_sampled, weights=weights, poll_s=0.001)
+    return Subject(
+        engine=engine,
+        num_sampled=lambda: engine.num_sampled,
+        weights=weights,
+        make_model=tiny_vllm_model,
+        poll_s=0.001,
+    )
 
 
 def ask(request_id: str = "a", *, n: int = 1, prompt_ids: Any = PROMPT_IDS, **params: Any) -> SampleRequest:

@@ -71,18 +71,6 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(architecture: str, att
     await engine.close()
 
 
-async def test_scores_are_those_of_a_plain_forward_pass() -> None:
-    engine = TransformersEngine(tiny_model())
-    logits = plain_logits(tiny_model(), PROMPT_IDS)[:-1]
-    expected = [
-        reference_logprobs(row, SamplingParams(temperature=0.7), [], [])[token_id]
-        for row, token_id in zip(logits, PROMPT_IDS[1:], strict=True)
-    ]
-    scored = await engine.score(PROMPT_IDS, temperature=0.7)
-    np.testing.assert_allclose(scored.logprobs, expected, atol=1e-5)
-    await engine.close()
-
-
 async def test_attention_does_without_cudnn_which_compiles_for_every_new_shape() -> None:
     model, seen = tiny_model(), []
     engine = TransformersEngine(model)
@@ -160,13 +148,6 @@ async def test_more_rows_than_slots_wait_their_turn_and_are_exact() -> None:
     await engine.close()
 
 
-async def test_the_completions_of_one_request_are_sampled_independently() -> None:
-    engine = TransformersEngine(tiny_model())
-    result = await engine.sample(ask("a", n=4, max_tokens=12, seed=5))
-    assert len({tuple(sequence.completion_ids.tolist()) for sequence in result.sequences}) == 4
-    await engine.close()
-
-
 @pytest.mark.parametrize("row", range(3))
 async def test_i3_the_prompt_of_every_row_is_compared_with_what_was_sent(row: int) -> None:
     outbox = Outbox()
@@ -209,28 +190,6 @@ class Stepped:
         return (await job.answer.future).sequences[0]
 
 
-def scored(model: Any, sequence: SampledSequence) -> Any:
-    logits = plain_logits(model, np.concatenate([PROMPT_IDS, sequence.completion_ids]))[len(PROMPT_IDS) - 1 : -1]
-    logprobs = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-    return logprobs[np.arange(len(logprobs)), sequence.completion_ids]
-
-
-@pytest.mark.parametrize("reuse_kv", [False, True])
-async def test_i6_after_new_weights_no_old_keys_are_used_unless_asked(reuse_kv: bool) -> None:
-    old, new = tiny_model(seed=0), tiny_model(seed=1)
-    stepped = Stepped(tiny_model(seed=0))
-    job = stepped.submit(ask("a", max_tokens=20, seed=0))
-    for _ in range(8):
-        stepped.batch.step()
-    stepped.load(new, 3, reuse_kv=reuse_kv)
-    sequence = await stepped.finish(job)
-    spans = [(span.start, span.stop, span.policy_version) for span in sequence.version_spans]
-    assert spans == [(0, 8, 0), (8, 20, 3)]
-    np.testing.assert_allclose(sequence.rollout_logprobs[:8], scored(old, sequence)[:8], atol=1e-5)
-    after = np.abs(sequence.rollout_logprobs[8:] - scored(new, sequence)[8:])
-    assert after.max() > 0.01 if reuse_kv else after.max() < 1e-5
-
-
 async def test_i6_new_weights_drop_the_prefix_cache_unless_told_to_keep_it() -> None:
     for reuse_kv in (False, True):
         stepped = Stepped(tiny_model(seed=0))
@@ -268,17 +227,6 @@ async def test_weights_that_do_not_fit_change_nothing(message: str) -> None:
     assert engine.policy_version == 0
     np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, before)
     await engine.close()
-
-
-@pytest.mark.parametrize("named", [lambda m: m.named_parameters(), lambda m: m.state_dict().items()])
-async def test_tied_weights_may_come_once_or_under_both_names(named: Any) -> None:
-    engine = TransformersEngine(tiny_model(seed=0))
-    await engine.update_weights(TensorSource(named(tiny_model(seed=1))), policy_version=1)
-    fresh = TransformersEngine(tiny_model(seed=1))
-    expected = await fresh.score(PROMPT_IDS)
-    np.testing.assert_array_equal((await engine.score(PROMPT_IDS)).logprobs, expected.logprobs)
-    await engine.close()
-    await fresh.close()
 
 
 def spell(ids: list[int]) -> str:

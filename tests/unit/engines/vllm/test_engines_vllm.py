@@ -67,15 +67,6 @@ def text_of() -> Any:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_sampled_logprobs_are_those_of_the_distribution(shared_vllm: Any, temperature: float) -> None:
-    model = await renew(shared_vllm, 1)
-    request = ask(n=3, max_tokens=30, temperature=temperature)
-    for sequence in (await shared_vllm.engine.sample(request)).sequences:
-        expected = logprobs_of(model, [*PROMPT_IDS, *sequence.completion_ids], temperature=temperature)[4:]
-        np.testing.assert_allclose(sequence.rollout_logprobs, expected, atol=1e-5)
-
-
 async def test_seeded_requests_whose_prompts_exceed_a_step_are_answered_as_alone(shared_vllm: Any) -> None:
     rng = np.random.default_rng(0)
     requests = [
@@ -90,53 +81,6 @@ async def test_seeded_requests_whose_prompts_exceed_a_step_are_answered_as_alone
     for number in (0, 29, 59):
         alone = await sample_one(shared_vllm.engine, requests[number])
         assert alone.completion_ids.tolist() == together[number].completion_ids.tolist()
-
-
-async def test_scores_are_those_of_the_temperature_of_each_call(shared_vllm: Any) -> None:
-    model = await renew(shared_vllm, 2)
-    ids = np.random.default_rng(0).integers(0, 64, 100).tolist()
-    temperatures = [0.3, 1.0, 0.7, 2.0, 1.0, 0.3]
-    calls = (shared_vllm.engine.score(token_ids(ids), temperature=t, num_top_logprobs=2) for t in temperatures)
-    for temperature, scored in zip(temperatures, await asyncio.gather(*calls), strict=True):
-        np.testing.assert_allclose(scored.logprobs, logprobs_of(model, ids, temperature=temperature), atol=2e-5)
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-async def test_new_weights_of_a_model_with_a_tied_head_are_exactly_those(shared_vllm: Any, seed: int) -> None:
-    model = await renew(shared_vllm, seed)
-    scored = await shared_vllm.engine.score(PROMPT_IDS)
-    np.testing.assert_allclose(scored.logprobs, logprobs_of(model, PROMPT_IDS.tolist()), atol=1e-5)
-
-
-async def test_i6_ids_after_an_update_are_sampled_as_if_the_new_weights_had_read_all_before(shared_vllm: Any) -> None:
-    from support.vllm_engines import tiny_vllm_model
-
-    old, new = await renew(shared_vllm, 5), tiny_vllm_model(6)
-    version = shared_vllm.engine.policy_version + 1
-    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
-    await asyncio.sleep(0.05)
-    await shared_vllm.engine.update_weights(TensorSource(new.named_parameters()), policy_version=version)
-    sequence = await running
-    assert [span.policy_version for span in sequence.version_spans] == [version - 1, version]
-    cut = sequence.version_spans[0].stop
-    ids = [*PROMPT_IDS, *sequence.completion_ids]
-    np.testing.assert_allclose(sequence.rollout_logprobs[:cut], logprobs_of(old, ids)[4:][:cut], atol=1e-5)
-    np.testing.assert_allclose(sequence.rollout_logprobs[cut:], logprobs_of(new, ids)[4:][cut:], atol=1e-5)
-
-
-async def test_kv_of_older_weights_is_kept_where_asked(shared_vllm: Any) -> None:
-    from support.vllm_engines import tiny_vllm_model
-
-    await renew(shared_vllm, 5)
-    new = tiny_vllm_model(6)
-    running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=200)))
-    await asyncio.sleep(0.05)
-    version = shared_vllm.engine.policy_version + 1
-    await shared_vllm.engine.update_weights(TensorSource(new.named_parameters()), policy_version=version, reuse_kv=True)
-    sequence = await running
-    cut = sequence.version_spans[0].stop
-    recomputed = logprobs_of(new, [*PROMPT_IDS, *sequence.completion_ids])[4:]
-    assert np.abs(sequence.rollout_logprobs - recomputed)[cut:].max() > 0.01
 
 
 async def test_a_paused_engine_stays_paused_over_an_update(shared_vllm: Any) -> None:
@@ -172,29 +116,6 @@ async def test_weights_that_are_not_the_models_are_refused_and_nothing_is_loaded
         await shared_vllm.engine.update_weights(TensorSource(weights.items()), policy_version=version + 1)
     assert shared_vllm.engine.policy_version == version
     assert (await shared_vllm.engine.score(PROMPT_IDS)).logprobs.tolist() == before.logprobs.tolist()
-
-
-async def test_the_tied_head_may_come_with_the_embedding(shared_vllm: Any) -> None:
-    from support.vllm_engines import tiny_vllm_model
-
-    model = tiny_vllm_model(9)
-    await shared_vllm.engine.update_weights(
-        TensorSource(model.state_dict().items()), policy_version=shared_vllm.engine.policy_version + 1
-    )
-    scored = await shared_vllm.engine.score(PROMPT_IDS)
-    np.testing.assert_allclose(scored.logprobs, logprobs_of(model, PROMPT_IDS.tolist()), atol=1e-5)
-
-
-async def test_a_seed_repeats_all_of_n_completions_which_differ(shared_vllm: Any) -> None:
-    runs = [await shared_vllm.engine.sample(ask(n=4, max_tokens=12, seed=11)) for _ in range(2)]
-    first, second = ([s.completion_ids.tolist() for s in run.sequences] for run in runs)
-    assert first == second
-    assert len({tuple(ids) for ids in first}) == 4
-
-
-async def test_requests_without_a_seed_differ(shared_vllm: Any) -> None:
-    results = await asyncio.gather(*(sample_one(shared_vllm.engine, ask(str(k), max_tokens=12)) for k in range(4)))
-    assert len({tuple(sequence.completion_ids) for sequence in results}) == 4
 
 
 async def test_the_ids_that_spell_a_stop_string_are_kept(shared_vllm: Any, text_of: Any) -> None:
