@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import Packing, Rendezvous
+from unbroken.transfer.packed import BufferPacking, Rendezvous
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
@@ -274,7 +274,7 @@ class WeightTransfer(Protocol):
     `engine.update_weights(await transfer.collect(), policy_version=...)`. Nothing is loaded before.
     """
 
-    async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+    async def open(self, rendezvous: Rendezvous, packing: BufferPacking) -> None:
         """Connect to a trainer, which has rank 0 and sends weights in this `packing`; closes an older connection first.
 
         Raises:
@@ -287,7 +287,7 @@ class WeightTransfer(Protocol):
         """Begin an update, and drop what an unfinished one has received. `SamplingError` without a trainer."""
         ...
 
-    async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], packing: BufferPacking | None = None) -> None:
         """Receive the next weights of the update, in this `packing` or that of `open`; returns when they are here.
 
         Empty `specs` repeat those of the last call: trainers of vLLM 0.33 send them for an equal update.

@@ -50,7 +50,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class BufferPacking:
     """How weights are put into chunks; the trainer and all workers must use the same."""
 
     packed: bool = False

@@ -24,7 +24,7 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import BUFFER_BYTES, Packing, Rendezvous
+from unbroken.transfer.packed import BUFFER_BYTES, BufferPacking, Rendezvous
 
 router = Routes(Access.ADMIN)
 _Size = Annotated[int, Field(ge=0, lt=2**40)]
@@ -96,7 +96,7 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
             transport=Transport.NCCL if device == "cuda" else Transport.GLOO,
             **timeouts,
         ),
-        Packing(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes),
+        BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes),
     )
     return json_response({"message": "the workers are connected to the trainer"})
 
@@ -124,7 +124,7 @@ async def update_weights(body: TransferBody, request: Request) -> Response:
         TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
     ]
-    own = None if info.packed is None else Packing(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
+    own = None if info.packed is None else BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
     await transfer.receive(specs, own)
     return json_response({"message": "the workers have the weights"})
 

@@ -44,7 +44,7 @@ class ComparedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparedGroups:
     """The groups of one process and their advantages."""
 
     groups: Sequence[ComparedGroup]
@@ -65,7 +65,7 @@ def get_min_group_size(advantages: Advantages) -> int:
 
 def compute_advantages(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: Advantages, processes: Processes = ALONE
-) -> Comparison:
+) -> ComparedGroups:
     """The groups that `compare` returns, and their members' advantages.
 
     `StepAdvantages` wait for the other processes. If `compare` fails in one, the error is raised there, and a
@@ -84,7 +84,7 @@ def compute_advantages(
         values = [_compute_turns(group, advantages) for group in compared]
     else:
         values = [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
-    return Comparison(groups=compared, advantages=values)
+    return ComparedGroups(groups=compared, advantages=values)
 
 
 def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
@@ -97,7 +97,7 @@ def get_turn_rewards(member: Trajectory, reward: float) -> TurnRewards:
 
 def _compute_over_step(
     compare: Callable[[], Sequence[ComparedGroup]], advantages: StepAdvantages, processes: Processes
-) -> Comparison:
+) -> ComparedGroups:
     compared: Sequence[ComparedGroup] = ()
     failure: Exception | None = None
     try:
@@ -119,7 +119,7 @@ def _compute_over_step(
         )
     mine = [values for (process, _), values in zip(groups, returned, strict=True) if process == processes.index]
     checked = [_check(values, group.rewards).tolist() for values, group in zip(mine, compared, strict=True)]
-    return Comparison(groups=compared, advantages=checked)
+    return ComparedGroups(groups=compared, advantages=checked)
 
 
 def _check_turns(groups: Sequence[ComparedGroup]) -> None:

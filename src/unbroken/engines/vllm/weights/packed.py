@@ -21,7 +21,7 @@ from unbroken.engines.vllm.weights.staged import StagedReceiver, StagedSource, S
 from unbroken.errors import SamplingError, UnbrokenError, WeightsError
 from unbroken.transfer.announcement import Transport
 from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import Packing, Rendezvous, unpack
+from unbroken.transfer.packed import BufferPacking, Rendezvous, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class PackedReceiver(StagedReceiver):
         if self._group is None:
             raise WeightsError("this worker is in no group")
         try:
-            for specs in Packing(**packing).split([TensorSpec.from_object(fields) for fields in tensors]):
+            for specs in BufferPacking(**packing).split([TensorSpec.from_object(fields) for fields in tensors]):
                 chunk = self._group.receive(sum(spec.num_bytes for spec in specs))
                 if keep:
                     self._weights.update(unpack(self._stage(chunk), specs))
@@ -96,13 +96,13 @@ class WorkerTransfer(StagedTransfer):
     def __init__(self, workers: Workers) -> None:
         super().__init__(workers)
         self._state = _State.CLOSED
-        self._packing = Packing()
+        self._packing = BufferPacking()
         self._last_specs: tuple[TensorSpec, ...] = ()
         """What the last call of `receive` from this trainer was about."""
         self._lock = asyncio.Lock()
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+    async def open(self, rendezvous: Rendezvous, packing: BufferPacking) -> None:
         """See `WeightTransfer`."""
         self._workers.check_awake()
         last = rendezvous.first_rank + self._workers.number
@@ -118,7 +118,7 @@ class WorkerTransfer(StagedTransfer):
         self._workers.check_awake()
         await self._run_to_end(self._start())
 
-    async def receive(self, specs: Sequence[TensorSpec], packing: Packing | None = None) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], packing: BufferPacking | None = None) -> None:
         """See `WeightTransfer`."""
         self._workers.check_awake()
         await self._run_to_end(self._receive(specs, packing))
@@ -135,7 +135,7 @@ class WorkerTransfer(StagedTransfer):
         if self._state is _State.UPDATING:
             await self._run_to_end(self._fail(reason))
 
-    async def _open(self, rendezvous: Rendezvous, packing: Packing) -> None:
+    async def _open(self, rendezvous: Rendezvous, packing: BufferPacking) -> None:
         self._specs, self._state, self._error, self._last_specs = {}, _State.CLOSED, None, ()
         fields = {**asdict(rendezvous), "transport": rendezvous.transport.value}
         await self._call("open", fields)
@@ -147,7 +147,7 @@ class WorkerTransfer(StagedTransfer):
         await self._call("drop")
         self._specs, self._state, self._error = {}, _State.UPDATING, None
 
-    async def _receive(self, specs: Sequence[TensorSpec], packing: Packing | None) -> None:
+    async def _receive(self, specs: Sequence[TensorSpec], packing: BufferPacking | None) -> None:
         if self._state is _State.CLOSED:
             raise self._no_group()
         specs = self._last_specs = tuple(specs) or self._last_specs

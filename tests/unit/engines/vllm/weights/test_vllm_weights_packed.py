@@ -13,7 +13,7 @@ import pytest
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from unbroken.engines.base import TransferEngine
 from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import Packing, unpack
+from unbroken.transfer.packed import BufferPacking, unpack
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
@@ -270,7 +270,7 @@ async def test_packed_weights_are_cut_as_vllm_cuts_them(buffer_bytes: int) -> No
         for name, tensor in tensors.items()
     ]
     sent = iter(list(tensors.items()))
-    for chunk in Packing(packed=True, buffer_bytes=buffer_bytes).split(specs):
+    for chunk in BufferPacking(packed=True, buffer_bytes=buffer_bytes).split(specs):
         packed = pack_tensors(sent, lambda item: item[1], buffer_bytes)
         assert packed is not None
         assert packed.names == [spec.name for spec in chunk]
