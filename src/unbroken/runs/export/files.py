@@ -89,14 +89,14 @@ def _make_card(folder: Path, info: ModelInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def create_repository(name: str, *, private: bool, api: Any = None) -> None:
+def create_repository(name: str, *, private: bool) -> None:
     """Make sure that there is a repository that this machine's token may write to, before hours of training.
 
     Raises:
         ExportError: the name is wrong, there is no token, it has no right to it, or the hub does not answer.
     """
     try:
-        (api or HfApi()).create_repo(name, private=private, exist_ok=True)
+        HfApi().create_repo(name, private=private, exist_ok=True)
     except Exception as error:  # huggingface_hub documents many, and HTTP's in addition to its own
         raise ExportError(
             f"push_to_hub must be a repository that you may write to, got {name!r}: {_first_line(error)}. "
@@ -104,16 +104,14 @@ def create_repository(name: str, *, private: bool, api: Any = None) -> None:
         ) from error
 
 
-def upload(folder: Path, name: str, *, message: str, api: Any = None) -> str:
+def upload(folder: Path, name: str, *, message: str) -> str:
     """Upload a folder in one commit, and return its address. `unbroken.json` stays: it has paths of this machine.
 
     Raises:
         ExportError: it cannot be uploaded; the folder stays.
     """
     try:
-        commit = (api or HfApi()).upload_folder(
-            repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=[INFO]
-        )
+        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=[INFO])
     except Exception as error:
         raise ExportError(
             f"the model in {folder} cannot be sent to the repository {name!r}: {_first_line(error)}. The folder is "
