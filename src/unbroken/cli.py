@@ -92,7 +92,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     sessions = read_session_options(arguments)
     try:
         from unbroken.gateway.serve import serve_with_sessions
-        from unbroken.server.serve import serve
+        from unbroken.server.process import serve
     except ModuleNotFoundError as error:
         raise missing_extra(error, "serving needs the serve extra", "serve") from error
     return serve(options) if sessions is None else serve_with_sessions(options, sessions)

@@ -1,4 +1,4 @@
-"""Fixtures of the engine's contract: each test runs over every engine."""
+"""Fixtures of the engine's contract: each test runs over every engine, if marked over those of one kind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from support.engine_subjects import VOCAB_SIZE, Subject, embedded, on_vllm, scripted
+from support.engine_subjects import SUBJECTS, VOCAB_SIZE, Subject, on_vllm, scripted
 from support.servers import listening, make_app
 from support.stock_server import StockServer, make_vllm_app
 from unbroken.engines.http import HttpEngine
-
-
-@pytest.fixture
-def scripted_subject() -> Subject:
-    return scripted()
-
-
-@pytest.fixture
-def embedded_subject() -> Subject:
-    return embedded()
 
 
 @pytest.fixture
@@ -62,19 +52,10 @@ async def connected(behind: Subject, app: Any) -> AsyncIterator[Subject]:
         await engine.close()
 
 
-@pytest.fixture(
-    params=[
-        "scripted_subject",
-        "embedded_subject",
-        "vllm_subject",
-        "server_subject",
-        "stock_subject",
-        "stock_vllm_subject",
-    ]
-)
-def sampler(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=[*SUBJECTS, "vllm_subject", "server_subject", "stock_subject", "stock_vllm_subject"])
+def sampler(request: pytest.FixtureRequest) -> Subject:
     """Whatever samples: an engine here, or a server."""
-    return request.getfixturevalue(request.param)
+    return _make(request)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -85,9 +66,9 @@ async def fresh_vllm_subject(tmp_path: Path) -> Subject:
     return on_vllm(await start_engine(tmp_path))
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", "vllm_subject"])
-def any_subject(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(params=[*SUBJECTS, "vllm_subject"])
+def any_subject(request: pytest.FixtureRequest) -> Subject:
+    return _make(request)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -101,7 +82,19 @@ async def subject(any_subject: Subject, request: pytest.FixtureRequest) -> Async
         await any_subject.engine.close()
 
 
-@pytest.fixture(params=["scripted_subject", "embedded_subject", "fresh_vllm_subject"])
-def own_subject(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=[*SUBJECTS, "fresh_vllm_subject"])
+def own_subject(request: pytest.FixtureRequest) -> Subject:
     """An engine of the test's own, which it closes."""
-    return request.getfixturevalue(request.param)
+    return _make(request)
+
+
+def _make(request: pytest.FixtureRequest) -> Subject:
+    """Make an engine, or skip a test that is for a kind of engine that it is not."""
+    subject: Subject = (
+        SUBJECTS[request.param]() if request.param in SUBJECTS else request.getfixturevalue(request.param)
+    )
+    for marker in request.node.iter_markers("engine"):
+        kind = marker.kwargs["kind"]
+        if not isinstance(subject.engine, kind):
+            pytest.skip(f"{type(subject.engine).__name__} is no {kind.__name__}")
+    return subject

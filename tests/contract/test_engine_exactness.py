@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, sample_one
+from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, embedded, sample_one
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import token_ids
 
@@ -17,10 +17,10 @@ from unbroken.types import token_ids
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.fixture(params=["embedded_subject", "vllm_subject"])
+@pytest.fixture(params=["embedded", "vllm_subject"])
 def any_subject(request: pytest.FixtureRequest) -> Any:
     """Those with a model."""
-    return request.getfixturevalue(request.param)
+    return embedded() if request.param == "embedded" else request.getfixturevalue(request.param)
 
 
 async def renew(subject: Subject, seed: int, **options: Any) -> Any:

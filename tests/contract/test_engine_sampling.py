@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.engine_subjects import CONTEXT_LENGTH, PROMPT_IDS, VOCAB_SIZE, Subject, ask, sample_one
-from unbroken.engines.base import Engine
+from unbroken.engines.base import Engine, PausableEngine, StreamingEngine
 from unbroken.errors import ContextOverflowError, SamplingError
 from unbroken.types import FinishReason, SampleChunk, token_ids
 
@@ -21,7 +21,6 @@ async def test_it_is_an_engine(sampler: Subject) -> None:
     assert isinstance(sampler.engine, Engine)
     assert sampler.engine.context_length == CONTEXT_LENGTH
     assert sampler.engine.vocab_size >= VOCAB_SIZE
-    assert sampler.engine.world_size == 1
 
 
 async def test_i2_every_sampled_id_has_a_finite_logprob_and_a_version(sampler: Subject) -> None:
@@ -91,6 +90,7 @@ async def test_the_temperature_of_the_logprobs_is_reported(sampler: Subject) -> 
     assert (await sample_one(sampler, ask("b", max_tokens=2, temperature=0))).temperature == 1.0
 
 
+@pytest.mark.engine(kind=StreamingEngine)
 async def test_chunks_of_a_stream_join_to_what_sample_returns(sampler: Subject) -> None:
     request = ask(n=3, max_tokens=9, num_top_logprobs=2)
     whole = await sampler.engine.sample(request)
@@ -107,6 +107,7 @@ async def test_chunks_of_a_stream_join_to_what_sample_returns(sampler: Subject) 
         assert joined.top_logprobs.token_ids.shape == (9, 2)
 
 
+@pytest.mark.engine(kind=StreamingEngine)
 async def test_a_stream_brings_ids_before_it_ends(sampler: Subject) -> None:
     stream = sampler.engine.stream(ask(max_tokens=200))
     first = await anext(stream)
@@ -115,6 +116,7 @@ async def test_a_stream_brings_ids_before_it_ends(sampler: Subject) -> None:
     await stream.aclose()
 
 
+@pytest.mark.engine(kind=StreamingEngine)
 async def test_a_stream_refuses_what_sample_refuses(sampler: Subject) -> None:
     with pytest.raises(ContextOverflowError):
         await anext(sampler.engine.stream(ask(prompt_ids=np.ones(CONTEXT_LENGTH, dtype=np.int32))))
@@ -135,6 +137,7 @@ async def test_top_logprobs_are_the_most_likely_ids_first(sampler: Subject) -> N
     assert (await sample_one(sampler, ask("b", max_tokens=2))).top_logprobs is None
 
 
+@pytest.mark.engine(kind=PausableEngine)
 async def test_forgetting_the_prefix_cache_changes_no_completion(subject: Subject) -> None:
     first = await sample_one(subject, ask("a", max_tokens=10))
     await subject.engine.reset_prefix_cache()

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from support.engine_subjects import CONTEXT_LENGTH, PROMPT_IDS, VOCAB_SIZE, Subject
+from unbroken.engines.base import ScoringEngine
 from unbroken.errors import SamplingError
 from unbroken.types import token_ids
 
 # One loop for all, because the one vLLM engine of a session lives in it.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.engine(kind=ScoringEngine)]
 
 
 async def test_score_gives_one_logprob_for_each_id_after_the_first(sampler: Subject) -> None:

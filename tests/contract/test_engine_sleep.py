@@ -14,7 +14,7 @@ from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason
 
 # One loop for all, because the one vLLM engine of a session lives in it.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.engine(kind=SleepingEngine)]
 
 
 async def test_an_engine_falls_asleep_when_its_requests_have_finished_and_answers_none_until_new_weights(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from support.engine_subjects import Subject, ask, sample_one
+from unbroken.engines.base import UpdatableEngine
 from unbroken.errors import SamplingError
 from unbroken.transfer.sources import TensorSource, WeightSource
 from unbroken.types import InFlight
 
 # One loop for all, because the one vLLM engine of a session lives in it.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.engine(kind=UpdatableEngine)]
 
 
 async def test_i6_weights_that_change_in_mid_sequence_split_its_versions(subject: Subject) -> None:

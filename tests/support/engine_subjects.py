@@ -61,6 +61,10 @@ def embedded() -> Subject:
     )
 
 
+SUBJECTS = {"scripted": scripted, "embedded": embedded}
+"""Engines that a test makes in its own process."""
+
+
 def on_vllm(engine: Any) -> Subject:
     """vLLM samples in other processes: ids are counted when their step is known here."""
     from support.vllm_engines import tiny_vllm_model

@@ -13,7 +13,7 @@ import unbroken.engines.http
 import unbroken.engines.transformers
 import unbroken.runs.recipe
 import unbroken.runs.stages
-import unbroken.server.serve
+import unbroken.server.process
 import unbroken.weights.disk  # noqa: F401
 
 torch.set_num_threads(1)

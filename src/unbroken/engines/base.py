@@ -1,11 +1,18 @@
-"""The Engine protocol: ids in, ids and their logprobs out.
+"""The Engine protocol: ids in, ids and their logprobs out. Nothing here knows text.
 
-Every implementation passes `tests/contract/test_engine_*.py`. Nothing here knows text.
+`Engine` is what every engine does. What only some do are protocols of their own, found by `isinstance`:
+
+    StreamingEngine  ScoringEngine  AdapterEngine       streams, scores, loads adapters
+    PausableEngine ── UpdatableEngine ── SleepingEngine  pauses, takes new weights, gives its memory back
+                                     └── CommunicatorEngine, TransferEngine: further ways in which weights come
+
+Every implementation passes `tests/contract/test_engine_*.py`, which skip what an engine is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -28,7 +35,7 @@ from unbroken.types import (
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples from one policy. All methods may be called concurrently from one event loop."""
+    """Samples from one policy: what every engine does. All methods may be called concurrently from one event loop."""
 
     @property
     def context_length(self) -> int:
@@ -55,20 +62,6 @@ class Engine(Protocol):
         """The version of the weights in use; 0 before the first update (I6)."""
         ...
 
-    @property
-    def world_size(self) -> int:
-        """Number of workers that hold the weights or a part of them."""
-        ...
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """The kinds of source that `update_weights` takes."""
-        ...
-
-    async def weight_placement(self) -> WeightPlacement:
-        """Return dtype and devices of the weights, for a sender of new ones."""
-        ...
-
     async def check_health(self) -> None:
         """Return at once; raises `EngineError` if the engine is closed or has failed."""
         ...
@@ -87,6 +80,19 @@ class Engine(Protocol):
         """
         ...
 
+    async def abort(self, request_id: str) -> None:
+        """End a request: its call returns what was sampled so far, with ABORT. Unknown ids are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Abort all requests and free the model. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that gives ids as they are sampled. Use `stream_request`, which takes any engine."""
+
     def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
 
@@ -94,6 +100,11 @@ class Engine(Protocol):
         prompt (I3), which callers of `sample` check themselves.
         """
         ...
+
+
+@runtime_checkable
+class ScoringEngine(Engine, Protocol):
+    """An engine that computes the logprobs of given ids."""
 
     async def score(
         self,
@@ -109,9 +120,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its call returns what was sampled so far, with ABORT. Unknown ids are ignored."""
-        ...
+
+@runtime_checkable
+class PausableEngine(Engine, Protocol):
+    """An engine whose requests can wait, and whose cache can be dropped."""
 
     async def pause(self) -> None:
         """Stop sampling after the current step; requests wait and keep what they have. Idempotent."""
@@ -119,6 +131,29 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Continue after `pause`."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop the KV of finished requests."""
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(PausableEngine, Protocol):
+    """An engine whose weights are replaced while it runs, as training needs it."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that hold the weights or a part of them."""
+        ...
+
+    @property
+    def weight_sources(self) -> Collection[type[WeightSource]]:
+        """The kinds of source that `update_weights` takes."""
+        ...
+
+    async def weight_placement(self) -> WeightPlacement:
+        """Return dtype and devices of the weights, for a sender of new ones."""
         ...
 
     async def update_weights(
@@ -146,17 +181,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop the KV of finished requests."""
-        ...
-
-    async def close(self) -> None:
-        """Abort all requests and free the model. Idempotent."""
-        ...
-
 
 @runtime_checkable
-class SleepingEngine(Engine, Protocol):
+class SleepingEngine(UpdatableEngine, Protocol):
     """An engine that gives the accelerator's memory to a trainer while the trainer makes a step.
 
         awake at version 3 ── sleep() ──► asleep ── update_weights(..., policy_version=4) ──► awake at version 4
@@ -211,7 +238,7 @@ class AdapterEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class CommunicatorEngine(Engine, Protocol):
+class CommunicatorEngine(UpdatableEngine, Protocol):
     """An engine that receives weights parameter by parameter, as TRL's client sends them."""
 
     @property
@@ -258,7 +285,7 @@ class ParameterCommunicator(Protocol):
 
 
 @runtime_checkable
-class TransferEngine(Engine, Protocol):
+class TransferEngine(UpdatableEngine, Protocol):
     """An engine that receives weights by vLLM's packed broadcast, as TRL sends them since 1.11."""
 
     @property
@@ -308,3 +335,16 @@ class WeightTransfer(Protocol):
     async def cancel(self, reason: str) -> None:
         """End an update that cannot be loaded; `reason` is in the errors of its further calls."""
         ...
+
+
+async def stream_request(engine: Engine, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+    """Stream the completions of any engine: of one that does not stream, each as one chunk. As `StreamingEngine`."""
+    if isinstance(engine, StreamingEngine):
+        async with aclosing(engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    result = await engine.sample(request)
+    result.check_answers(request)
+    for index, sequence in enumerate(result.sequences):
+        yield SampleChunk.from_sequence(index, sequence)

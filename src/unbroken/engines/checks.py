@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 
-from unbroken.errors import ContextOverflowError, EngineError, SamplingError
+from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
+from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, SamplingError
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 
@@ -130,3 +131,24 @@ def check_not_paused(paused: bool) -> None:
     """Raise `EngineError` if an engine that is to sleep is paused: its requests would never finish."""
     if paused:
         raise EngineError("a paused engine does not sleep: resume it, and its requests can finish first")
+
+
+def require_scoring(engine: Engine) -> ScoringEngine:
+    """The engine, if it scores; otherwise `InvalidInputError`."""
+    if not isinstance(engine, ScoringEngine):
+        raise InvalidInputError(f"{type(engine).__name__} cannot score given ids")
+    return engine
+
+
+def require_pausable(engine: Engine) -> PausableEngine:
+    """The engine, if it can be paused; otherwise `InvalidInputError`."""
+    if not isinstance(engine, PausableEngine):
+        raise InvalidInputError(f"{type(engine).__name__} cannot pause, and has no cache to drop")
+    return engine
+
+
+def require_updatable(engine: Engine) -> UpdatableEngine:
+    """The engine, if it takes new weights; otherwise `InvalidInputError`."""
+    if not isinstance(engine, UpdatableEngine):
+        raise InvalidInputError(f"{type(engine).__name__} takes no new weights")
+    return engine

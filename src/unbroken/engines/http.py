@@ -23,18 +23,14 @@ from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
 from unbroken.engines.http_servers import EngineServer, ServerAccess, open_server
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
-from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
-    InFlight,
     SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
     ScoredSequence,
     TokenIds,
-    WeightPlacement,
-    WeightReceipt,
 )
 
 _HEALTH_POLL_S = 1.0
@@ -53,7 +49,6 @@ class HttpEngine:
 
     takes_structured_output = True
     """Its servers decide."""
-    weight_sources = ()
 
     def __init__(
         self,
@@ -61,7 +56,6 @@ class HttpEngine:
         *,
         context_length: int,
         vocab_size: int,
-        world_size: int,
         policy_version: int,
         takes_images: bool = False,
         adapters: Sequence[str] = (),
@@ -69,8 +63,6 @@ class HttpEngine:
         self._clients = list(clients)
         self.context_length = context_length
         self.vocab_size = vocab_size
-        self.world_size = world_size
-        """Of all servers together, when they were connected."""
         self._policy_version = policy_version
         self._required_version = 0
         self.followers: list[Callable[[int], None]] = []
@@ -126,7 +118,6 @@ class HttpEngine:
             clients,
             context_length=found[0].context_length,
             vocab_size=found[0].vocab_size,
-            world_size=sum(facts.world_size for facts in found),
             policy_version=max(facts.policy_version for facts in found),
             takes_images=found[0].takes_images,
             adapters=found[0].adapters,
@@ -136,10 +127,6 @@ class HttpEngine:
     def policy_version(self) -> int:
         """See `Engine`: the newest version in an answer so far."""
         return self._policy_version
-
-    async def weight_placement(self) -> WeightPlacement:
-        """See `Engine`; unknown here, because each server has its own."""
-        return WeightPlacement(dtype=None, device="cpu")
 
     def require_version(self, policy_version: int) -> None:
         """See `RequiresVersion`."""
@@ -241,17 +228,6 @@ class HttpEngine:
         """See `Engine`: all servers."""
         self._check_open()
         await asyncio.gather(*(client.resume() for client in self._clients))
-
-    async def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        policy_version: int,
-        reuse_kv: bool = False,
-        in_flight: InFlight = InFlight.PAUSE,
-    ) -> WeightReceipt:
-        """Refused: a publisher sends weights to the servers."""
-        raise EngineError("an HttpEngine takes no weights: publish them to its servers")
 
     async def reset_prefix_cache(self) -> None:
         """See `Engine`: all servers."""

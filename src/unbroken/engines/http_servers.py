@@ -113,7 +113,6 @@ class ServerFacts:
     takes_images: bool
     adapters: tuple[str, ...]
     policy_version: int = 0
-    world_size: int = 1
 
 
 async def open_server(
@@ -133,7 +132,6 @@ async def open_server(
             models,
             vocab_size=models[0]["vocab_size"],
             policy_version=await client.policy_version(),
-            world_size=await client.world_size(),
         )
         return client, facts
     if vocab_size is None:

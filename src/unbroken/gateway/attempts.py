@@ -123,7 +123,7 @@ class PendingTurn:
         (result,) = await self._service.sample([self.request])
         for index, sequence in enumerate(result.sequences):
             _check_complete(sequence.finish_reason)
-            await self._end_completion(to_chunk(index, sequence), sequence)
+            await self._end_completion(SampleChunk.from_sequence(index, sequence), sequence)
 
     async def _sample_streamed(self) -> None:
         parts: list[list[SampleChunk]] = [[] for _ in range(self.request.n)]
@@ -169,18 +169,6 @@ class PendingTurn:
         if work.cancelled():
             raise HttpError(503, "the turn was aborted: ask again", code="aborted", headers={"Retry-After": "1"})
         work.result()
-
-
-def to_chunk(index: int, sequence: SampledSequence) -> SampleChunk:
-    """A whole completion as one chunk."""
-    return SampleChunk(
-        index=index,
-        completion_ids=sequence.completion_ids,
-        rollout_logprobs=sequence.rollout_logprobs,
-        top_logprobs=sequence.top_logprobs,
-        finish_reason=sequence.finish_reason,
-        version_spans=sequence.version_spans,
-    )
 
 
 def _check_complete(reason: FinishReason) -> None:
@@ -288,4 +276,4 @@ class RecordedAnswer:
     async def stream(self) -> AsyncGenerator[SampleChunk]:
         """See `OpenTurn`."""
         for index, sequence in enumerate(self.sequences):
-            yield to_chunk(index, sequence)
+            yield SampleChunk.from_sequence(index, sequence)

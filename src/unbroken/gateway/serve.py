@@ -28,8 +28,7 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
 from unbroken.server.options import AppOptions, ServeOptions
-from unbroken.server.process import run_server
-from unbroken.server.serve import serve
+from unbroken.server.process import run_server, serve
 
 T = TypeVar("T", bound=AppOptions)
 

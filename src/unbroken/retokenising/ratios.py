@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine
+from unbroken.engines.checks import require_scoring
 from unbroken.retokenising.changes import Gap
 from unbroken.retokenising.comparison import Comparison
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
@@ -39,12 +40,12 @@ class Ratios:
 
 async def score_rollouts(rollouts: Sequence[Comparison], engine: Engine, *, temperature: float = 1.0) -> Ratios:
     """Score all rollouts in both forms. Raises as `Engine.score` does."""
-    limit = asyncio.Semaphore(_MAX_SCORING)
+    limit, scoring = asyncio.Semaphore(_MAX_SCORING), require_scoring(engine)
 
     async def score(ids: TokenIds) -> NDArray[Any]:
         """[T] with NaN for the first id, which nothing predicts."""
         async with limit:
-            scored = await engine.score(ids, temperature=temperature)
+            scored = await scoring.score(ids, temperature=temperature)
         return np.concatenate([[np.nan], scored.logprobs]).astype(np.float64)
 
     fitting = [one for one in rollouts if len(one.retokenised_ids) <= engine.context_length]

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.docstrings import first_paragraph, read_field_docs
+from unbroken.engines.registry import ENGINES
 from unbroken.errors import InvalidInputError
 from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 
-ENGINES = ("auto", "vllm", "transformers")
+_ENGINE_NAMES = ("auto", *ENGINES)
 _UNCHANGED = ("renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
 """Fields of `AppOptions` that are options as they are parsed."""
 _EPILOG = """\
@@ -80,8 +81,8 @@ class ServeOptions(AppOptions):
 
     def __post_init__(self) -> None:
         AppOptions.__post_init__(self)
-        if self.engine not in ENGINES:
-            raise InvalidInputError(f"--engine must be one of {list(ENGINES)}, got {self.engine!r}")
+        if self.engine not in _ENGINE_NAMES:
+            raise InvalidInputError(f"--engine must be one of {list(_ENGINE_NAMES)}, got {self.engine!r}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = OptionGroup(parser, "model and engine", ServeOptions)
     model.add("model", default=None, required=True, metavar="MODEL")
     model.add("tokenizer", metavar="TOKENIZER")
-    model.add("engine", choices=ENGINES)
+    model.add("engine", choices=_ENGINE_NAMES)
     model.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
     OptionGroup(parser, "weights", ServerConfig).add("weights_dir", type=Path, metavar="FOLDER")
     add_app_arguments(parser)

@@ -1,4 +1,4 @@
-"""Runs an application as a server: until a signal, for the commands, or beside a trainer in its event loop."""
+"""Runs an application as a server: until a signal, for `unbroken serve` and `gateway`, or in a trainer's event loop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
+from unbroken.engines.registry import EngineOptions, open_engine
 from unbroken.errors import InvalidInputError, ServerError
 from unbroken.images.decoder import ImageLimits
 from unbroken.images.loader import ImageLoader
@@ -25,11 +26,11 @@ from unbroken.images.processor import ImageInputs, ImageProcessor, load_image_pr
 from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.loader import load_tokenizer
-from unbroken.server.app import make_image_limits
+from unbroken.server.app import create_app, make_image_limits
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
-from unbroken.server.options import AppOptions, name_option
+from unbroken.server.options import AppOptions, ServeOptions, name_option
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -58,6 +59,39 @@ class MakeApp(Protocol):
     ) -> FastAPI:
         """See `create_app`."""
         ...
+
+
+def serve(options: ServeOptions, *, make_app: MakeApp = create_app, note: str = "") -> int:
+    """Serve until SIGINT or SIGTERM, then give requests in flight `drain_s` to finish. Returns the exit status.
+
+    `make_app` makes the application, by default one without sessions; `note` is printed when it serves.
+    """
+
+    async def start(codec: TextCodec, processor: ImageProcessor | None, image_limits: ImageLimits) -> Engine:
+        return await open_engine(
+            options.engine,
+            EngineOptions(
+                model=options.model,
+                tokenizer=options.tokenizer,
+                adapters=options.adapters,
+                words=options.engine_options,
+                decode=codec.decode,
+                image_processor=processor,
+                image_limits=image_limits,
+                max_top_logprobs=options.config.limits.max_top_logprobs,
+            ),
+        )
+
+    return asyncio.run(
+        run_server(
+            options,
+            model=options.model,
+            tokenizer=options.tokenizer or options.model,
+            start_engine=start,
+            make_app=make_app,
+            note=note,
+        )
+    )
 
 
 async def run_server(

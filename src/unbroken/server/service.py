@@ -9,8 +9,8 @@ from enum import StrEnum
 from uuid import uuid4
 
 from unbroken.counters import Event
-from unbroken.engines.base import Engine
-from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs
+from unbroken.engines.base import Engine, stream_request
+from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, require_pausable, require_scoring
 from unbroken.errors import InvalidInputError
 from unbroken.server.concurrency import merge_streams, run_all
 from unbroken.server.config import ServerLimits
@@ -98,14 +98,14 @@ class Admission:
         earlier, self._paused = self._paused, mode
         try:
             if mode is PauseMode.KEEP:
-                await self._engine.pause()
+                await require_pausable(self._engine).pause()
                 return
             if earlier is PauseMode.KEEP:
-                await self._engine.resume()
+                await require_pausable(self._engine).resume()
                 earlier = None
             await self._wait_until_idle()
             if clear_cache and self._refuses:
-                await self._engine.reset_prefix_cache()
+                await require_pausable(self._engine).reset_prefix_cache()
         except Exception:
             if self._paused is mode:  # and nobody has resumed or paused since
                 self._paused = earlier
@@ -122,7 +122,7 @@ class Admission:
     async def resume(self) -> None:
         """End the pause. ABORT and WAIT pause nothing but the queue; otherwise the engine is asked."""
         if not self._refuses:
-            await self._engine.resume()
+            await require_pausable(self._engine).resume()
         self._paused = None
 
     async def abort(self, names: Collection[str] | None = None) -> int:
@@ -279,7 +279,7 @@ class SamplingService:
         The engine checks its prompts itself (I3).
         """
         with self._admit(requests):
-            streams = [self.engine.stream(request) for request in requests]
+            streams = [stream_request(self.engine, request) for request in requests]
             async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merge_streams(streams)) as chunks:
                 async for index, chunk in chunks:
                     self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
@@ -291,7 +291,7 @@ class SamplingService:
         """Compute the logprobs of given sequences. Raises as `sample` does."""
         self.check_size(len(sequences), 1)
         self._check_num_top_logprobs(num_top_logprobs)
-        engine = self.engine
+        engine = require_scoring(self.engine)
         for index, sequence in enumerate(sequences):
             try:
                 check_scorable(

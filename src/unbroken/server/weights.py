@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unbroken.engines.base import Engine
-from unbroken.engines.checks import check_version_rises
+from unbroken.engines.checks import check_version_rises, require_updatable
 from unbroken.server.http.errors import HttpError
 from unbroken.transfer.announcement import Announcement
 from unbroken.transfer.files import FileSource
@@ -34,10 +34,11 @@ class WeightLoader:
 
     async def state(self) -> dict[str, Any]:
         """Return what a trainer must know to send weights."""
-        placement = await self._engine.weight_placement()
+        engine = require_updatable(self._engine)
+        placement = await engine.weight_placement()
         return {
-            "policy_version": self._engine.policy_version,
-            "world_size": self._engine.world_size,
+            "policy_version": engine.policy_version,
+            "world_size": engine.world_size,
             "dtype": placement.dtype,
             "device": placement.device,
             "gpu_uuids": list(placement.gpu_uuids),
@@ -89,7 +90,7 @@ class WeightLoader:
                 _check_same(files, digest)
                 return False
             await asyncio.to_thread(files.verify)
-            await self._engine.update_weights(
+            await require_updatable(self._engine).update_weights(
                 FileSource(files.folder), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
             self._loaded = policy_version, files.digest
@@ -97,16 +98,17 @@ class WeightLoader:
 
     async def _receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
         async with self._lock:
-            check_version_rises(announcement.policy_version, current=self._engine.policy_version)
+            engine = require_updatable(self._engine)
+            check_version_rises(announcement.policy_version, current=engine.policy_version)
             meeting = announcement.meeting
-            if meeting.first_rank + self._engine.world_size > meeting.world_size:
+            if meeting.first_rank + engine.world_size > meeting.world_size:
                 raise HttpError(
                     400,
                     f"meeting.world_size must count the trainer and all workers, got {meeting.world_size} with "
-                    f"first_rank {meeting.first_rank} for a server of {self._engine.world_size}",
+                    f"first_rank {meeting.first_rank} for a server of {engine.world_size}",
                     param="meeting.world_size",
                 )
-            receipt = await self._engine.update_weights(
+            receipt = await engine.update_weights(
                 announcement, policy_version=announcement.policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
             assert receipt.digest is not None

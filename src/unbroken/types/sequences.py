@@ -205,6 +205,20 @@ class SampleChunk:
         )
 
     @staticmethod
+    def from_sequence(index: int, sequence: SampledSequence) -> SampleChunk:
+        """A whole completion as one chunk."""
+        return SampleChunk(
+            index=index,
+            completion_ids=sequence.completion_ids,
+            rollout_logprobs=sequence.rollout_logprobs,
+            top_logprobs=sequence.top_logprobs,
+            finish_reason=sequence.finish_reason,
+            version_spans=sequence.version_spans,
+            routed_experts=sequence.routed_experts,
+            queue_s=sequence.queue_s,
+        )
+
+    @staticmethod
     def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
         """Join all chunks of a completion, in order."""
         last = chunks[-1]

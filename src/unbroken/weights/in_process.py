@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from unbroken.engines.base import Engine
+from unbroken.engines.checks import require_updatable
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
@@ -19,8 +20,8 @@ class InProcessPublisher:
     """Publishes to one engine of this process, which has its own copy of the model."""
 
     def __init__(self, engine: Engine, *, in_flight: InFlight = InFlight.PAUSE, reuse_kv: bool = False) -> None:
-        """`reuse_kv` keeps keys and values of older weights."""
-        self._engine = engine
+        """`reuse_kv` keeps keys and values of older weights. `InvalidInputError` if the engine takes no new weights."""
+        self._engine = require_updatable(engine)
         self._reuse_kv = reuse_kv
         self._in_flight = in_flight
 

@@ -15,6 +15,7 @@ from unbroken.engines.scripted import ScriptedReply
 from unbroken.errors import (
     ContextOverflowError,
     EngineError,
+    InvalidInputError,
     SamplingError,
     ServerBehindError,
     ServerError,
@@ -22,6 +23,7 @@ from unbroken.errors import (
 )
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
+from unbroken.weights.in_process import InProcessPublisher
 
 
 def ask(request_id: str, prompt_ids=(1, 2, 3), n: int = 1, **params) -> SampleRequest:
@@ -56,8 +58,8 @@ async def test_it_refuses_before_it_asks() -> None:
             await engine.sample(ask("a", [1] * 4096))
         with pytest.raises(SamplingError, match="prompt_ids must lie in"):
             await engine.sample(ask("a", [10**6]))
-        with pytest.raises(EngineError, match="takes no weights"):
-            await engine.update_weights(TensorSource([]), policy_version=1)
+        with pytest.raises(InvalidInputError, match="HttpEngine takes no new weights"):
+            InProcessPublisher(engine)
         assert inner.requests == []
         await engine.close()
 

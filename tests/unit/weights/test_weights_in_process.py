@@ -25,8 +25,8 @@ async def engine():
     await engine.close()
 
 
-def test_it_is_a_weight_publisher():
-    assert isinstance(InProcessPublisher(engine=None), WeightPublisher)
+async def test_it_is_a_weight_publisher(engine):
+    assert isinstance(InProcessPublisher(engine), WeightPublisher)
 
 
 async def test_i6_the_engine_samples_with_what_was_published_and_says_so(engine):

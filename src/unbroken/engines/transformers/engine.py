@@ -9,6 +9,7 @@ Callers only ever wait for answers: the model runs in the worker thread and nowh
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from unbroken.engines.checks import (
     check_awake,
@@ -33,6 +35,7 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.receiving import LocalReceivers
+from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
@@ -372,3 +375,32 @@ def _context_length(model: Any, config: TransformersEngineConfig) -> int:
             f"context_length must be at most {own_length}, the model's max_position_embeddings, got {length}"
         )
     return length
+
+
+async def open_engine(options: EngineOptions) -> TransformersEngine:
+    """Load the model of `unbroken serve`, which gives `--dtype`, `--device`, `--max-batch` and `--context-length`."""
+    if options.adapters:
+        raise InvalidInputError(f"--adapter needs --engine vllm, got {dict(options.adapters)}")
+    return await asyncio.to_thread(_load_engine, options)
+
+
+def _load_engine(options: EngineOptions) -> TransformersEngine:
+    parser = argparse.ArgumentParser(prog="unbroken serve --engine transformers", add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
+    parser.add_argument("--context-length", "--max-model-len", type=int)
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
+    arguments = parser.parse_args(list(options.words))
+    auto: Any = AutoModelForCausalLM if options.image_processor is None else AutoModelForImageTextToText
+    model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
+    return TransformersEngine(
+        model,
+        config=TransformersEngineConfig(
+            max_batch=arguments.max_batch,
+            context_length=arguments.context_length,
+            records_routing=arguments.enable_return_routed_experts,
+        ),
+        decode=options.decode,
+        image_processor=options.image_processor,
+    )

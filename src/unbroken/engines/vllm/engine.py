@@ -24,6 +24,7 @@ from unbroken.engines.checks import (
     check_unused,
 )
 from unbroken.engines.ranks import RankAffinity
+from unbroken.engines.registry import EngineOptions
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.control import ControlledEngine
 from unbroken.engines.vllm.prompts import PromptMaker
@@ -31,6 +32,7 @@ from unbroken.engines.vllm.starting import (
     SampledCounter,
     load_adapter,
     load_adapters,
+    parse_engine_args,
     require_exactness,
     shut_down,
     start_llm,
@@ -264,3 +266,17 @@ def _count_ranks(llm: AsyncLLM) -> int:
 def _vocab_size(llm: AsyncLLM) -> int:
     size: int = llm.model_config.get_vocab_size()
     return size if llm.tokenizer is None else min(size, llm.tokenizer.max_token_id + 1)
+
+
+async def open_engine(options: EngineOptions) -> VllmEngine:
+    """Start vLLM for `unbroken serve`, with any of vLLM's own options."""
+    words: Sequence[str] = options.words
+    if not any(word.startswith(("--max-logprobs", "--max_logprobs")) for word in words):
+        # vLLM's default is 20; TRL's client asks for 100 when it scores.
+        words = [*words, "--max-logprobs", str(options.max_top_logprobs)]
+    tokenizer = [] if options.tokenizer is None else ["--tokenizer", options.tokenizer]
+    # The server has its own metrics, and vLLM's statistics take a fifth of this process's time.
+    own = ["--model", options.model, *tokenizer, "--disable-log-stats"]
+    lora = ["--enable-lora"] if options.adapters else []
+    arguments = parse_engine_args([*own, *lora, *words])
+    return await VllmEngine.start(arguments, adapters=options.adapters, image_limits=options.image_limits)

@@ -12,10 +12,11 @@ from fastapi import Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from unbroken.engines.base import SleepingEngine, TransferEngine
+from unbroken.engines.base import SleepingEngine, TransferEngine, UpdatableEngine
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.json import json_response
+from unbroken.types import WeightPlacement
 
 router = Routes(Access.CLIENT)
 
@@ -69,7 +70,9 @@ async def server_info(
 
 async def _describe(context: ServerContext) -> dict[str, Any]:
     engine = context.service.engine
-    placement = await engine.weight_placement()
+    placement, world_size = WeightPlacement(dtype=None, device="cpu"), 1
+    if isinstance(engine, UpdatableEngine):
+        placement, world_size = await engine.weight_placement(), engine.world_size
     backend = "nccl" if placement.device == "cuda" else "gloo"
     return {
         "model_config": {
@@ -80,7 +83,7 @@ async def _describe(context: ServerContext) -> dict[str, Any]:
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": min(context.config.limits.max_top_logprobs, engine.vocab_size),
         },
-        "parallel_config": {"world_size": engine.world_size},
+        "parallel_config": {"world_size": world_size},
         # With one, TRL's asynchronous trainers send adapters through a shared folder instead of all weights.
         "lora_config": None,
         "weight_transfer_config": {"backend": backend} if isinstance(engine, TransferEngine) else None,

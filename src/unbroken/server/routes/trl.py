@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import Request, Response
 from pydantic import Field, ValidationError
 
+from unbroken.engines.checks import require_updatable
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel, Ids, ObjectOrObjects, Objects, Prompts
@@ -84,7 +85,7 @@ class TrlScoreBody(BodyModel):
 @router.get("/get_world_size/", include_in_schema=False)
 async def get_world_size(request: Request) -> Response:
     """How many workers take part in a weight update."""
-    return json_response({"world_size": get_context(request).service.engine.world_size})
+    return json_response({"world_size": require_updatable(get_context(request).service.engine).world_size})
 
 
 @router.post(

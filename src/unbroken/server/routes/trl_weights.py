@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.engines.base import CommunicatorEngine
+from unbroken.engines.checks import require_pausable
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
@@ -95,12 +96,11 @@ async def close_communicator(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """`loaded` says whether there were parameters to load: TRL's client ends an update with this call."""
     engine = get_context(request).service.engine
-    communicator = engine.communicator if isinstance(engine, CommunicatorEngine) else None
-    loaded = communicator is not None and communicator.has_parameters
-    if communicator is not None and loaded:  # an update drops keys and values, too
-        await engine.update_weights(await communicator.collect(), policy_version=engine.policy_version + 1)
+    loaded = isinstance(engine, CommunicatorEngine) and engine.communicator.has_parameters
+    if isinstance(engine, CommunicatorEngine) and loaded:  # an update drops keys and values, too
+        await engine.update_weights(await engine.communicator.collect(), policy_version=engine.policy_version + 1)
     else:
-        await engine.reset_prefix_cache()
+        await require_pausable(engine).reset_prefix_cache()
     return json_response(
         {"message": "the prefix cache is empty", "loaded": loaded, "policy_version": engine.policy_version}
     )
