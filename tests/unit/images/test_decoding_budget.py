@@ -75,13 +75,13 @@ def test_a_file_of_8_kb_that_needs_a_gigabyte_is_refused_by_its_header() -> None
     file = make_png(8190)
     assert len(file.data) < 9_000
     limits = ImageLimits(budget=DecodingBudget(10**9))
-    started = time.monotonic()
+    started = time.process_time()
     expected = (
         r"image must need at most 1000000000 bytes to be decoded \(image_memory_mib\), got 1073217600 for 67076100"
     )
     with pytest.raises(ImageError, match=expected), limits.reserve({"image": file}):
         pass
-    assert time.monotonic() - started < 0.2
+    assert time.process_time() - started < 0.2
 
 
 def test_the_pictures_of_one_request_count_together() -> None:

