@@ -210,6 +210,15 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_the_files_that_contributing_names_exist() -> None:
+    named = re.findall(
+        r"`((?:src|tests|docs|tools|recipes|bench)/[\w./-]+)", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    )
+    missing = [path for path in named if "TOPIC" not in path and not (ROOT / path).exists()]
+    assert named, "the table `To add something` names files"
+    assert not missing, missing
+
+
 def test_the_commands_of_every_page_have_options_that_exist(tmp_path: Path) -> None:
     for name in ("recipe.toml", "task.toml"):
         (tmp_path / name).write_text('model = "m"')
