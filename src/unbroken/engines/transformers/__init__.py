@@ -5,34 +5,9 @@ the loop over all requests, which are `jobs` of rows, each in one of the `slots`
 slots; `sampling` turns logits into ids and their exact logprobs; `weights` loads new weights into the model.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unbroken.errors import InvalidInputError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersEngineConfig:
-    """Limits of an embedded engine, which load no torch. Its memory for keys and values grows on demand up to them."""
-
-    max_batch: int = 256
-    """Maximum rows that sample at once (a request has n), and slots of the prefix cache; more rows wait."""
-    context_length: int | None = None
-    """Maximum ids of a sequence; None is the model's own `max_position_embeddings`."""
-    max_prefill_tokens: int = 4096
-    """Maximum prompt ids, padding included, that one step computes besides sampling."""
-    records_routing: bool = False
-    """Record the experts that compute each id, for requests with `return_routed_experts`: L * K bytes for each id that
-    a slot holds. Only for a model whose routers can be found (`unbroken.routing`)."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "context_length", "max_prefill_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be >= 1, got {value}")
-
+from unbroken.engines.transformers.config import TransformersEngineConfig
 
 if TYPE_CHECKING:
     from unbroken.engines.transformers.engine import TransformersEngine

@@ -36,8 +36,8 @@ from unbroken.engines.checks import (
 )
 from unbroken.engines.receiving import LocalReceivers
 from unbroken.engines.registry import EngineOptions
-from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
+from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
