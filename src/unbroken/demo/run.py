@@ -23,7 +23,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause
-from unbroken.retokenising.comparison import Comparison, TemplateTexts, compare_trajectory, count_changed
+from unbroken.retokenising.comparison import Retokenised, TemplateTexts, compare_trajectory, count_changed
 from unbroken.retokenising.ratios import score_rollouts
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.evaluation.evaluator import read_evaluations
@@ -85,7 +85,7 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     return result
 
 
-def compare(texts: TemplateTexts, trajectory: Trajectory) -> Comparison:
+def compare(texts: TemplateTexts, trajectory: Trajectory) -> Retokenised:
     """Compare a rollout with what the usual pipeline makes of it. The demo's template refuses no conversation."""
     found = compare_trajectory(texts, trajectory)
     assert found is not None
@@ -110,9 +110,9 @@ def trains_what_was_sampled(row: TrainingSample, trajectory: Trajectory) -> bool
     return np.array_equal(row.token_ids[row.loss_mask], returned)
 
 
-async def compare_by_style(rollouts: Sequence[Comparison], trained: TrainedRun) -> dict[JsonStyle, ComparedRollouts]:
+async def compare_by_style(rollouts: Sequence[Retokenised], trained: TrainedRun) -> dict[JsonStyle, ComparedRollouts]:
     """Score the retokenised rollouts with the trained weights, for each JSON style."""
-    by_style: dict[JsonStyle, list[Comparison]] = {style: [] for style in JsonStyle}
+    by_style: dict[JsonStyle, list[Retokenised]] = {style: [] for style in JsonStyle}
     for number, rollout in enumerate(rollouts):
         by_style[style_of(number)].append(rollout)
     engine = TransformersEngine(trained.model)
@@ -122,7 +122,7 @@ async def compare_by_style(rollouts: Sequence[Comparison], trained: TrainedRun) 
         await engine.close()
 
 
-async def _compare_retokenised(rollouts: Sequence[Comparison], engine: Engine) -> ComparedRollouts:
+async def _compare_retokenised(rollouts: Sequence[Retokenised], engine: Engine) -> ComparedRollouts:
     ratios = await score_rollouts(rollouts, engine)
     assert ratios.retokenised is not None
     return ComparedRollouts(
@@ -149,7 +149,7 @@ def sum_counters(steps: Sequence[dict[str, float | None]]) -> dict[str, int]:
 
 
 def show_example(
-    texts: TemplateTexts, trajectories: Sequence[Trajectory], rollouts: Sequence[Comparison]
+    texts: TemplateTexts, trajectories: Sequence[Trajectory], rollouts: Sequence[Retokenised]
 ) -> SideBySide:
     """Show a rollout that is changed by the usual pipeline, if there is one, right, and of many turns."""
     trajectory, rollout = max(

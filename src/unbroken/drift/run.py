@@ -22,7 +22,7 @@ from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.retokenising.changes import Cause
-from unbroken.retokenising.comparison import Comparison, compare_trajectory, count_changed, count_compared
+from unbroken.retokenising.comparison import Retokenised, compare_trajectory, count_changed, count_compared
 from unbroken.retokenising.ratios import Ratios, score_rollouts
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
@@ -115,7 +115,7 @@ def _explain(trajectory: Trajectory) -> UnbrokenError:
     )
 
 
-def _choose_examples(subject: Subject, rollouts: Sequence[Comparison]) -> tuple[DriftExample, ...]:
+def _choose_examples(subject: Subject, rollouts: Sequence[Retokenised]) -> tuple[DriftExample, ...]:
     """For each cause the shortest rollout that has it alone, or at all."""
     examples = []
     for cause in Cause:

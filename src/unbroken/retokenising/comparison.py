@@ -75,7 +75,7 @@ class SampledTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Retokenised:
     """The T ids of a conversation as they were sampled and given, and those that the usual pipeline makes of it."""
 
     token_ids: TokenIds
@@ -123,7 +123,7 @@ class Counts:
     num_ids: int
 
 
-def count_compared(rollouts: Sequence[Comparison]) -> Counts:
+def count_compared(rollouts: Sequence[Retokenised]) -> Counts:
     """Count all rollouts with their turns and sampled ids."""
     return Counts(
         num_rollouts=len(rollouts),
@@ -132,7 +132,7 @@ def count_compared(rollouts: Sequence[Comparison]) -> Counts:
     )
 
 
-def count_changed(rollouts: Sequence[Comparison], cause: Cause | None = None) -> Counts:
+def count_changed(rollouts: Sequence[Retokenised], cause: Cause | None = None) -> Counts:
     """Count the rollouts and turns that changed for one cause or for any, and the sampled ids that are gone."""
     found = [(one, one.find_changes(cause)) for one in rollouts]
     return Counts(
@@ -142,7 +142,7 @@ def count_changed(rollouts: Sequence[Comparison], cause: Cause | None = None) ->
     )
 
 
-def compare_trajectory(texts: TemplateTexts, trajectory: Trajectory) -> Comparison | None:
+def compare_trajectory(texts: TemplateTexts, trajectory: Trajectory) -> Retokenised | None:
     """Compare the path to the last turn of a trajectory; None if the template refuses the parsed conversation."""
     path = trajectory.tree.path(trajectory.turns[-1].end)
     places = {segment.node: segment for segment in path.segments if segment.origin is Origin.SAMPLED}
@@ -187,7 +187,7 @@ def retokenise(
     *,
     tools: Sequence[ToolSchema] = (),
     rollout_logprobs: Logprobs | None = None,
-) -> Comparison | None:
+) -> Retokenised | None:
     """Pass a conversation, whose ids up to its last turn are `exact`, through the usual pipeline.
 
     `turns` are all of the conversation, in order, and `messages` has an assistant message for each. None: the template
@@ -200,7 +200,7 @@ def retokenise(
     retokenised = texts.encode(text.rstrip("\n"))
     spans = tuple(_make_span(turn, turn.start) for turn in turns if turn.start is not None)
     ids = exact.tolist()
-    return Comparison(
+    return Retokenised(
         token_ids=exact,
         origins=tuple(origins),
         rollout_logprobs=rollout_logprobs,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_scoring
 from unbroken.retokenising.changes import Gap
-from unbroken.retokenising.comparison import Comparison
+from unbroken.retokenising.comparison import Retokenised
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.types import TokenIds
 
@@ -38,7 +38,7 @@ class Ratios:
     """Rollouts whose retokenised form does not fit into the engine's context; both leave them out."""
 
 
-async def score_rollouts(rollouts: Sequence[Comparison], engine: Engine, *, temperature: float = 1.0) -> Ratios:
+async def score_rollouts(rollouts: Sequence[Retokenised], engine: Engine, *, temperature: float = 1.0) -> Ratios:
     """Score all rollouts in both forms. Raises as `Engine.score` does."""
     limit, scoring = asyncio.Semaphore(_MAX_SCORING), require_scoring(engine)
 
@@ -64,7 +64,7 @@ async def score_rollouts(rollouts: Sequence[Comparison], engine: Engine, *, temp
     )
 
 
-def pair_logprobs(rollout: Comparison, logprobs: NDArray[Any], gaps: Sequence[Gap]) -> Iterator[tuple[float, float]]:
+def pair_logprobs(rollout: Retokenised, logprobs: NDArray[Any], gaps: Sequence[Gap]) -> Iterator[tuple[float, float]]:
     """The logprobs (trained on, sampled) of each sampled id, and the sums of each replaced stretch.
 
     `logprobs` are [T] those of the other sequence, to which the gaps lead. Worked example: `a b c d` was sampled

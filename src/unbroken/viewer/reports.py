@@ -26,7 +26,7 @@ from unbroken.retokenising.changes import IdOrigin
 from unbroken.viewer.assets import read_asset
 
 if TYPE_CHECKING:
-    from unbroken.retokenising.comparison import Comparison
+    from unbroken.retokenising.comparison import Retokenised
 
 WIDTH = 80
 _LABEL_WIDTH = 16
@@ -56,7 +56,7 @@ class SideBySide:
 
 
 def show_side_by_side(
-    found: Comparison, get_text: Callable[[int], str], *, notes: Mapping[int, str] | None = None
+    found: Retokenised, get_text: Callable[[int], str], *, notes: Mapping[int, str] | None = None
 ) -> SideBySide:
     """Show both sequences; `notes` are on positions of the exact ids. A new id has the origin of what it replaced."""
     ids, usual = found.token_ids.tolist(), found.retokenised_ids.tolist()

@@ -1,22 +1,18 @@
 """Each finding, over templates for which the answer is known."""
 
-import dataclasses
+import functools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from support import templates
 from support.audits import CHATML_WITH_TOOLS, subject_of
-from unbroken.audit.checks.bridges import find_bridges
-from unbroken.audit.checks.side_by_side import find_side_by_side
-from unbroken.audit.checks.template import find_arguments, find_kind, find_max_calls, find_rendering, find_traits
-from unbroken.audit.checks.tokenizer import NUM_IDS, NUM_SEQUENCES, find_drift, find_forgery
-from unbroken.audit.checks.turns import find_boundaries, find_round_trip, find_turn_ends
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.report import KindFinding, TemplateKind, Trait
+from unbroken.audit.report import AuditReport, TemplateKind, Trait
+from unbroken.audit.run import run_audit
+from unbroken.audit.subject import Subject
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import IdOrigin
 from unbroken.viewer.reports import ShownToken
@@ -52,12 +48,21 @@ ONE_CALL = templates.QWEN.replace("{%- for call in message.tool_calls or [] -%}"
 ))  # fmt: skip
 
 
+@functools.cache
+def audit(source: str, control_tokens: tuple[str, ...] = ()) -> AuditReport:
+    return audit_subject(subject_of(source, control_tokens=control_tokens))
+
+
+def audit_subject(subject: Subject) -> AuditReport:
+    return run_audit(subject, AuditConfig(num_conversations=30))
+
+
 def texts(tokens: tuple[ShownToken, ...], *, changed: bool) -> str:
     return "".join(token.text for token in tokens if token.is_changed is changed)
 
 
 def test_concatenation_loses_the_line_break_after_the_end_of_a_turn() -> None:
-    text, calls = find_boundaries(subject_of(CHATML_WITH_TOOLS), max_calls=1)
+    text, calls = audit(CHATML_WITH_TOOLS).boundaries
     for boundary in (text, calls):
         assert boundary.outcome == "different"
         assert [token.text for token in boundary.lost] == ["\n"]
@@ -65,19 +70,19 @@ def test_concatenation_loses_the_line_break_after_the_end_of_a_turn() -> None:
 
 
 def test_concatenation_adds_a_default_system_message() -> None:
-    boundary, _ = find_boundaries(subject_of(templates.QWEN), max_calls=1)
+    boundary, _ = audit(templates.QWEN).boundaries
     assert "".join(token.text for token in boundary.added).startswith("<|im_start|>system\nYou are helpful.")
 
 
 def test_concatenation_loses_nothing_where_the_end_is_one_token() -> None:
     bare = "{% for m in messages %}<|start|>{{ m.role }}<|text|>{{ m.content }}<|end|>{% endfor %}{% if "
     bare += "add_generation_prompt %}<|start|>assistant<|text|>{% endif %}"
-    (boundary,) = find_boundaries(subject_of(bare), max_calls=0)
+    (boundary,) = audit(bare).boundaries
     assert boundary.outcome == "same"
 
 
 def test_i7_a_cut_turn_gets_its_end_and_a_cut_reasoning_its_closing_first() -> None:
-    found = find_turn_ends(subject_of(templates.QWEN_THINKING))
+    found = audit(templates.QWEN_THINKING).turn_ends
     given = {closed.how: "".join(token.text for token in closed.given) for closed in found.closed}
     assert given["cut by length in its answer"] == "<|im_end|>"
     assert given["cut by length in its reasoning"] == "\n</think>\n\n<|im_end|>"
@@ -87,14 +92,14 @@ def test_i7_a_cut_turn_gets_its_end_and_a_cut_reasoning_its_closing_first() -> N
 
 
 def test_headers_that_end_turns_are_distinguished_from_ends() -> None:
-    found = find_turn_ends(subject_of(templates.GLM, control_tokens=tuple(templates.GLM_CONTROL_TOKENS)))
+    found = audit(templates.GLM, tuple(templates.GLM_CONTROL_TOKENS)).turn_ends
     assert found.are_headers
     assert {"<|user|>", "<|observation|>"} <= {token.text for token in found.ends}
 
 
 @pytest.mark.parametrize(("source", "kept"), [(templates.QWEN, "spaced"), (SEPARATED, "compact")])
 def test_arguments_are_rewritten_to_the_templates_own_style(source: str, kept: str) -> None:
-    found = find_arguments(subject_of(source))
+    found = audit(source).arguments
     assert found.is_json
     by_name = {spelling.name: spelling for spelling in found.spellings}
     other = by_name[{"spaced": "compact", "compact": "spaced"}[kept]]
@@ -106,13 +111,13 @@ def test_arguments_are_rewritten_to_the_templates_own_style(source: str, kept: s
 
 
 def test_arguments_in_other_markup_are_no_json() -> None:
-    assert not find_arguments(subject_of(SORTED)).is_json
-    assert not find_arguments(subject_of(templates.CHATML)).is_json
+    assert not audit(SORTED).arguments.is_json
+    assert not audit(templates.CHATML).arguments.is_json
 
 
 def test_i5_a_tools_text_forges_control_tokens_naively_and_not_with_us() -> None:
     subject = subject_of(templates.QWEN)
-    found = find_forgery(subject, max_calls=3)
+    found = audit_subject(subject).forgery
     assert found.role == "tool"
     assert found.num_tried == len(subject.facts.control_tokens.ids)
     assert found.num_forged_naively == found.num_tried >= 5
@@ -121,23 +126,21 @@ def test_i5_a_tools_text_forges_control_tokens_naively_and_not_with_us() -> None
 
 
 def test_drift_counts_changed_sequences_and_ids() -> None:
-    found = find_drift(subject_of(templates.CHATML), seed=1)
-    assert found.num_sequences == NUM_SEQUENCES
-    assert found.num_ids == NUM_SEQUENCES * NUM_IDS
-    assert 0.9 * NUM_SEQUENCES < found.num_sequences_changed <= NUM_SEQUENCES
+    found = audit(templates.CHATML).drift
+    assert (found.num_sequences, found.num_ids) == (200, 200 * 32)
+    assert 180 < found.num_sequences_changed <= 200
     assert 0 < found.num_ids_changed < found.num_ids
-    assert find_drift(subject_of(templates.CHATML), seed=1) == found
 
 
 def test_the_round_trip_of_a_parser_that_fits_is_whole() -> None:
-    found = find_round_trip(subject_of(templates.QWEN_THINKING), seed=0, max_calls=3)
+    found = audit(templates.QWEN_THINKING).round_trip
     assert found.parser == "hermes"
     assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
 
 
 def test_a_generation_prompt_that_is_always_written_is_no_part_of_a_turn() -> None:
     always = templates.QWEN.replace("{%- if add_generation_prompt -%}", "{%- if true -%}")
-    found = find_round_trip(subject_of(always), seed=0, max_calls=3)
+    found = audit(always).round_trip
     assert (found.num_same, found.num_not_comparable, found.differences) == (found.num_turns, 0, {})
 
 
@@ -146,14 +149,14 @@ def test_a_parser_that_does_not_fit_is_reported() -> None:
     assert subject_of(renamed).template_renderer.parser_name == "none"
     subject = subject_of(renamed)
     renderer = TemplateRenderer(subject.tokenizer, parser="hermes")
-    found = find_round_trip(replace(subject, renderer=renderer), seed=0, max_calls=3)
+    found = audit_subject(replace(subject, renderer=renderer)).round_trip
     assert found.differences["calls"] == found.num_turns * 3 // 4
     assert found.num_same == found.num_turns // 4
     assert "missing_name" in found.example
 
 
 def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> None:
-    shown = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3)
+    shown = audit(CHATML_WITH_TOOLS).side_by_side
     assert shown.missing == ""
     assert len(shown.notes) == 3
     found = shown.sides
@@ -166,7 +169,7 @@ def test_side_by_side_marks_respelled_json_a_split_word_and_nothing_else() -> No
 
 
 def test_i7_side_by_side_the_end_of_a_cut_turn_is_given() -> None:
-    sides = find_side_by_side(subject_of(CHATML_WITH_TOOLS), max_calls=3).sides
+    sides = audit(CHATML_WITH_TOOLS).side_by_side.sides
     assert sides is not None
     ends = [token.origin for token in sides.exact if token.text == "<|im_end|>"]
     assert ends.count(IdOrigin.SAMPLED) == 2
@@ -174,36 +177,32 @@ def test_i7_side_by_side_the_end_of_a_cut_turn_is_given() -> None:
 
 
 def test_side_by_side_says_why_there_is_nothing_to_show() -> None:
-    found = find_side_by_side(subject_of("{% for m in messages %}{{ m.content }}{% endfor %}"), max_calls=0)
+    found = audit("{% for m in messages %}{{ m.content }}{% endfor %}").side_by_side
     assert found.sides is None
     assert found.missing
 
 
+class OtherSpaces(TemplateRenderer):
+    """A renderer whose text is not the template's."""
+
+    def render_text(self, *args: Any, **kwargs: Any) -> str:
+        return super().render_text(*args, **kwargs).replace("\n", " ")
+
+
 def test_our_rendering_is_compared_with_transformers() -> None:
+    found = audit(templates.QWEN_THINKING).rendering
+    assert found.num_same == found.num_compared == 30
     subject = subject_of(templates.QWEN_THINKING)
-    found = find_rendering(subject, AuditConfig(num_conversations=20), max_calls=3, with_system=True)
-    assert found.num_same == found.num_compared == 20
-    renderer: Any = SimpleNamespace(
-        facts=subject.facts,
-        render_text=lambda *args, **kwargs: subject.template_renderer.render_text(*args, **kwargs).replace("\n", " "),
-    )
-    other = dataclasses.replace(subject, template_renderer=renderer)
-    found = find_rendering(other, AuditConfig(num_conversations=20), max_calls=3, with_system=True)
-    assert (found.num_same, found.num_compared) == (0, 20)
-    assert "transformers' " in found.example
+    report = audit_subject(replace(subject, template_renderer=OtherSpaces(subject.tokenizer)))
+    assert (report.rendering.num_same, report.rendering.num_compared) == (0, 30)
+    assert "transformers' " in report.rendering.example
+    assert "rendered differently than by transformers" in report.sentence
 
 
 def test_options_that_a_template_never_reads_are_found() -> None:
     source = templates.CHATML + "{% if enable_thinking %}x{% endif %}{{ strftime_now('%Y') }}"
     subject = subject_of(source, options={"enable_thinking": True, "enable_thinkin": True})
     assert subject.find_unread_options() == ("enable_thinkin",)
-
-
-def kind_of(source: str) -> KindFinding:
-    subject = subject_of(source)
-    traits = find_traits(subject)
-    fuzz = find_bridges(subject, AuditConfig(num_conversations=30), max_calls=find_max_calls(traits))
-    return find_kind(subject, traits, fuzz)
 
 
 @pytest.mark.parametrize(
@@ -219,31 +218,29 @@ def kind_of(source: str) -> KindFinding:
     ],
 )
 def test_the_class_says_what_happens_to_history(source: str, kind: TemplateKind) -> None:
-    assert kind_of(source).kind is kind
+    assert audit(source).kind.kind is kind
 
 
 def test_what_a_template_refuses_is_reported() -> None:
-    traits = find_traits(subject_of(REFUSING))
-    assert {Trait.REFUSES_RESULTS, Trait.REFUSES_LATE_SYSTEM, Trait.RENDERS_NO_CALLS, Trait.IGNORES_TOOLS} <= set(
-        traits
-    )
-    assert Trait.REFUSES_SYSTEM not in traits
-    assert find_max_calls(traits) == 0
+    report = audit(REFUSING)
+    refused = {Trait.REFUSES_RESULTS, Trait.REFUSES_LATE_SYSTEM, Trait.RENDERS_NO_CALLS, Trait.IGNORES_TOOLS}
+    assert refused <= set(report.kind.traits)
+    assert Trait.REFUSES_SYSTEM not in report.kind.traits
+    assert [boundary.situation for boundary in report.boundaries] == ["text, then a user message"]
+    assert report.forgery.role == "user", "nothing with calls is tried"
 
 
 def test_a_template_that_carries_everything_has_no_traits_but_reasoning() -> None:
-    traits = find_traits(subject_of(templates.QWEN))
-    assert traits == (Trait.RENDERS_NO_REASONING,)
-    assert find_max_calls(traits) == 3
+    assert audit(templates.QWEN).kind.traits == (Trait.RENDERS_NO_REASONING,)
 
 
 def test_a_template_of_one_call_refuses_parallel_ones() -> None:
-    traits = find_traits(subject_of(ONE_CALL))
-    assert Trait.REFUSES_PARALLEL_CALLS in traits
-    assert find_max_calls(traits) == 1
+    report = audit(ONE_CALL)
+    assert Trait.REFUSES_PARALLEL_CALLS in report.kind.traits
+    assert report.fuzz.not_accepted == {}, "no turn with several calls is tried"
 
 
 def test_a_template_that_refuses_everything_is_quoted() -> None:
-    found = kind_of("{{ raise_exception('not today') }}<|im_end|>")
+    found = audit("{{ raise_exception('not today') }}<|im_end|>").kind
     assert found.kind is TemplateKind.UNDERIVABLE
     assert "not today" in found.detail

@@ -14,7 +14,7 @@ from unbroken.audit.subject import Subject
 from unbroken.drift.conversations import PromptRow
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.retokenising.changes import Cause
-from unbroken.retokenising.comparison import Comparison, compare_trajectory
+from unbroken.retokenising.comparison import Retokenised, compare_trajectory
 from unbroken.retokenising.ratios import pair_logprobs, score_rollouts
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
@@ -46,7 +46,7 @@ def split(subject: Subject, text: str) -> list[int]:
 
 async def compare(
     subject: Subject, replies: Sequence[Any], *, follow_ups: Sequence[str] = (), max_tokens: int = 200
-) -> Comparison:
+) -> Retokenised:
     row = PromptRow(messages=USER, results=RESULTS, follow_ups=follow_ups)
     script = [subject.encode(reply) if isinstance(reply, str) else reply for reply in replies]
     trajectory = await run_rollout(

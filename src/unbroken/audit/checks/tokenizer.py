@@ -12,7 +12,7 @@ from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message
 from unbroken.retokenising.changes import align
 
-NUM_SEQUENCES, NUM_IDS = 200, 32
+_NUM_SEQUENCES, _NUM_IDS = 200, 32
 _MAX_TOKENS = 2048
 _TOKENS_PER_MESSAGE = 32
 _NUM_EXAMPLES = 6
@@ -25,14 +25,14 @@ def find_drift(subject: Subject, *, seed: int) -> DriftFinding:
     vocabulary = subject.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     ids = sorted(set(vocabulary.values()) - control)
     num_sequences = num_ids = 0
-    for _ in range(NUM_SEQUENCES):
-        before = rng.choices(ids, k=NUM_IDS)
+    for _ in range(_NUM_SEQUENCES):
+        before = rng.choices(ids, k=_NUM_IDS)
         after = subject.encode(subject.decode(before))
         num_sequences += before != after
         num_ids += sum(gap.before[1] - gap.before[0] for gap in align(before, after).gaps)
     return DriftFinding(
-        num_sequences=NUM_SEQUENCES,
-        num_ids=NUM_SEQUENCES * NUM_IDS,
+        num_sequences=_NUM_SEQUENCES,
+        num_ids=_NUM_SEQUENCES * _NUM_IDS,
         num_sequences_changed=num_sequences,
         num_ids_changed=num_ids,
     )

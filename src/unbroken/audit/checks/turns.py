@@ -24,7 +24,7 @@ from unbroken.rendering.facts import TemplateFacts, TurnEnds
 from unbroken.retokenising.changes import align
 from unbroken.types import TokenIds, token_ids
 
-NUM_TURNS = 60
+_NUM_TURNS = 60
 """Turns that are read back."""
 _SAID, _NEXT, _CALL_ID = "Zq8Said", "Zq8Next", "callzqe0z"
 _HISTORY: tuple[Message, ...] = ({"role": "user", "content": "How far is it?"},)
@@ -231,7 +231,7 @@ def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTrip
     differences: Counter[str] = Counter()
     num_same = num_not_comparable = 0
     example = ""
-    for k in range(NUM_TURNS):
+    for k in range(_NUM_TURNS):
         turn = maker.make_turn(min((0, 1, 1, 2)[k % 4], max_calls), with_reasoning=k % 3 == 0)
         sampled = make_completion(
             subject, _QUESTION, turn, tools=TOOLS, next_role="tool" if "tool_calls" in turn else "user"
@@ -245,7 +245,7 @@ def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTrip
         example = example or "; ".join(found.values())
     return RoundTripFinding(
         parser=getattr(subject.renderer, "parser_name", subject.renderer_name),
-        num_turns=NUM_TURNS,
+        num_turns=_NUM_TURNS,
         num_same=num_same,
         num_not_comparable=num_not_comparable,
         differences=dict(sorted(differences.items())),
