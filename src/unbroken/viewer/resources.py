@@ -140,8 +140,10 @@ class Resources:
         return self._runs[number]
 
 
-def open_runs(locations: Sequence[str | Path], *, tokenizer: Path | None = None) -> Resources:
-    """Open runs by their folders, and stores by their folders or URLs.
+def open_runs(
+    locations: Sequence[str | Path], *, tokenizer: Path | None = None, limits: ProcessLimits | None = None
+) -> Resources:
+    """Open runs by their folders, and stores by their folders or URLs; `limits` as in `Resources`.
 
     Raises:
         InvalidInputError: one is neither, or there are too many.
@@ -153,7 +155,8 @@ def open_runs(locations: Sequence[str | Path], *, tokenizer: Path | None = None)
         name if names.count(name) == 1 else f"{name} {number}" if is_postgres_url(place) else place
         for number, (name, place) in enumerate(zip(names, places, strict=True))
     ]
-    return Resources([_open(place, name, tokenizer) for place, name in zip(places, unique, strict=True)])
+    sources = [_open(place, name, tokenizer) for place, name in zip(places, unique, strict=True)]
+    return Resources(sources, limits=limits)
 
 
 def _find_name(place: str) -> str:

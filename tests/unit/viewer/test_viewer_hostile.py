@@ -20,11 +20,10 @@ from support.servers import server_tokenizer
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.limited_process import ProcessLimits
 from unbroken.runs.records.files import parse_line
-from unbroken.viewer.resources import Resources, open_runs
+from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import export_page
 from unbroken.viewer.sources.models import Tokenizers
 from unbroken.viewer.sources.rollouts import check_record, describe_trajectory, read_trajectory, summarize
-from unbroken.viewer.sources.runs import RunReader
 
 SECRET = "7" * 40
 IMAGE = "0" * 64
@@ -109,12 +108,12 @@ def test_a_file_that_unpacks_to_far_more_than_it_is_is_read_up_to_a_limit(
     packed = gzip.compress(part * max(1, (8 << 20) // len(part)))
     path.write_bytes(path.read_bytes() + packed * 20)
     begin = time.process_time()
-    summary = RunReader(run).read_step(1)
+    summary = open_runs([run]).get("run/0/step/1")
     assert time.process_time() - begin < 20
     assert words in summary["problems"][0]
     assert [each["trajectory"] for each in summary["trajectories"][:3]] == ["g0/0", "g0/1", "g0/2"]
-    assert RunReader(run).read_trajectory(1, 0)["record"]["status"] == "completed"
-    assert RunReader(run).read_step(0)["problems"] == []
+    assert open_runs([run]).get("run/0/step/1/rollout/0")["record"]["status"] == "completed"
+    assert open_runs([run]).get("run/0/step/0")["problems"] == []
 
 
 BROKEN = {
@@ -208,7 +207,7 @@ def test_a_template_without_an_end_is_stopped_and_the_next_rollout_is_compared(t
     looping = [{"role": "user", "content": "loop"}, {"role": "assistant", "content": "The answer is 4."}]
     row = make_row([1, 2, 3], num_prompt=2)
     write_step(run, 5, [make_trajectory("g0/0", [row], messages=looping), make_trajectory("g0/1", [row])])
-    patient, strict = (Resources([RunReader(run)], limits=ProcessLimits(timeout_s=limit)) for limit in (90, 2))
+    patient, strict = (open_runs([run], limits=ProcessLimits(timeout_s=limit)) for limit in (90, 2))
     assert "changes" in patient.get("run/0/step/5/rollout/1/retokenised")["rows"][0]
     stopped = strict.get("run/0/step/5/rollout/0/retokenised")
     assert stopped["problem"].startswith("retokenising took longer than 2 s and was stopped")

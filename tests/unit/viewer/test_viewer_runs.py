@@ -23,7 +23,6 @@ from unbroken.runs.records.record import RecordedRow, make_record
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.models import Tokenizers
 from unbroken.viewer.sources.rollouts import check_record, describe_trajectory, find_forks, match_turns
-from unbroken.viewer.sources.runs import RunReader
 
 
 def read_tree(folder):
@@ -110,11 +109,11 @@ def test_turns_of_which_no_row_is_left_are_passed_over():
 
 def test_a_half_written_line_is_not_read_and_a_damaged_one_is_named(tmp_path):
     write_metrics(tmp_path, 2, end='{"step": 2, "rew')
-    run = RunReader(tmp_path).read_run()
+    run = open_runs([tmp_path]).get("run/0")
     assert run["metrics"]["steps"] == [0, 1]
     assert run["problems"] == []
     write_metrics(tmp_path, 2, end="nothing\n")
-    assert RunReader(tmp_path).read_run()["problems"] == [
+    assert open_runs([tmp_path]).get("run/0")["problems"] == [
         "line 3 of metrics.jsonl is not a JSON object, and is left out"
     ]
 
@@ -123,10 +122,13 @@ def test_a_damaged_file_shows_what_comes_before_the_damage(tmp_path):
     write_run(tmp_path)
     path = tmp_path / "rollouts" / "step-00000001.rank-0.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-8])
-    summary = RunReader(tmp_path).read_step(1)
+    summary = open_runs([tmp_path]).get("run/0/step/1")
     assert "must be a file of rollouts" in summary["problems"][0]
     for each in summary["trajectories"]:
-        assert RunReader(tmp_path).read_trajectory(1, each["index"])["record"]["trajectory"] == each["trajectory"]
+        assert (
+            open_runs([tmp_path]).get(f"run/0/step/1/rollout/{each['index']}")["record"]["trajectory"]
+            == each["trajectory"]
+        )
 
 
 def test_whichever_byte_of_a_file_is_damaged_its_step_is_shown_with_what_is_wrong(tmp_path):
@@ -135,25 +137,25 @@ def test_whichever_byte_of_a_file_is_damaged_its_step_is_shown_with_what_is_wron
     whole = path.read_bytes()
     for position in range(10, len(whole), max(1, len(whole) // 200)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
-        assert len(RunReader(tmp_path).read_step(1)["problems"]) == 1, position
+        assert len(open_runs([tmp_path]).get("run/0/step/1")["problems"]) == 1, position
 
 
 def test_a_step_that_is_made_again_is_read_again(tmp_path):
     write_run(tmp_path)
-    reader = RunReader(tmp_path)
-    revision = reader.describe()["revision"]
-    assert len(reader.read_step(0)["trajectories"]) == 1
+    reader = open_runs([tmp_path])
+    revision = reader.get("index")["runs"][0]["revision"]
+    assert len(reader.get("run/0/step/0")["trajectories"]) == 1
     write_step(tmp_path, 0, [make_trajectory("g1/0", []), make_trajectory("g1/1", [])])
-    assert len(reader.read_step(0)["trajectories"]) == 2
-    assert reader.describe()["revision"] != revision
+    assert len(reader.get("run/0/step/0")["trajectories"]) == 2
+    assert reader.get("index")["runs"][0]["revision"] != revision
 
 
 def test_files_of_all_processes_are_one_step(tmp_path):
     write_run(tmp_path)
     write_step(tmp_path, 0, [make_trajectory("g7/0", [make_row([7, 8], num_prompt=1)])], rank=1)
-    reader = RunReader(tmp_path)
-    assert [each["trajectory"] for each in reader.read_step(0)["trajectories"]] == ["g0/0", "g7/0"]
-    assert reader.read_trajectory(0, 1)["rank"] == 1
+    reader = open_runs([tmp_path])
+    assert [each["trajectory"] for each in reader.get("run/0/step/0")["trajectories"]] == ["g0/0", "g7/0"]
+    assert reader.get("run/0/step/0/rollout/1")["rank"] == 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_the_state_of_a_run_is_that_of_the_process_in_its_lock(tmp_path, lock, s
     write_metrics(tmp_path, 1)
     if lock is not None:
         (tmp_path / "run.lock").write_text(lock)
-    assert RunReader(tmp_path).describe()["state"] == state
+    assert open_runs([tmp_path]).get("index")["runs"][0]["state"] == state
 
 
 @pytest.mark.parametrize("path", ["", "run/1", "run/0/step/9", "run/0/step/1/rollout/3", "run/0/../index", "run/٠"])
