@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import signal
@@ -57,6 +56,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
@@ -67,7 +67,7 @@ TRL = "trl"
 
 
 @dataclass(kw_only=True)
-class Watch:
+class Watch(RunObserver):
     """Measures what metrics do not show: how long the engine takes to fall asleep, and the GPU memory in use."""
 
     device: str
@@ -81,9 +81,12 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._memory = PeakMemory(self.device)
+        self.setting = ""
+        self.before_update = self.sleep
 
-    def restart(self) -> None:
+    def restart(self, setting: str) -> None:
         """Forget what was measured, before another setting."""
+        self.setting = setting
         self.sleep_s, self.num_sampled, self.lines, self.peak_gib = [], [], [], 0.0
         self._memory.restart()
 
@@ -94,11 +97,13 @@ class Watch:
         self.peak_gib = max(self.peak_gib, peak)
         return peak
 
-    async def count(self, collect: Collector) -> list[TrajectoryGroup]:
-        """Collect, and count the sampled ids."""
-        groups = await collect()
-        self.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(groups)))
-        return groups
+    async def on_rollouts(self, rollouts: StepRollouts) -> None:
+        """Count the sampled ids."""
+        self.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(rollouts.groups)))
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Print and keep a step's numbers."""
+        print_step(step, metrics, watch=self, name=self.setting)
 
     def note_memory(self, when: str) -> None:
         """Note the GPU memory in use."""
@@ -107,13 +112,13 @@ class Watch:
             self.gib[when] = (total - free) / 2**30
 
     async def sleep(self) -> None:
-        """`before_step` of the loop."""
+        """The loop's `before_update`."""
         self.note_memory("before the step")
         started = time.perf_counter()
-        if self.found.before_step is not None:
-            await self.found.before_step()
+        if self.found.before_update is not None:
+            await self.found.before_update()
         self.sleep_s.append(time.perf_counter() - started)
-        self.note_memory("asleep" if self.found.before_step is not None else "before the step")
+        self.note_memory("asleep" if self.found.before_update is not None else "before the step")
 
     async def publish(self, named_parameters: Any, *, policy_version: int) -> Any:
         """Publish with the run's publisher."""
@@ -163,18 +168,18 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                 num_warmup = int(SETTINGS[name].num_turns != warmed_up)
                 warmed_up = SETTINGS[name].num_turns
                 collect = make_collector(found, folder, arguments, SETTINGS[name])
-                watch.restart()
+                watch.restart(name)
                 await train(
-                    functools.partial(watch.count, collect),
+                    collect,
                     trainer=trainer,
                     publisher=watch,
                     metrics=metrics,
                     config=LoopConfig(num_steps=num_warmup + arguments.num_steps),
-                    on_step=functools.partial(print_step, watch=watch, name=name),
-                    before_step=watch.sleep,
+                    observer=watch,
                 )
                 report(arguments, name, watch, num_warmup=num_warmup)
-        rows = rows_of(await collect())
+        numbers = range(10**6, 10**6 + collect.groups_per_step)  # no step has had them
+        rows = rows_of(await asyncio.gather(*map(collect.sample, numbers)))
         show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
 
 
@@ -187,7 +192,7 @@ async def open_with_files(config: EngineConfig, folder: Path, output: Path) -> A
     options = parse_engine_args(["--model", str(folder), *sleep, *config.vllm_options])
     engine = await VllmEngine.start(options, transfer_dir=output)
     try:
-        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_update=engine.sleep)
     finally:
         await engine.close()
 

@@ -47,12 +47,12 @@ from unbroken.runs.engines import open_engine
 from unbroken.runs.processes import Rank
 from unbroken.runs.server_process import start_server
 from unbroken.runs.shared_engine import RunEngine
-from unbroken.training.asynchronous.events import EventKind, LoopEvent
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.metrics.stats import StepStats
 from unbroken.training.metrics.writer import Metrics
+from unbroken.training.observer import EventKind, LoopEvent, RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight
 from unbroken.weights.in_process import InProcessPublisher
@@ -83,7 +83,7 @@ class CaseEndedError(Exception):
 
 
 @dataclass(kw_only=True)
-class Watch:
+class Watch(RunObserver):
     """The steps of one case, and who was idle when."""
 
     task: str
@@ -107,8 +107,8 @@ class Watch:
         """The case in words."""
         return f"{self.task}{', own process' if self.own_process else ''}, staleness {self.max_staleness}"
 
-    def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
+    def on_event(self, event: LoopEvent) -> None:
+        """See `RunObserver`."""
         if self._last is not None and len(self.lines) >= self.num_warmup:
             seconds = event.time_s - self._last.time_s
             self.trained_s += seconds * self._is_training
@@ -117,7 +117,7 @@ class Watch:
             self._is_training = event.kind is EventKind.STEP_BEGUN
         self._last = event
 
-    def end_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Metrics) -> None:
         """Keep and print a step's numbers."""
         self.lines.append(metrics)
         self.ends_s.append(time.perf_counter())
@@ -194,7 +194,6 @@ async def run_case(
             publisher=publisher,
             metrics=None,
             config=config,
-            on_step=watch.end_step,
             observer=watch,
         )
     except CaseEndedError:

@@ -21,6 +21,7 @@ import itertools
 import selectors
 from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -32,10 +33,10 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.asynchronous.events import IdleTimes
-from unbroken.training.asynchronous.loop import run_steps
-from unbroken.training.asynchronous.maker import TakenGroups
 from unbroken.training.config import LoopConfig
+from unbroken.training.groups import TakenGroups
+from unbroken.training.loop import run_steps
+from unbroken.training.observer import IdleTimes
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 _T = TypeVar("_T")
@@ -348,8 +349,6 @@ class SimulatedSource:
     engine: SimulatedEngine
     plan: Plan
     config: WorkloadConfig
-    may_sample: asyncio.Event
-    """Rollouts begin while it is set."""
 
     @property
     def groups_per_step(self) -> int:
@@ -358,7 +357,6 @@ class SimulatedSource:
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """See `GroupSource`."""
-        await self.may_sample.wait()
         async with asyncio.TaskGroup() as tasks:
             members = [tasks.create_task(self._roll_out(number, k)) for k in range(self.config.group_size)]
         return TrajectoryGroup(group_id=str(number), trajectories=tuple(member.result() for member in members))
@@ -426,8 +424,7 @@ class SimulatedTrainer:
     idle: IdleTimes
     """Sees the loop's events."""
     is_serial: bool
-    """Whether nothing is sampled from a step's begin to its end, and weights are published without a copy."""
-    may_sample: asyncio.Event
+    """Whether evaluations are made between two steps."""
     policy_version: int = 0
     steps: list[SimulatedStep] = field(default_factory=list)
     _taken: TakenGroups | None = None
@@ -454,8 +451,6 @@ class SimulatedTrainer:
 
     async def make_step(self, taken: TakenGroups) -> None:
         """See `StepMaker`."""
-        if self.is_serial:
-            self.may_sample.clear()
         self._taken, self._begun_s = taken, _now_s()
         self._idle = self.idle.take_metrics(self._begun_s)
         self._ids_by_staleness = count_staleness(taken.groups, self.policy_version)
@@ -464,10 +459,17 @@ class SimulatedTrainer:
         if (taken.step + 1) % self.times.save_every == 0:
             await asyncio.sleep(self.times.save_s)
 
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """See `StepMaker`."""
+        return nullcontext()
+
+    async def publish_now(self) -> None:
+        """See `StepMaker`."""
+        await self.publish(None, policy_version=self.policy_version)
+
     async def snapshot(self) -> Any:
         """See `StepMaker`."""
-        if not self.is_serial:
-            await asyncio.sleep(self.times.snapshot_s)
+        await asyncio.sleep(self.times.snapshot_s)
 
     async def publish(self, snapshot: Any, *, policy_version: int) -> bool:
         """See `StepMaker`: the engine goes on until the weights have arrived."""
@@ -486,7 +488,6 @@ class SimulatedTrainer:
         if self.is_serial and self.needs_engine(step):  # otherwise it runs beside the steps
             await asyncio.sleep(self.times.evaluation_s)
         await asyncio.sleep(self.times.end_s)
-        self.may_sample.set()
         self.steps.append(
             SimulatedStep(
                 begun_s=self._begun_s,
@@ -599,17 +600,15 @@ def count_ending_steps(max_staleness: int) -> int:
 
 
 async def _run(config: SimulationConfig, loop_config: LoopConfig, plan: Plan) -> Sequence[SimulatedStep]:
-    engine, idle, may_sample = SimulatedEngine(config.engine), IdleTimes(), asyncio.Event()
-    may_sample.set()
+    engine, idle = SimulatedEngine(config.engine), IdleTimes()
     trainer = SimulatedTrainer(
         times=config.trainer,
         engine=engine,
         idle=idle,
         is_serial=loop_config.max_staleness == 0,
-        may_sample=may_sample,
     )
-    source = SimulatedSource(engine=engine, plan=plan, config=config.workload, may_sample=may_sample)
-    await run_steps(source, trainer, loop_config, observer=idle)
+    source = SimulatedSource(engine=engine, plan=plan, config=config.workload)
+    await run_steps(source, trainer, loop_config, observe=idle.observe)
     return trainer.steps
 
 

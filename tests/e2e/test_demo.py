@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.browser import CHROMIUM, Browser
+from support.loops import Callbacks
 from support.pages import Page
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import lookup_problems
@@ -22,7 +23,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.rendering.loader import load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.changes import Cause
-from unbroken.runs.collector import Sampler
+from unbroken.runs.collector import Collector, Sampler
 from unbroken.runs.config import EvaluationConfig
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
@@ -85,22 +86,22 @@ async def test_i4_trainer_and_engine_agree_on_every_rollout_of_every_step(demo_m
     )
     differences, versions = [], []
 
-    async def collect_and_check():
-        groups = await sampler.sample_groups(range(8 * len(versions), 8 * len(versions) + 8), size=8)
+    async def check(rollouts):
+        groups = rollouts.groups
         rows = [row for g in groups for t in g.trajectories for row in export_samples(t.tree, advantage=1.0)]
         assert len(rows) == 64
         assert sum(len(t.turns) > 1 for g in groups for t in g.trajectories) > 10
         differences.append(largest_difference(trainer, rows))
         versions.append({int(v) for row in rows for v in row.policy_versions[row.sampled_mask]})
-        return groups
 
     with MetricsWriter(tmp_path) as metrics:
         await train(
-            collect_and_check,
+            Collector(replace(sampler, config=replace(sampler.config, problems_per_step=8))),
             trainer=trainer,
             publisher=InProcessPublisher(engine),
             metrics=metrics,
             config=LoopConfig(num_steps=4),
+            observer=Callbacks(on_rollouts=check),
         )
     await engine.close()
     assert max(differences) < TOLERANCE

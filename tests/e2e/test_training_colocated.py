@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.architectures import tiny_model
+from support.loops import Callbacks
 from support.rows import group, trajectory
 from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine
@@ -21,7 +22,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.steps import BeforeStep
 from unbroken.training.trainer import Trainer
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
@@ -37,6 +37,8 @@ DROPPED_STEP = 1
 class Run:
     """A bandit: the reward is the share of ids below 32. In one step all rewards are equal, and it is dropped."""
 
+    groups_per_step = 1
+
     def __init__(self, engine: SleepingEngine, model: Any, *, learning_rate: float = 3e-3) -> None:
         self.engine = engine
         config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=learning_rate))
@@ -46,7 +48,7 @@ class Run:
         self.num_steps = 0
         self.num_slept = 0
 
-    async def collect(self) -> list[TrajectoryGroup]:
+    async def sample(self, number: int) -> TrajectoryGroup:
         params = SamplingParams(max_tokens=6, seed=self.num_steps)
         request = SampleRequest(request_id=str(self.num_steps), prompt_ids=PROMPT_IDS, params=params, n=16)
         sequences = (await self.engine.sample(request)).sequences
@@ -55,7 +57,7 @@ class Run:
             rewards = [0.5] * len(rewards)
         self.num_steps += 1
         members = [trajectory(r, prompt=PROMPT_IDS, completion=s) for r, s in zip(rewards, sequences, strict=True)]
-        return [group(*members)]
+        return group(*members)
 
     async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
         weights = list(named_parameters)
@@ -66,15 +68,17 @@ class Run:
         await self.engine.sleep()
         self.num_slept += 1
 
-    async def train(self, folder: Any, *, before_step: BeforeStep | None = None, num_steps: int = 4) -> list[Any]:
+    async def train(
+        self, folder: Any, *, before_update: Callable[[], Awaitable[None]] | None = None, num_steps: int = 4
+    ) -> list[Any]:
         with MetricsWriter(folder) as metrics:
             await train(
-                self.collect,
+                self,
                 trainer=self.trainer,
                 publisher=self,
                 metrics=metrics,
                 config=LoopConfig(num_steps=num_steps),
-                before_step=before_step or self.sleep,
+                observer=Callbacks(before_update=before_update or self.sleep),
             )
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -115,9 +119,9 @@ async def watched(run: Run, work: Coroutine[Any, Any, Any]) -> tuple[Any, set[in
     return done, answered, refusals
 
 
-async def check_a_run(run: Run, folder: Any, before_step: BeforeStep | None = None) -> None:
+async def check_a_run(run: Run, folder: Any, before_update: Callable[[], Awaitable[None]] | None = None) -> None:
     first = run.engine.policy_version
-    lines, answered, refusals = await watched(run, run.train(folder, before_step=before_step))
+    lines, answered, refusals = await watched(run, run.train(folder, before_update=before_update))
     assert [bool(line["train/num_rows"]) for line in lines] == [True, False, True, True]
     assert run.num_slept == 3
     assert run.engine.policy_version == first + 3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from support.loops import EachStep
 from support.served import save_tiny_model, served
 from support.servers import server_tokenizer
 from unbroken.client import AsyncClient
@@ -43,22 +44,20 @@ async def reinforce(url: str, model_folder: Path, weights: Path, output: Path) -
     engine = await HttpEngine.connect([url])
     renderer = TemplateRenderer(server_tokenizer())
 
-    async def collect() -> list[TrajectoryGroup]:
-        return [
-            await run_group(
-                lambda: ToolEnv([{"role": "user", "content": "Write."}], [], letters),
-                8,
-                engine=engine,
-                renderer=renderer,
-                sampling=SamplingParams(max_tokens=24),
-                limits=Limits(max_turns=1),
-            )
-        ]
+    async def sample(number: int) -> TrajectoryGroup:
+        return await run_group(
+            lambda: ToolEnv([{"role": "user", "content": "Write."}], [], letters),
+            8,
+            engine=engine,
+            renderer=renderer,
+            sampling=SamplingParams(max_tokens=24),
+            limits=Limits(max_turns=1),
+        )
 
     async with AsyncClient(url) as client:
         with MetricsWriter(output) as metrics:
             await train(
-                collect,
+                EachStep(sample),
                 trainer=trainer,
                 publisher=DiskPublisher([client], weights),
                 metrics=metrics,

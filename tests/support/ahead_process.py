@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import trajectory
 from support.sequences import sampled
 from unbroken.errors import OutageError, RewardError, ServerUnreachableError, UnbrokenError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.publication import Notices
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -154,7 +155,7 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
                 ),
                 checkpoints=Checkpoints(directory / "checkpoints", every=1),
                 engine=server,  # type: ignore[arg-type]
-                on_rollouts=on_rollouts,
+                observer=Callbacks(on_rollouts=on_rollouts),
             )
     except UnbrokenError as raised:
         error = f"{type(raised).__name__}: {raised}"

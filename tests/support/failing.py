@@ -11,9 +11,10 @@ from typing import Any
 from accelerate import Accelerator
 
 from support.flaky_server import Server
+from support.loops import Callbacks, EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
-from unbroken.errors import ServerUnreachableError
+from unbroken.errors import RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
@@ -21,7 +22,7 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 
-WHERE = ("make_units", "before_step", "on_step", "extra", "engine")
+WHERE = ("sample", "make_units", "before_update", "on_step", "extra", "engine")
 
 
 class _Unwritable:
@@ -43,13 +44,15 @@ def run(accelerator: Accelerator, rank: int, directory: Path) -> None:
 async def _run(where: str, accelerator: Accelerator, rank: int, directory: Path) -> str:
     fails = rank == 1
 
-    async def collect() -> list[TrajectoryGroup]:
+    async def sample(number: int) -> TrajectoryGroup:
+        if where == "sample" and fails:
+            raise RewardError("row 5: nan")
         if where == "engine" and fails:
             raise ServerUnreachableError("the server is away")
-        return [group(trajectory(float("nan") if where == "make_units" and fails else 1.0), trajectory(0.0))]
+        return group(trajectory(float("nan") if where == "make_units" and fails else 1.0), trajectory(0.0))
 
-    async def before_step() -> None:
-        if where == "before_step" and fails:
+    async def before_update() -> None:
+        if where == "before_update" and fails:
             raise RuntimeError("no sleep")
 
     def on_step(step: int, metrics: Metrics) -> None:
@@ -58,13 +61,12 @@ async def _run(where: str, accelerator: Accelerator, rank: int, directory: Path)
 
     try:
         await train(
-            collect,
+            EachStep(sample),
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
             publisher=None,
             metrics=None,
             config=LoopConfig(num_steps=1, outages=OutageConfig(wait_s=5.0, ask_every_s=0.1)),
-            on_step=on_step,
-            before_step=before_step,
+            observer=Callbacks(on_step=on_step, before_update=before_update),
             checkpoints=Checkpoints(directory, caller=_Unwritable())
             if where == "extra" and fails
             else (Checkpoints(directory) if where == "extra" else None),

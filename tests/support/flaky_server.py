@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
@@ -20,6 +21,7 @@ from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
 
@@ -55,24 +57,21 @@ class Server:
 
 
 class Data:
-    """A data set that is read in order and sampled by a server; `events` are called before a row is sampled."""
+    """A data set of a row a step, sampled by a server; `events` are called before a row is sampled."""
+
+    groups_per_step = 1
 
     def __init__(self, server: Server, events: Mapping[int, Callable[[], None]] | None = None) -> None:
         self.server = server
-        self.next_row = 0
         self.trained_rows: list[int] = []
-        self.num_collects = 0
+        self.num_sampled = 0
         self._events = dict(events or {})
 
-    def state(self) -> Mapping[str, Any]:
-        return {"next_row": self.next_row}
+    async def see(self, rollouts: StepRollouts) -> None:
+        self.trained_rows += [int(each.trajectories[0].tree.nodes[0].token_ids[0]) for each in rollouts.groups]
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.next_row = state["next_row"]
-
-    async def collect(self) -> list[TrajectoryGroup]:
-        self.num_collects += 1
-        row, self.next_row = self.next_row, self.next_row + 1
+    async def sample(self, row: int) -> TrajectoryGroup:
+        self.num_sampled += 1
         members = []
         for k in range(4):
             if k == 2 and (event := self._events.pop(row, None)) is not None:
@@ -84,7 +83,7 @@ class Data:
             else:
                 sequence = sampled(7, 8, versions=[self.server.policy_version] * 2)
                 members.append(trajectory(float(k), prompt=(row, 6), completion=sequence))
-        return [group(*members)]
+        return group(*members)
 
 
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
@@ -95,17 +94,17 @@ def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None
     metrics = MetricsWriter(output) if rank == 0 else None
     asyncio.run(
         train(
-            data.collect,
+            data,
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
             publisher=server,
             metrics=metrics,
             config=LoopConfig(num_steps=3, outages=OutageConfig(wait_s=60.0, ask_every_s=0.01)),
-            checkpoints=Checkpoints(output / "checkpoints", every=1, caller=data),
+            checkpoints=Checkpoints(output / "checkpoints", every=1),
             engine=server,
-            on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
+            observer=Callbacks(on_rollouts=data.see),
         )
     )
     if metrics is not None:
         metrics.close()
-    found = {"rows": data.trained_rows, "loaded": server.loaded, "num_collects": data.num_collects}
+    found = {"rows": data.trained_rows, "loaded": server.loaded, "num_sampled": data.num_sampled}
     (directory / f"lost-{name}-{rank}.json").write_text(json.dumps(found))

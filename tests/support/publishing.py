@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
+from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, row, trajectory
 from support.sequences import sampled
@@ -45,11 +46,11 @@ class FullDisk:
         raise OSError("no space left on device")
 
 
-def _groups(version: int, rank: int) -> list[TrajectoryGroup]:
+def _make_group(version: int, rank: int) -> TrajectoryGroup:
     """The second process has equal rewards, and trains only on the distance to the reference."""
     arms = ((9, 1.0 - rank), (10, 0.0), (11, 0.0))
     members = [trajectory(r, completion=sampled(arm, 7, versions=[version] * 2)) for arm, r in arms]
-    return [group(*members, trajectory(None, status=TrajectoryStatus.FAILED, completion=None))]
+    return group(*members, trajectory(None, status=TrajectoryStatus.FAILED, completion=None))
 
 
 def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
@@ -69,13 +70,13 @@ async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints
     metrics = MetricsWriter(directory) if rank == 0 else None
     error_text = ""
 
-    async def collect() -> list[TrajectoryGroup]:
-        return _groups(trainer.policy_version, rank)
+    async def sample(number: int) -> TrajectoryGroup:
+        return _make_group(trainer.policy_version, rank)
 
     for num_steps, publisher in ((2, InProcessPublisher(engine)), (3, FullDisk())):
         try:
             await train(
-                collect,
+                EachStep(sample),
                 trainer=trainer,
                 publisher=publisher if rank == 0 else None,
                 metrics=metrics,

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.resumed_run import KillAt
 from support.rows import group, trajectory
@@ -82,8 +83,7 @@ async def _run(directory: Path, max_staleness: int, kill: KillAt) -> None:
             publisher=Publisher(engine, kill),
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS, max_staleness=max_staleness),
-            on_step=lambda step, _: kill.reached("on_step", step),
-            on_rollouts=on_rollouts,
+            observer=Callbacks(on_step=lambda step, _: kill.reached("on_step", step), on_rollouts=on_rollouts),
             checkpoints=Checkpoints(directory / "checkpoints", every=1),
         )
     await engine.close()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
@@ -55,7 +56,9 @@ class KillAt:
 
 
 class Caller:
-    """Collects groups of eight; the reward is the share of even numbers among the sampled ids."""
+    """Samples groups of eight; the reward is the share of even numbers among the sampled ids."""
+
+    groups_per_step = 1
 
     def __init__(self, engine: TransformersEngine, kill: KillAt) -> None:
         self._engine = engine
@@ -71,7 +74,9 @@ class Caller:
         self._rng.bit_generator.state = state["rng"]
         self._step = state["step"]
 
-    async def collect(self) -> list[TrajectoryGroup]:
+    async def sample(self, number: int) -> TrajectoryGroup:
+        """See `GroupSource`."""
+        assert number == self._step
         self._kill.now = self._step
         self._kill.reached("collect")
         prompt = self._rng.integers(0, 64, 3)
@@ -82,7 +87,7 @@ class Caller:
         rewards = [1.0] * len(rewards) if self._step == SKIPPED_STEP else rewards
         self._step += 1
         pairs = zip(rewards, sequences, strict=True)
-        return [group(*[trajectory(reward, prompt=prompt.tolist(), completion=s) for reward, s in pairs])]
+        return group(*[trajectory(reward, prompt=prompt.tolist(), completion=s) for reward, s in pairs])
 
 
 class Publisher:
@@ -128,12 +133,12 @@ async def _run(directory: Path, every: int, kill: KillAt) -> None:
     checkpoints.kill = kill
     with MetricsWriter(directory) as metrics:
         await train(
-            caller.collect,
+            caller,
             trainer=trainer,
             publisher=Publisher(engine, kill),
             metrics=metrics,
             config=LoopConfig(num_steps=NUM_STEPS),
-            on_step=lambda *_: kill.reached("on_step"),
+            observer=Callbacks(on_step=lambda *_: kill.reached("on_step")),
             checkpoints=checkpoints,
         )
     await engine.close()

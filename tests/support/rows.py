@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from support.loops import EachStep
 from support.sequences import sampled
 from unbroken.counters import Counters
 from unbroken.ledger.nodes import Origin
@@ -106,14 +107,14 @@ def group(*members: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup(group_id="g", trajectories=members)
 
 
-def make_collect(trainer: Trainer) -> Callable[[], Awaitable[list[TrajectoryGroup]]]:
-    """Make a function that samples the group of a step: three rewards, by the trainer's weights."""
+def make_source(trainer: Trainer) -> EachStep:
+    """Make a source that samples the group of a step: three rewards, by the trainer's weights."""
 
-    async def collect() -> list[TrajectoryGroup]:
+    async def sample(number: int) -> TrajectoryGroup:
         versions = [trainer.policy_version] * 2
-        return [group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])]
+        return group(*[trajectory(float(k), completion=sampled(k, 7, versions=versions)) for k in range(3)])
 
-    return collect
+    return EachStep(sample)
 
 
 def _make_tree(prompt: Sequence[int], completion: SampledSequence | None) -> TokenTree:

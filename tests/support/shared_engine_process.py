@@ -63,8 +63,8 @@ async def run(source: Path, rank: Rank) -> dict[str, Any]:
     async with share_engine(start, source=source, rank=rank, size=2, device=CPU) as found:
         for version in (0, 1, 2):
             if version:
-                if found.before_step is not None:
-                    await found.before_step()
+                if found.before_update is not None:
+                    await found.before_update()
                 gather_object([None])
                 if found.publisher is not None:
                     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -1,9 +1,10 @@
-"""A source, an engine's version and a trainer for the asynchronous loop, whose clock is the turns of the event loop."""
+"""A source, an engine's version and a trainer for the loop, whose clock is the turns of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 from support.rows import trajectory
 from unbroken.errors import EngineError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.events import EventKind, LoopEvent
-from unbroken.training.asynchronous.maker import TakenGroups
+from unbroken.training.groups import TakenGroups
+from unbroken.training.observer import EventKind, LoopEvent
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 
 
@@ -111,6 +112,14 @@ class TurnMaker:
         self.states.append(taken.numbers)
         self.policy_version += self.trains(taken.step)
 
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """See `StepMaker`."""
+        return nullcontext()
+
+    async def publish_now(self) -> None:
+        """See `StepMaker`."""
+        await self.publish(None, policy_version=self.policy_version)
+
     async def snapshot(self) -> Any:
         """See `StepMaker`."""
         await asyncio.sleep(0)
@@ -149,7 +158,7 @@ class Seen:
     events: list[LoopEvent] = field(default_factory=list)
 
     def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
+        """See one event."""
         self.events.append(event)
 
     def count(self, kind: EventKind) -> int:

@@ -170,18 +170,17 @@ class Sampler:
 
 
 class Collector:
-    """Samples the groups of one step after the other. Its whole state is a number, so it can be resumed.
+    """A `GroupSource`: the groups of this process's part of the problems, in their order.
 
     Worked example, 4 problems a step and 2 processes: in step 0 the first process has problems 0 and 2, the second 1
     and 3; in step 1 they have 4 and 6, 5 and 7.
     """
 
     def __init__(self, sampler: Sampler, *, rank: Rank | None = None) -> None:
-        """Begin with problem 0; raises `InvalidInputError` if a step has fewer problems than processes."""
+        """Raises `InvalidInputError` if a step has fewer problems than processes."""
         self._sampler = sampler
         self._rank = rank or Rank()
         self._source = sampler.problems.source
-        self._next = 0
         num_problems = sampler.config.problems_per_step
         if num_problems < self._rank.num_processes:
             raise InvalidInputError(
@@ -191,11 +190,11 @@ class Collector:
 
     @property
     def groups_per_step(self) -> int:
-        """See `GroupSource`: this process's part of the problems of a step."""
+        """How many of a step's problems are this process's."""
         return len(self._rank.select(range(self._sampler.config.problems_per_step)))
 
     async def sample(self, number: int) -> TrajectoryGroup:
-        """See `GroupSource`: sample this process's group `number`, as a step of the synchronous loop would."""
+        """Sample a group of the problem that this number stands for."""
         num_problems = self._sampler.config.problems_per_step
         step, place = divmod(number, self.groups_per_step)
         problem = self._rank.select(range(step * num_problems, (step + 1) * num_problems))[place]
@@ -206,22 +205,13 @@ class Collector:
         sampler = replace(self._sampler, seed=(*self._sampler.seed, attempt))
         return await sampler.sample_group(problem, size=self._sampler.config.group_size)
 
-    async def __call__(self) -> list[TrajectoryGroup]:
-        """Sample this process's groups of the next step."""
-        config = self._sampler.config
-        numbers = range(self._next, self._next + config.problems_per_step)
-        groups = await self._sampler.sample_groups(self._rank.select(numbers), size=config.group_size)
-        self._next = numbers.stop
-        return groups
-
     def state(self) -> Mapping[str, Any]:
-        """See `Resumable`."""
-        return {"next_problem": self._next, "source": self._source}
+        """Where the problems come from; which were trained is in the loop's own part of a checkpoint."""
+        return {"source": self._source}
 
     def restore(self, state: Mapping[str, Any], /) -> None:
-        """See `Resumable`; raises `CheckpointError` if the checkpoint's problems have another source."""
+        """Raises `CheckpointError` if the checkpoint's problems have another source."""
         if state["source"] != self._source:
             raise CheckpointError(
                 f"the run began with {state['source']} and cannot continue with {self._source}: give it the same data"
             )
-        self._next = state["next_problem"]

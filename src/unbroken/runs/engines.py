@@ -139,7 +139,7 @@ async def _start_colocated(
         with fail_together(device):
             engine = await start()
             stack.push_async_callback(engine.close)
-        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_step=engine.sleep)
+        yield RunEngine(engine=engine, publisher=InProcessPublisher(engine), before_update=engine.sleep)
 
 
 def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:

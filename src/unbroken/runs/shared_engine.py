@@ -30,7 +30,6 @@ from unbroken.rendering.loader import load_tokenizer
 from unbroken.runs.processes import Rank
 from unbroken.threads import LoopThread
 from unbroken.training.model.sharding import fail_together, on_device
-from unbroken.training.steps import BeforeStep
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -45,7 +44,7 @@ class RunEngine:
     engine: Engine
     publisher: WeightPublisher | None
     """None in a process whose engine gets its weights from another process."""
-    before_step: BeforeStep | None = None
+    before_update: Callable[[], Awaitable[None]] | None = None
     """Frees the engine's memory for the trainer."""
     urls: tuple[str, ...] = ()
     """The servers behind the engine, if there are any."""
@@ -141,4 +140,4 @@ async def share_engine(
         with fail_together(device):
             engine = await HttpEngine.connect((url,), api_key=key)
             stack.push_async_callback(engine.close)
-        yield RunEngine(engine=engine, publisher=host, before_step=None if host is None else host.sleep)
+        yield RunEngine(engine=engine, publisher=host, before_update=None if host is None else host.sleep)

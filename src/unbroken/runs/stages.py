@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -32,9 +31,8 @@ from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
-from unbroken.training.snapshots import Snapshots
-from unbroken.training.steps import StepRollouts
-from unbroken.training.trainer import Trainer
+from unbroken.training.observer import RunObserver, StepRollouts
+from unbroken.training.publication import Snapshots
 
 
 async def run_stages(
@@ -81,9 +79,9 @@ async def run_stages(
         beside = await _make_beside(config, run, evaluations, snapshots)
         if beside is not None:
             stack.push_async_callback(beside.close)
-        hooks = _Hooks(
+        observer = _Observer(
             config=config,
-            trainer=trainer,
+            run=run,
             models=models,
             evaluations=evaluations,
             beside=beside,
@@ -92,6 +90,7 @@ async def run_stages(
             ),
             progress=progress,
             metrics=metrics,
+            profiler=profiler,
         )
         alone = evaluations if beside is None else beside
         await alone.evaluate(0, "before")
@@ -101,17 +100,11 @@ async def run_stages(
             publisher=run.engine.publisher,
             metrics=metrics,
             config=config.chosen_loop,
-            on_step=hooks.on_step,
+            observer=observer,
             checkpoints=checkpoints,
             engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
-            before_step=run.engine.before_step,
-            after_step=hooks.after_step,
-            on_rollouts=hooks.on_rollouts,
-            around_step=profiler.step,
             timeline=timeline,
-            needs_engine=hooks.needs_engine,
             snapshots=snapshots,
-            other_engines=[] if run.evaluation_engine is None else [run.evaluation_engine.engine],
         )
         if beside is not None:
             await beside.finish()
@@ -162,45 +155,68 @@ def _prepare_output(models: KeptModels, *, last_step: int) -> None:
                 create_repository(config.push_to_hub, private=config.private)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hooks:
+class _Observer(RunObserver):
     """What the run adds to each step of the loop."""
 
-    config: RunConfig
-    trainer: Trainer
-    models: KeptModels
-    evaluations: Evaluations
-    beside: EvaluationsBeside | None
-    """With `loop.max_staleness` or `evaluation.engine`, instead of evaluations between two steps."""
-    recorder: Recorder
-    progress: RunProgress
-    metrics: MetricsWriter | None
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run: OpenRun,
+        models: KeptModels,
+        evaluations: Evaluations,
+        beside: EvaluationsBeside | None,
+        recorder: Recorder,
+        progress: RunProgress,
+        metrics: MetricsWriter | None,
+        profiler: StepProfiler,
+    ) -> None:
+        """`beside` is there with `loop.max_staleness` or `evaluation.engine`, instead of evaluations between steps."""
+        self.before_update = run.engine.before_update
+        self._config = config
+        self._run = run
+        self._models = models
+        self._evaluations = evaluations
+        self._beside = beside
+        self._recorder = recorder
+        self._progress = progress
+        self._metrics = metrics
+        self._profiler = profiler
 
-    def on_step(self, step: int, logged: Metrics) -> None:
-        """Show the step's metrics, and log the evaluations so far."""
-        self.progress.show_step(step, logged, num_steps=self.config.loop.num_steps)
-        self.evaluations.log()
-
-    async def after_step(self, num_made: int) -> None:
-        """Write the model and evaluate it, where that is due."""
-        await asyncio.to_thread(self.models.write_step, num_made)
-        if self.beside is not None:
-            await self.beside.after_step(num_made)
-        elif self.needs_engine(num_made):
-            await self.evaluations.evaluate(num_made, f"after step {num_made}")
-
-    def needs_engine(self, num_made: int) -> bool:
-        """Whether an evaluation on the training's engine begins after this number of steps."""
-        if self.beside is not None:
-            return self.beside.needs_engine(num_made)
-        return self.evaluations.is_due(num_made, last=self.config.loop.num_steps)
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """Profile the step if the config says so."""
+        return self._profiler.step(step)
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""
-        await self.recorder.record(rollouts)
-        with self.trainer.fail_together():
-            if (number := self.config.log_completions) > 0 and self.metrics is not None:
-                unique = self.config.log_unique_prompts
-                columns, rows = make_table(rollouts, self.trainer, number, unique_prompts=unique)
-                self.progress.show_completions(rollouts.step, columns, rows)
-                self.metrics.log_table(rollouts.step, "completions", columns, rows)
+        await self._recorder.record(rollouts)
+        with self._run.trainer.fail_together():
+            if (number := self._config.log_completions) > 0 and self._metrics is not None:
+                unique = self._config.log_unique_prompts
+                columns, rows = make_table(rollouts, self._run.trainer, number, unique_prompts=unique)
+                self._progress.show_completions(rollouts.step, columns, rows)
+                self._metrics.log_table(rollouts.step, "completions", columns, rows)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Show the step's metrics, and log the evaluations so far."""
+        self._progress.show_step(step, metrics, num_steps=self._config.loop.num_steps)
+        self._evaluations.log()
+
+    async def after_step(self, num_steps: int) -> None:
+        """Write the model and evaluate it, where that is due."""
+        await asyncio.to_thread(self._models.write_step, num_steps)
+        if self._beside is not None:
+            await self._beside.after_step(num_steps)
+        elif self.needs_engine(num_steps):
+            await self._evaluations.evaluate(num_steps, f"after step {num_steps}")
+
+    def needs_engine(self, num_steps: int) -> bool:
+        """Whether an evaluation on the training's engine begins after this number of steps."""
+        if self._beside is not None:
+            return self._beside.needs_engine(num_steps)
+        return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
+
+    def get_newest_version(self) -> int:
+        """The weights that the servers of evaluations have."""
+        own = self._run.evaluation_engine
+        return 0 if own is None else own.engine.policy_version

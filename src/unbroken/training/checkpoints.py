@@ -32,7 +32,7 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class Resumable(Protocol):
-    """The state of `collect`, such as a position in a data set and a `numpy` generator's `rng.bit_generator.state`."""
+    """The state of what samples, such as that of a `numpy` generator (`rng.bit_generator.state`)."""
 
     def state(self) -> Mapping[str, Any]:
         """The state after the step that was just trained, in types that JSON can hold."""
@@ -51,7 +51,8 @@ class LastStep:
     """Steps made, at least one; the next step has this number."""
     metrics: Metrics
     groups: Mapping[str, Any] | None = None
-    """Which groups of this process were trained (`GroupNumbers.state`), if that does not follow from `num_steps`."""
+    """Which groups of this process were trained (`GroupNumbers.state`); in checkpoints that lack it, the lowest
+    numbers."""
 
 
 class Checkpoints:

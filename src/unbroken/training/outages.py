@@ -1,35 +1,30 @@
 """Engines that go away during a run: rollouts lost with them are not failures of the policy, and are sampled again.
 
-    collect ──► groups ──► lost? ── no ──► the step is trained
-       ▲                     │ yes: a rollout found no engine, or has ids sampled by too old weights
-       │                     ▼
-       └── the data ◄── the weights published again ◄── wait until an engine takes them
-           restored                                     (up to OutageConfig.wait_s, then OutageError)
+    groups of a step ──► lost? ── no ──► the step is trained
+        ▲                 │ yes: a rollout found no engine, or has ids sampled by too old weights
+        │                 ▼
+        └──── the weights published again ◄── wait until an engine takes them
+                                              (up to OutageConfig.wait_s, then OutageError)
 
 A group without its lost members would be biased (long rollouts are lost first), and a restarted engine samples with its
-first weights. So each process that lost rollouts collects its whole step again.
+first weights. So a group that lost some is sampled again, whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.agreement import in_any_process, raise_together
-from unbroken.training.checkpoints import Resumable
+from unbroken.training.agreement import in_any_process
 from unbroken.training.config import LoopConfig
 from unbroken.training.trainer import Trainer
 from unbroken.weights.base import WeightUpdate
-
-Collect: TypeAlias = Callable[[], Awaitable[Sequence[TrajectoryGroup]]]
-"""Sample the groups of the next step with the weights last published."""
 
 _GONE = (ServerUnreachableError, ServerBehindError)
 _SUSPICIOUS = frozenset({TrajectoryStatus.TIMEOUT, TrajectoryStatus.ABORTED})
@@ -40,40 +35,23 @@ _log = logging.getLogger(__name__)
 
 
 class Outages:
-    """Collects and publishes for one run, and waits for an engine that goes away."""
+    """Publishes for one run, finds what was lost with an engine that goes away, and waits for the engine."""
 
     def __init__(
         self,
         trainer: Trainer,
-        collect: Collect,
         publish: Callable[[], Awaitable[WeightUpdate]],
         config: LoopConfig,
         *,
         engine: Engine | None = None,
-        data: Resumable | None = None,
     ) -> None:
-        """Without `engine` there is no waiting. Without `data`, a step is collected again from the rows that follow."""
+        """Without `engine` there is no waiting."""
         self._trainer = trainer
-        self._sample = collect
         self._publish = publish
         self._config = config
         self._engine = engine
-        self._data = data
         self._num_losses = 0
         self._lost_s = 0.0
-
-    async def collect(self) -> Sequence[TrajectoryGroup]:
-        """Collect the groups of a step, again until no rollout is lost.
-
-        Raises:
-            OutageError: the engines stayed away, or rollouts were lost too often. The data is as before the step.
-        """
-        before = None if self._data is None else copy.deepcopy(self._data.state())
-        try:
-            return await self._collect(before)
-        except OutageError:
-            self._restore_data(before)
-            raise
 
     async def repeat(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do what comes between steps, such as an evaluation; again if it lost rollouts, once the engines are back.
@@ -109,8 +87,8 @@ class Outages:
         """
         started = time.perf_counter()
         if await in_any_process(self._trainer, self._engine is None):  # it could not wait while the others do
-            raise OutageError(f"rollouts were lost: {_format(error)}") from error
-        _log.warning("rollouts were lost and are sampled again: %s", _format(error))
+            raise OutageError(f"rollouts were lost: {format_loss(error)}") from error
+        _log.warning("rollouts were lost and are sampled again: %s", format_loss(error))
         await self._recover(started)
 
     async def publish(self) -> WeightUpdate:
@@ -156,29 +134,6 @@ class Outages:
         self._num_losses, self._lost_s = 0, 0.0
         return taken
 
-    async def _collect(self, before: Mapping[str, Any] | None) -> Sequence[TrajectoryGroup]:
-        groups: Sequence[TrajectoryGroup] | None = None
-        error: EngineError | None = None
-        for _ in range(self._config.outages.max_losses):
-            error, failure = None, None
-            try:
-                if groups is None:
-                    groups, error = await self._collect_once()
-            except Exception as raised:
-                failure = raised
-            await raise_together(self._trainer, failure)  # or the others would wait for this process
-            if not await in_any_process(self._trainer, error is not None):
-                assert groups is not None
-                return groups
-            if error is not None:
-                groups = None
-                self._restore_data(before)
-            await self.recover(error)
-        raise OutageError(
-            f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each time (the "
-            f"last: {_format(error)}): look into the engine's log for the cause, which may be a prompt of this step"
-        ) from error
-
     async def _recover(self, started: float) -> None:
         """Wait until every process's engine is healthy and has the trainer's weights, and count what was lost."""
         await self._retry(self._check_health)
@@ -186,15 +141,6 @@ class Outages:
             await self._publish_until_done()
         self._num_losses += 1
         self._lost_s += time.perf_counter() - started
-
-    async def _collect_once(self) -> tuple[Sequence[TrajectoryGroup] | None, EngineError | None]:
-        try:
-            groups = await self._sample()
-        except EngineError as error:
-            if not await self.is_outage(error):
-                raise
-            return None, error
-        return groups, await self.find_loss(groups, oldest_version=self._oldest_version)
 
     async def _find_fault(self) -> EngineError | None:
         """The error of the engine's health check; None if it is healthy."""
@@ -230,15 +176,11 @@ class Outages:
                 raise OutageError(
                     f"no engine took policy version {self._trainer.policy_version} for "
                     f"{self._config.outages.wait_s:g} s (OutageConfig.wait_s), the last time because of "
-                    f"{_format(error)}"
+                    f"{format_loss(error)}"
                 ) from error
-            if last_warning != (last_warning := _format(error)):
+            if last_warning != (last_warning := format_loss(error)):
                 _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, last_warning)
             await asyncio.sleep(self._config.outages.ask_every_s)
-
-    @property
-    def _oldest_version(self) -> int:
-        return self._find_oldest(self._trainer.policy_version)
 
     def _find_oldest(self, policy_version: int) -> int:
         """The oldest version that may be trained on at `policy_version`."""
@@ -250,10 +192,7 @@ class Outages:
         self.require_newest(self._trainer.policy_version)
         return update
 
-    def _restore_data(self, before: Mapping[str, Any] | None) -> None:
-        if self._data is not None and before is not None:
-            self._data.restore(copy.deepcopy(before))
 
-
-def _format(error: Exception | None) -> str:
+def format_loss(error: Exception | None) -> str:
+    """The error by which this process lost its engine, or that another one did."""
     return "another process lost its engine" if error is None else f"{type(error).__name__}: {error}"

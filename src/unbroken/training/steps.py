@@ -1,6 +1,6 @@
-"""The parts of a step that all loops share: units, updates, a checkpoint, weights to the engine, metrics.
+"""The steps of a run, as the loop makes them: units, updates, a checkpoint, weights to the engine, metrics.
 
-groups ── train ──► metrics ── save ── publish ── end
+groups ── make_step: train, save ── publish_now, or publish beside the next step ── end_step
 """
 
 from __future__ import annotations
@@ -8,100 +8,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import Any
 
 from torch.profiler import record_function
 
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
-from unbroken.errors import CheckpointError, EngineError, InvalidInputError, OutageError, RolloutError
+from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
-from unbroken.training.agreement import fail_together, from_all_processes, in_any_process
+from unbroken.training.agreement import fail_together, from_all_processes, in_any_process, raise_together
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
+from unbroken.training.groups import TakenGroups
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.objective.samples import DropReason
+from unbroken.training.observer import IdleTimes, LoopEvent, RunObserver, StepRollouts, write_event
 from unbroken.training.outages import Outages
-from unbroken.training.snapshots import Snapshots
+from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.training.waiting import log_waiting
 from unbroken.training.zero_variance import compare_zero_variance
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 _logger = logging.getLogger(__name__)
-BeforeStep: TypeAlias = Callable[[], Awaitable[None]]
-"""Called when a step's groups are sampled and there is something to train on; `SleepingEngine.sleep` is one."""
-AfterStep: TypeAlias = Callable[[int], Awaitable[None]]
-"""Called in all processes once a step is over, its weights published and its numbers written, with the number of steps
-made; on resume, again for the last one. It may wait for the other processes, and must fail in all of them or in none.
-After an `OutageError` it is called again, once the engine is back.
-"""
-OnRollouts: TypeAlias = Callable[["StepRollouts"], Awaitable[None]]
-"""Called in all processes with a step's rollouts before they are trained on. As `AfterStep`, it fails in all or none.
-"""
-OnStep: TypeAlias = Callable[[int, Metrics], None]
-"""Called after each step with its number, from 0, and its metrics."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRollouts:
-    """What a process collected for one step, and what it trains on."""
-
-    step: int
-    """From 0."""
-    groups: Sequence[TrajectoryGroup]
-    units: Sequence[Any]
-    """The objective's; `trainer.objective.get_rows` has their rows."""
-    counters: Counters
-    """Of this process's rollouts and dropped rows."""
-    is_trained: bool
-    """Whether a process has anything to train on. If so, the trainer may use the engine's memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """The groups of this process for one step."""
-
-    step: int
-    groups: Sequence[TrajectoryGroup]
-    replaced: Sequence[TrajectoryGroup] = ()
-    """Groups whose rewards are all equal, instead of which others were sampled."""
-    counters: Counters
-    """Of all of them; rows that are dropped are counted here too."""
-    started: float
-    """`time.perf_counter` when the step began to wait for them; with `max_staleness`, when the one before was made."""
-    seconds: float
-    """How long it waited, without outages."""
-    sampling_s: float
-    """How long they, or as many others, took to sample."""
-    metrics: Metrics
-    """More of them, over all processes."""
-
-    @property
-    def sampled(self) -> Sequence[TrajectoryGroup]:
-        """All groups, the replaced ones last."""
-        return [*self.groups, *self.replaced]
-
-    @staticmethod
-    def count(groups: Sequence[TrajectoryGroup]) -> Counters:
-        """The counters of all groups together."""
-        counters = Counters()
-        for group in groups:
-            counters.merge(group.counters)
-        return counters
 
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """The steps of one call of `train`."""
+    """The `StepMaker` of one call of `train`."""
 
     trainer: Trainer
     publisher: WeightPublisher | None
@@ -109,24 +53,38 @@ class Steps:
     config: LoopConfig
     checkpoints: Checkpoints | None
     metrics: MetricsWriter | None
-    on_step: OnStep | None
-    before_step: BeforeStep | None
-    after_step: AfterStep | None
-    on_rollouts: OnRollouts | None
+    observer: RunObserver
     timeline: Timeline
     snapshots: Snapshots
-    has_numbers: bool = False
-    """Whether groups are sampled one by one, by their numbers (`LastStep.groups`)."""
+    notices: Notices
     last: LastStep | None = None
     num_empty: int = 0
     """Steps in a row that trained no row, since the run was started."""
+    idle: IdleTimes = field(default_factory=IdleTimes)
+    _last_made_s: float = field(default_factory=time.perf_counter)
+    """When the step before was made, or the loop began."""
+    _trained: Metrics = field(default_factory=dict)
+    """Of the step that was made last."""
+    _published: Metrics = field(default_factory=dict)
+    """Of the last publication beside a step that has ended."""
 
     @property
     def num_steps(self) -> int:
         """The number of steps made."""
         return 0 if self.last is None else self.last.num_steps
 
-    async def resume(self, engine: Engine | None, others: Sequence[Engine] = ()) -> None:
+    @property
+    def policy_version(self) -> int:
+        """The version of the trainer's weights."""
+        return self.trainer.policy_version
+
+    def observe(self, event: LoopEvent) -> None:
+        """See what happens in the loop."""
+        self.idle.observe(event)
+        write_event(self.timeline, event)
+        self.observer.on_event(event)
+
+    async def resume(self, engine: Engine | None) -> None:
         """Go on after the newest checkpoint, if there is one, with a version that no engine has other weights of."""
         version = self.trainer.policy_version
         if self.checkpoints is not None:
@@ -136,15 +94,8 @@ class Steps:
                     f"LoopConfig.num_steps must be at least {self.num_steps}, the steps that the run in "
                     f"{self.checkpoints.folder} has made, got {self.config.num_steps}"
                 )
-            if self.last is not None and self.last.groups is not None and not self.has_numbers:
-                raise CheckpointError(
-                    f"the run in {self.checkpoints.folder} began with LoopConfig.max_staleness or max_replacements "
-                    "above 0, or a curriculum, and cannot continue without, because its groups were not trained in "
-                    "their order: give it the same"
-                )
         if self.last is not None:
-            engines = [each for each in (engine, *others) if each is not None]
-            newest = max((each.policy_version for each in engines), default=0)
+            newest = max(0 if engine is None else engine.policy_version, self.observer.get_newest_version())
             if (newest := max(await from_all_processes(self.trainer, newest))) > self.trainer.policy_version:
                 self.trainer.policy_version = newest + 1
         async with fail_together(self.trainer):
@@ -153,92 +104,82 @@ class Steps:
             if engine is not None:
                 check_engine(engine, vocab_size=self.trainer.vocab_size, policy_version=self.trainer.policy_version)
         if self.last is not None:
-            has_new_weights = self.trainer.policy_version != version
-            logged = await self._publish_and_measure(self.last.metrics) if has_new_weights else self.last.metrics
-            await self.end(self.num_steps - 1, logged)
+            self._trained = self.last.metrics
+            if self.trainer.policy_version != version:
+                await self.publish_now()
+            await self.end_step(self.num_steps - 1)
+        self._last_made_s = time.perf_counter()
 
-    async def train(self, collected: Collected) -> Metrics:
-        """Train on the groups, unless no process has anything to train on, and return the step's metrics."""
-        trainer = self.trainer
-        async with fail_together(trainer):
-            units = await trainer.make_units(collected.groups, collected.counters)
-            replaced: Sequence[Any] = ()
-            if self.config.replaces_groups:  # they are not trained on, and are counted by reason
-                replaced = await trainer.make_units(collected.replaced, collected.counters)
-        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
-        num_trained = sum(bool(get_rows(unit)) for unit in units)
-        untrained = [rows for unit in units if (rows := get_idle(unit))]
-        untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
-        num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
-        collected.counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
-        numbers = RolloutNumbers.of(collected.groups, collected.counters, replaced=collected.replaced)
-        everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
-        trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
-        with record_function("train"):
-            if is_trained := await in_any_process(trainer, num_trained > 0):
-                async with fail_together(trainer):
-                    if self.before_step is not None:
-                        await self.before_step()
-            if self.on_rollouts is not None:
-                await self.on_rollouts(
-                    StepRollouts(
-                        step=collected.step,
-                        groups=collected.sampled,
-                        units=units,
-                        counters=collected.counters,
-                        is_trained=is_trained,
-                    )
-                )
-            if is_trained:
-                num_scored = self.config.num_zero_variance_scored
-                zero_variance = await asyncio.to_thread(
-                    compare_zero_variance, trainer, untrained, num_scored=num_scored
-                )
-                with self.timeline.span("train", units=num_trained):
-                    trained = step_metrics(await asyncio.to_thread(trainer.step, units))
-                trained = {**trained, **zero_variance.get_metrics(trained)}
-        self.num_empty = 0 if is_trained else self.num_empty + 1
-        return {
-            **rollout_metrics(everyone, collect_s=collected.sampling_s),
-            **trainer.objective.get_metrics(units),
-            **trained,
-            **collected.metrics,
-            "seconds/collect": collected.seconds,
-            "seconds/step": time.perf_counter() - collected.started,
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """A block in which the step is made."""
+        return self.observer.around_step(step)
+
+    async def agree(self, *, is_lost: bool, failure: Exception | None) -> bool:
+        """Return whether any process has lost its engine; a failure of one is raised in all."""
+        await raise_together(self.trainer, failure)
+        return await in_any_process(self.trainer, is_lost)
+
+    async def recover(self, lost: EngineError | None) -> None:
+        """Wait until the engines are back, and publish the trainer's weights to them (`Outages.recover`)."""
+        await self.outages.recover(lost)
+
+    async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
+        """The error if the engine went away, or has ids older than `oldest_version`; None if the groups can be used."""
+        return await self.outages.find_loss(groups, oldest_version=oldest_version)
+
+    async def is_outage(self, error: EngineError) -> bool:
+        """Whether an error says that the engine went away; otherwise it refused a request."""
+        return await self.outages.is_outage(error)
+
+    async def make_step(self, taken: TakenGroups) -> None:
+        """Train on the groups, and write a checkpoint if one is due."""
+        await check_some_succeeded(taken.sampled, taken.step, self.trainer)
+        trained = await self._train(taken)
+        self._trained = await self._save(taken, trained)
+        self._last_made_s = time.perf_counter()
+
+    async def publish_now(self) -> None:
+        """Publish the trainer's weights, in all processes together; wait if the engines are gone."""
+        with record_function("publish"):
+            update = await self.outages.publish()
+        lost_s = self.outages.take_metrics()["seconds/outages"]
+        if not self._trained["train/num_rows"]:
+            return
+        self._trained = {
+            **self._trained,
+            **update_metrics(update),
+            "seconds/outages": (self._trained["seconds/outages"] or 0) + lost_s,
+            "seconds/step": (self._trained["seconds/step"] or 0) + update.seconds + lost_s,
         }
 
-    async def save(self, step: int, trained: Metrics, *, groups: Mapping[str, Any] | None = None) -> Metrics:
-        """Begin to write a checkpoint if one is due, and return the step's metrics with the time that this took.
+    async def snapshot(self) -> Snapshot | None:
+        """A copy of the trainer's weights, for `publish`; None in a process that publishes none."""
+        with self.timeline.span("snapshot"):
+            return await self.snapshots.take()
 
-        `groups` are those trained so far (`LastStep.groups`).
-        """
-        self.last = LastStep(num_steps=step + 1, metrics={**trained, "seconds/checkpoint": None}, groups=groups)
-        if self.checkpoints is None:
-            return trained
-        started, num_steps = time.perf_counter(), self.config.num_steps
-        if await asyncio.to_thread(self.checkpoints.agree_if_due, self.trainer, step + 1, last=num_steps):
-            with self.timeline.span("checkpoint"):
-                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
-        seconds = time.perf_counter() - started
-        step_s = (trained["seconds/step"] or 0) + seconds
-        return {**trained, "seconds/checkpoint": seconds, "seconds/step": step_s}
+    async def publish(self, snapshot: Snapshot | None, *, policy_version: int) -> bool:
+        """Publish a snapshot beside the next step, and return whether this process's engine has it now."""
+        is_taken = await self._publish(snapshot, policy_version)
+        if is_taken:
+            self.outages.require_newest(policy_version)
+        return is_taken
 
-    async def publish(self, trained: Metrics) -> Metrics:
-        """Publish the weights if the step changed them, and return its metrics with those of publishing."""
-        return await self._publish_and_measure(trained) if trained["train/num_rows"] else trained
+    def needs_engine(self, step: int) -> bool:
+        """Whether what comes after this step samples."""
+        return self.observer.needs_engine(step + 1)
 
-    async def end(self, step: int, logged: Metrics) -> None:
+    async def end_step(self, step: int) -> None:
         """Write the step's numbers, and do what comes after a step."""
+        logged: Metrics = {**self._trained, **self._published}
         logged = {**_serial_idle_metrics(logged), **logged}
+        self._published = {}
         async with fail_together(self.trainer):
             if self.metrics is not None:
                 with self.timeline.span("log"):
                     await asyncio.to_thread(self.metrics.write, step, logged)
-            if self.on_step is not None:
-                self.on_step(step, logged)
-        if self.after_step is not None:
-            with self.timeline.span("after the step"):
-                await self.outages.repeat(partial(self.after_step, step + 1))
+            self.observer.on_step(step, logged)
+        with record_function("after step"), self.timeline.span("after the step"):
+            await self.outages.repeat(partial(self.observer.after_step, step + 1))
         self.snapshots.release()
         if self.num_empty > 0:
             await self._report_empty(step, logged)
@@ -252,6 +193,97 @@ class Steps:
             f"{error}. The run stands after {self.num_steps} steps in {self.checkpoints.folder}: start it again once "
             "the engine is there, and it goes on from there"
         )
+
+    async def _train(self, taken: TakenGroups) -> Metrics:
+        """Train on the groups, unless no process has anything to train on, and return the step's metrics."""
+        trainer, counters = self.trainer, Counters()
+        began_s, sampling_s, waited = await self._measure_wait(taken)
+        for group in taken.sampled:
+            counters.merge(group.counters)
+        async with fail_together(trainer):
+            units = await trainer.make_units(taken.groups, counters)
+            replaced: Sequence[Any] = ()
+            if self.config.replaces_groups:  # they are not trained on, and are counted by reason
+                replaced = await trainer.make_units(taken.replaced, counters)
+        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
+        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
+        numbers = RolloutNumbers.of(taken.groups, counters, replaced=taken.replaced)
+        everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
+        trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
+        with record_function("train"):
+            is_trained = await in_any_process(trainer, any(get_rows(unit) for unit in units))
+            if is_trained:
+                async with fail_together(trainer):
+                    if self.observer.before_update is not None:
+                        await self.observer.before_update()
+            await self.observer.on_rollouts(
+                StepRollouts(
+                    step=taken.step, groups=taken.sampled, units=units, counters=counters, is_trained=is_trained
+                )
+            )
+            if is_trained:
+                untrained = [rows for unit in units if (rows := get_idle(unit))]
+                untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
+                trained = await self._update(units, untrained)
+        self.num_empty = 0 if is_trained else self.num_empty + 1
+        return {
+            **rollout_metrics(everyone, collect_s=sampling_s),
+            **trainer.objective.get_metrics(units),
+            **trained,
+            **waited,
+            "seconds/step": time.perf_counter() - began_s,
+        }
+
+    async def _update(self, units: Sequence[Any], untrained: Sequence[Any]) -> Metrics:
+        num_scored = self.config.num_zero_variance_scored
+        num_trained = sum(bool(self.trainer.objective.get_rows(unit)) for unit in units)
+        zero_variance = await asyncio.to_thread(compare_zero_variance, self.trainer, untrained, num_scored=num_scored)
+        with self.timeline.span("train", units=num_trained):
+            trained = step_metrics(await asyncio.to_thread(self.trainer.step, units))
+        return {**trained, **zero_variance.get_metrics(trained)}
+
+    async def _measure_wait(self, taken: TakenGroups) -> tuple[float, float, Metrics]:
+        """When the step began, how long its groups took to sample, and the metrics of the wait for them.
+
+        Without `max_staleness` it begins when it waits for them, and they take what it waits, without outages. With it,
+        it begins once the step before is made, and its groups, or as many others, take the time between two steps.
+        """
+        lost = self.outages.take_metrics()
+        if self.config.max_staleness == 0:
+            waited_s = taken.waited_s - lost["seconds/outages"]
+            return time.perf_counter() - taken.waited_s, waited_s, {**lost, "seconds/collect": waited_s}
+        counts = reduce(add, await from_all_processes(self.trainer, taken.counts))
+        waited: Metrics = {
+            **lost,
+            **{f"sampler/{name}": value for name, value in asdict(counts).items()},
+            **self.idle.take_metrics(asyncio.get_running_loop().time()),
+            "seconds/collect": taken.waited_s,
+        }
+        return self._last_made_s, taken.since_last_s, waited
+
+    async def _save(self, taken: TakenGroups, trained: Metrics) -> Metrics:
+        """Begin to write a checkpoint if one is due, and return the step's metrics with the time that this took."""
+        num_steps = taken.step + 1
+        self.last = LastStep(num_steps=num_steps, metrics={**trained, "seconds/checkpoint": None}, groups=taken.numbers)
+        if self.checkpoints is None:
+            return trained
+        started = time.perf_counter()
+        if await asyncio.to_thread(self.checkpoints.agree_if_due, self.trainer, num_steps, last=self.config.num_steps):
+            with self.timeline.span("checkpoint"):
+                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+        seconds = time.perf_counter() - started
+        step_s = (trained["seconds/step"] or 0) + seconds
+        return {**trained, "seconds/checkpoint": seconds, "seconds/step": step_s}
+
+    async def _publish(self, snapshot: Snapshot | None, policy_version: int) -> bool:
+        if self.publisher is None or snapshot is None:
+            return await self.notices.wait_for(policy_version)
+        waiting = log_waiting(f"policy version {policy_version} to be taken by the engine")
+        async with self.notices.announce(policy_version), waiting:
+            update = await self.publisher.publish(snapshot, policy_version=policy_version)
+        self._published = update_metrics(update)
+        return True
 
     def _save_last(self, checkpoints: Checkpoints) -> None:
         checkpoints.finish(self.trainer)
@@ -278,18 +310,6 @@ class Steps:
             f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
             "none it goes on (--loop.max-empty-steps none)"
         )
-
-    async def _publish_and_measure(self, trained: Metrics) -> Metrics:
-        update = await self.outages.publish()
-        lost_s = self.outages.take_metrics()["seconds/outages"]
-        if not trained["train/num_rows"]:
-            return trained
-        return {
-            **trained,
-            **update_metrics(update),
-            "seconds/outages": (trained["seconds/outages"] or 0) + lost_s,
-            "seconds/step": (trained["seconds/step"] or 0) + update.seconds + lost_s,
-        }
 
 
 _REASONS = {
@@ -331,25 +351,6 @@ def _serial_idle_metrics(logged: Metrics) -> Metrics:
     if collect_s is None or not step_s:
         return {"idle/trainer": None, "idle/sampler": None}
     return {"idle/trainer": collect_s / step_s, "idle/sampler": 1 - collect_s / step_s}
-
-
-async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
-    """Publish; an error of one process is raised on all, but a lost engine in its own only, for `Outages` to settle."""
-    started = time.perf_counter()
-    weights = trainer.named_weights()
-    update, gone, failure = None, None, None
-    try:
-        if publisher is not None:
-            async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
-                update = await publisher.publish(weights, policy_version=trainer.policy_version)
-    except EngineError as error:
-        gone = error
-    except Exception as error:
-        failure = error
-    await asyncio.to_thread(trainer.finish_together, weights, failure)
-    if gone is not None:
-        raise gone
-    return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
 
 
 async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
+from support.turns import TurnEngine, TurnMaker
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError
 from unbroken.rollout.tool_env import ToolEnv
@@ -15,8 +16,8 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
-from unbroken.training.asynchronous.numbers import GroupNumbers
-from unbroken.training.filling import StepFiller
+from unbroken.training.config import LoopConfig
+from unbroken.training.loop import run_steps
 from unbroken.types import SamplingParams
 
 
@@ -49,32 +50,28 @@ def seeds(sampler: Sampler) -> list[int | None]:
     return [request.params.seed for request in sampler.engine.requests]
 
 
+async def sample_step(collector: Collector, step: int) -> list[TrajectoryGroup]:
+    first = step * collector.groups_per_step
+    return await asyncio.gather(*map(collector.sample, range(first, first + collector.groups_per_step)))
+
+
 async def test_steps_take_the_problems_in_order():
-    collect = Collector(sampler())
-    assert [numbers(await collect()) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [numbers(await sample_step(Collector(sampler()), step)) for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
 async def test_processes_share_out_what_one_alone_would_take(num_processes):
     processes = [Collector(sampler(), rank=Rank(index=k, num_processes=num_processes)) for k in range(num_processes)]
     for step in range(2):
-        parts = [numbers(await collect()) for collect in processes]
+        parts = [numbers(await sample_step(collector, step)) for collector in processes]
         assert all(parts)
         assert sorted(number for part in parts for number in part) == [4 * step + k for k in range(4)]
-
-
-async def test_a_restored_collector_goes_on_where_the_other_was():
-    first = Collector(sampler())
-    await first()
-    again = Collector(sampler())
-    again.restore(first.state())
-    assert numbers(await again()) == numbers(await first())
 
 
 async def test_what_is_sampled_follows_from_the_seed_and_the_number():
     first, again, other, alone = sampler(), sampler(), sampler(seed=1), sampler()
     for run in (first, again, other):
-        await Collector(run)()
+        await sample_step(Collector(run), 0)
     await alone.sample_group(3, size=2)
     assert seeds(first) == seeds(again)
     assert len(set(seeds(first))) == 8
@@ -100,17 +97,21 @@ def test_a_step_needs_a_problem_for_each_process():
         Collector(sampler(), rank=Rank(index=0, num_processes=5))
 
 
+async def make_steps(problems: Problems) -> None:
+    """Make two steps of a trainer that only takes the groups."""
+    engine = TurnEngine()
+    await run_steps(Collector(sampler(problems)), TurnMaker(engine), LoopConfig(num_steps=2))
+
+
 async def test_a_reward_that_is_wrong_ends_the_step_with_its_own_error():
     async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
         raise RewardError(f"problem {number}")
 
-    collect = Collector(sampler(Problems(env=numbered, score=score)))
     with pytest.raises(RewardError, match="problem 0"):
-        await collect()
+        await make_steps(Problems(env=numbered, score=score))
 
 
-@pytest.mark.parametrize("is_filled", [False, True])
-async def test_a_score_that_cancels_itself_is_an_error_and_no_group_is_left_out(is_filled: bool) -> None:
+async def test_a_score_that_cancels_itself_is_an_error_and_no_group_is_left_out() -> None:
     """A task group takes no notice of a task that ends as cancelled."""
 
     async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
@@ -118,10 +119,11 @@ async def test_a_score_that_cancels_itself_is_an_error_and_no_group_is_left_out(
             raise asyncio.CancelledError
         return group
 
-    collect = Collector(sampler(Problems(env=numbered, score=score)))
-    filler = StepFiller(collect, GroupNumbers(8), has_variance=lambda group: True, max_replaced=0)
+    problems = Problems(env=numbered, score=score)
     with pytest.raises(RolloutError, match="cancelled, and not by the run"):
-        await (filler.collect() if is_filled else collect())
+        await make_steps(problems)
+    with pytest.raises(RolloutError, match="cancelled, and not by the run"):
+        await sampler(problems).sample_groups(range(4), size=2)
 
 
 async def test_a_cancelled_step_is_cancelled_and_no_error() -> None:
@@ -132,7 +134,7 @@ async def test_a_cancelled_step_is_cancelled_and_no_error() -> None:
         await asyncio.sleep(60)
         return group
 
-    step = asyncio.create_task(Collector(sampler(Problems(env=numbered, score=score)))())
+    step = asyncio.create_task(make_steps(Problems(env=numbered, score=score)))
     await begun.wait()
     step.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -21,7 +21,7 @@ from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.curriculum import CurriculumPart, make_collector
 from unbroken.runs.processes import Rank
-from unbroken.training.asynchronous.source import ChoosingSource
+from unbroken.training.groups import ChoosingSource
 from unbroken.types import SamplingParams
 
 

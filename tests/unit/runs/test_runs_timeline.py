@@ -26,7 +26,8 @@ def test_a_run_and_its_continuation_write_one_timeline(tmp_path):
     assert main([*words, "--loop.num-steps=2"]) == 0
     path = tmp_path / "run" / "timeline" / "rank-0.json"
     found = count_slices(path)
-    assert {found[name] for name in ("collect", "train", "checkpoint", "publish", "after the step")} == {2}
+    assert {found[name] for name in ("wait for groups", "train", "checkpoint", "after the step")} == {2}
+    assert (found["publish version 1"], found["publish version 2"]) == (1, 1)
     assert (found["step 0"], found["step 1"], found["final model"]) == (1, 1, 1)
     assert found["evaluation of evaluation"] == 3
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()]

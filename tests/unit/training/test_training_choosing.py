@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from support.turns import TurnEngine, TurnMaker, TurnSource
 from unbroken.errors import CheckpointError, RewardError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.loop import run_steps
-from unbroken.training.asynchronous.numbers import GroupNumbers
-from unbroken.training.asynchronous.source import ChoosingSource
 from unbroken.training.config import LoopConfig
-from unbroken.training.filling import StepFiller
+from unbroken.training.groups import ChoosingSource, GroupNumbers
+from unbroken.training.loop import run_steps
 
 
 class Choosing(TurnSource):
@@ -115,20 +113,47 @@ def test_an_error_when_a_result_is_told_ends_the_run_also_after_its_last_step(fa
         )
 
 
-async def test_a_synchronous_step_that_is_collected_again_tells_each_group_once():
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_the_step_whose_result_cannot_be_told_is_not_trained(max_staleness):
+    class Fails(Choosing):
+        def tell(self, number: int, group: TrajectoryGroup) -> None:
+            if number == 3:
+                raise RewardError("tell")
+            super().tell(number, group)
+
+    source = Fails(TurnEngine(), lambda *_: 1, 2)
+    maker = TurnMaker(source.engine)
+    with pytest.raises(RewardError, match="tell"):
+        asyncio.run(run_steps(source, maker, LoopConfig(num_steps=5, max_staleness=max_staleness)))
+    assert maker.trained == [0, 1]
+
+
+def test_a_synchronous_step_that_lost_its_engine_tells_each_group_once():
     source = make(1, 3)
-    filler = StepFiller(source, GroupNumbers(9, chooser=source), has_variance=has_variance, max_replaced=3)
-    for _ in range(3):
-        before = len(source.recorded)
-        await filler.collect()
-        await filler.collect()  # as after an outage: what the first one recorded is taken back
-        filled = filler.take()
-        assert len(source.recorded) == before + len(filled.groups) + len(filled.replaced)
-    assert sorted(source.recorded) == list(range(len(source.recorded)))
-    state = filler.numbers.state()
+    source.turns = lambda number, num_before: 5 if number == 4 else 1
+    maker = TurnMaker(source.engine)
+    config = LoopConfig(num_steps=3, max_replacements=1)
+    first = source.sample
+
+    async def sample(number: int) -> TrajectoryGroup:
+        if number == 5 and 5 not in source.num_starts:
+            source.engine.is_away = True
+        return await first(number)
+
+    source.sample = sample
+    asyncio.run(run_steps(source, maker, config, has_variance=has_variance))
+    assert maker.num_recoveries == 1
+    assert sorted(source.recorded) == sorted(maker.trained + maker.replaced) == list(range(len(source.recorded)))
+    assert all(len(problems) == 1 for problems in source.seen.values())
+
+
+def test_a_run_with_a_curriculum_does_not_go_on_without():
+    source = make(1, 3)
+    maker = TurnMaker(source.engine)
+    asyncio.run(run_steps(source, maker, LoopConfig(num_steps=3)))
+    state = maker.states[-1]
     other = make(2, 3)
-    numbers = GroupNumbers(12, chooser=other)
-    numbers.restore(state)
+    GroupNumbers(12, chooser=other).restore(state)
     assert other.recorded == source.recorded
     with pytest.raises(CheckpointError, match="began with a curriculum and cannot continue without"):
         GroupNumbers(12).restore(state)

@@ -1,4 +1,4 @@
-"""Dynamic sampling in the synchronous loop: steps are filled up, within a bound, and no problem is lost or doubled."""
+"""Dynamic sampling without staleness: steps are filled up, within a bound, and no problem is lost or doubled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
-from unbroken.errors import CheckpointError, InvalidInputError, RewardError, ServerUnreachableError
+from support.turns import TurnMaker
+from unbroken.errors import InvalidInputError, RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
-from unbroken.training.filling import StepFiller
-from unbroken.training.loop import train
+from unbroken.training.loop import run_steps, train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import StepAdvantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -40,6 +40,7 @@ class Problems:
         self.trained: list[list[int]] = []
         self.policy_version = 0
         self.healthy = True
+        self.is_away = False
 
     async def sample(self, number: int) -> TrajectoryGroup:
         self.sampled.append(number)
@@ -67,9 +68,6 @@ class Problems:
 
     vocab_size = 64
 
-    async def __call__(self) -> list[TrajectoryGroup]:
-        raise AssertionError("the groups are sampled one by one")
-
 
 def number_of(each: TrajectoryGroup) -> int:
     return int(each.trajectories[0].trajectory_id)
@@ -91,7 +89,7 @@ async def run(problems: Problems, directory, *, num_steps=3, max_replacements=2.
             config=LoopConfig(
                 num_steps=num_steps, max_replacements=max_replacements, outages=OutageConfig(ask_every_s=0.01, wait_s=5)
             ),
-            on_rollouts=on_rollouts,
+            observer=Callbacks(on_rollouts=on_rollouts),
             **options,
         )
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -114,20 +112,17 @@ def test_a_step_samples_the_same_numbers_in_whatever_order_they_finish(seed, gro
 
     async def fill(order: int):
         problems = Problems(groups_per_step, rewards.__getitem__, seed=order)
-        filler = StepFiller(
-            problems, GroupNumbers(groups_per_step * 4), has_variance=has_variance, max_replaced=max_replaced
-        )
-        steps = []
-        for _ in range(4):
-            everything = await filler.collect()
-            filled = filler.take()
-            assert len(filled.groups) == groups_per_step
-            assert len(everything) == len(filled.groups) + len(filled.replaced)
-            assert not any(map(has_variance, filled.replaced))
-            full = all(map(has_variance, filled.groups))
-            assert full or len(filled.replaced) == max_replaced
-            steps.append(sorted(map(number_of, everything)))
-        assert not filler.numbers.has_next
+        maker = TurnMaker(problems)
+        config = LoopConfig(num_steps=4, max_replacements=(max_replaced + 0.5) / groups_per_step)
+        await run_steps(problems, maker, config, has_variance=has_variance)
+        for taken in maker.taken:
+            assert len(taken.groups) == groups_per_step
+            assert not any(map(has_variance, taken.replaced))
+            full = all(map(has_variance, taken.groups))
+            assert full or len(taken.replaced) == max_replaced
+            for part in (taken.groups, taken.replaced):
+                assert list(map(number_of, part)) == sorted(map(number_of, part))
+        steps = [sorted(map(number_of, taken.sampled)) for taken in maker.taken]
         assert [number for step in steps for number in step] == list(range(len(problems.sampled)))
         return steps
 
@@ -194,8 +189,11 @@ async def test_a_resumed_run_goes_on_after_the_last_replaced_problem(tmp_path):
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
     of_steps = [[json.loads(line)["groups/num_replaced"] for line in of_run] for of_run in lines]
     assert of_steps[0] == of_steps[1]
-    with pytest.raises(CheckpointError, match=r"max_staleness or max_replacements above 0, or a curric"):
-        await run(second, tmp_path, max_replacements=0, num_steps=9, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    third = Problems(2, rewards)
+    await run(
+        third, tmp_path / "more", max_replacements=0, num_steps=6, checkpoints=Checkpoints(tmp_path / "checkpoints")
+    )
+    assert sorted(third.trained[0]) == [len(whole.sampled), len(whole.sampled) + 1]
 
 
 async def test_a_step_that_lost_its_engine_is_sampled_again_from_the_same_numbers(tmp_path):
@@ -228,8 +226,8 @@ async def test_what_can_replace_no_group_is_refused(tmp_path):
     trainer = Trainer(tiny_qwen3(), TrainerConfig(), objective=compares)
     with pytest.raises(InvalidInputError, match=r"max_replacements must be 0, because the trainer's objective"):
         await run(Problems(2, lambda _: VARIED), tmp_path, trainer=trainer)
-    with pytest.raises(InvalidInputError, match=r"max_replacements above 0 needs a GroupSource"):
-        await run(Problems(2, lambda _: VARIED).__call__, tmp_path)
+    with pytest.raises(InvalidInputError, match=r"train needs a GroupSource"):
+        await run(Problems(2, lambda _: VARIED).sample, tmp_path)
 
 
 def test_equal_rewards_are_kept_by_advantages_without_a_baseline():

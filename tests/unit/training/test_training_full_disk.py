@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.models import tiny_qwen3
-from support.rows import make_collect
+from support.rows import make_source
 from support.servers import listening, make_app, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.http import HttpEngine
@@ -94,7 +94,7 @@ async def run(directory: Path, client: AsyncClient, full: Full) -> Trainer:
         with FullMetrics(directory) as metrics:
             metrics.full = checkpoints.full = publisher.full = full
             await train(
-                make_collect(trainer),
+                make_source(trainer),
                 trainer=trainer,
                 publisher=publisher,
                 metrics=metrics,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.counters import Counters, Event
@@ -33,21 +34,21 @@ PROMPT = (1, 2)
 class Bandit:
     """Samples single ids after the prompt from an engine; id 9 is worth 1."""
 
+    groups_per_step = 1
+
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.num_calls = 0
         self.share_right: list[float] = []
         self.versions: list[int] = []
 
-    async def collect(self) -> list[TrajectoryGroup]:
-        params = SamplingParams(max_tokens=1, seed=self.num_calls)
-        request = SampleRequest(request_id=str(self.num_calls), prompt_ids=token_ids(PROMPT), params=params, n=64)
+    async def sample(self, number: int) -> TrajectoryGroup:
+        params = SamplingParams(max_tokens=1, seed=number)
+        request = SampleRequest(request_id=str(number), prompt_ids=token_ids(PROMPT), params=params, n=64)
         sequences = (await self.engine.sample(request)).sequences
         rewards = [float(sequence.completion_ids[0] == 9) for sequence in sequences]
-        self.num_calls += 1
         self.share_right.append(sum(rewards) / len(rewards))
         self.versions.append(sequences[0].version_spans[0].policy_version)
-        return [group(*[trajectory(r, prompt=PROMPT, completion=s) for r, s in zip(rewards, sequences, strict=True)])]
+        return group(*[trajectory(r, prompt=PROMPT, completion=s) for r, s in zip(rewards, sequences, strict=True)])
 
 
 class Nothing:
@@ -86,7 +87,7 @@ async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, ma
     bandit = Bandit(engine)
     with MetricsWriter(tmp_path) as metrics:
         await train(
-            bandit.collect,
+            bandit,
             trainer=make(),
             publisher=InProcessPublisher(engine),
             metrics=metrics,
@@ -104,8 +105,20 @@ async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, ma
     assert all(line["staleness/max"] == 0 for line in trained)
 
 
+class Steps:
+    """One group a step."""
+
+    groups_per_step = 1
+
+    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self.groups = groups
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        return self.groups[number]
+
+
 async def run(
-    steps: Sequence[Sequence[TrajectoryGroup]],
+    steps: Sequence[TrajectoryGroup],
     directory,
     *,
     trainer=None,
@@ -117,19 +130,14 @@ async def run(
     config = {
         key: options.pop(key) for key in ("max_empty_steps", "max_replacements", "max_staleness") if key in options
     }
-    remaining = iter(steps)
-
-    async def collect():
-        return next(remaining)
-
     with MetricsWriter(directory) as metrics:
         await train(
-            options.pop("source", collect),
+            options.pop("source", None) or Steps(steps),
             trainer=trainer or make_trainer(),
             publisher=publisher or Nothing(),
             metrics=metrics,
             config=LoopConfig(num_steps=len(steps), max_lag=0 if config.get("max_staleness") else len(steps), **config),
-            on_step=on_step,
+            observer=Callbacks(on_step=on_step),
             **options,
         )
     return lines(directory)
@@ -137,23 +145,22 @@ async def run(
 
 TIMED_OUT = Counters()
 TIMED_OUT.count(Event.STATUS, TrajectoryStatus.TIMEOUT)
-GOOD = [group(trajectory(1.0), trajectory(0.0))]
-EQUAL = [group(trajectory(1.0), trajectory(1.0))]
+GOOD = group(trajectory(1.0), trajectory(0.0))
+EQUAL = group(trajectory(1.0), trajectory(1.0))
 
 
 async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
     trainer, publisher = make_trainer(), Nothing()
-    aborted = [group(*[trajectory(None, status=TrajectoryStatus.ABORTED)] * 2)]
-    steps = [EQUAL, aborted, [], GOOD]
+    aborted = group(*[trajectory(None, status=TrajectoryStatus.ABORTED)] * 2)
+    steps = [EQUAL, aborted, GOOD]
     logged = await run(steps, tmp_path, trainer=trainer, publisher=publisher, max_empty_steps=None)
-    assert [line["train/num_rows"] for line in logged] == [0, 0, 0, 2]
-    assert [line["train/policy_version"] for line in logged] == [0, 0, 0, 1]
-    assert [line["counters/dropped_rows"] for line in logged] == [2, 2, 0, 0]
+    assert [line["train/num_rows"] for line in logged] == [0, 0, 2]
+    assert [line["train/policy_version"] for line in logged] == [0, 0, 1]
+    assert [line["counters/dropped_rows"] for line in logged] == [2, 2, 0]
     assert logged[0]["counters/dropped_rows/no_variance"] == 2
     assert logged[1]["counters/dropped_rows/aborted"] == 2
     assert publisher.versions == [1]
     assert [(step.get("weights/num_bytes"), step.get("seconds/publish")) for step in logged] == [
-        (None, None),
         (None, None),
         (None, None),
         (12, 0.5),
@@ -162,7 +169,7 @@ async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
 
 
 async def test_i8_a_step_of_pairs_logs_their_scores_and_who_was_left_out(tmp_path):
-    steps = [[group(trajectory(3.0), trajectory(1.0), trajectory(2.0))], EQUAL]
+    steps = [group(trajectory(3.0), trajectory(1.0), trajectory(2.0)), EQUAL]
     first, second = await run(steps, tmp_path, trainer=make_dpo_trainer())
     assert (first["dpo/num_pairs"], first["dpo/score_margin"], first["dpo/accuracy"]) == (1, 2, 0)
     assert first["counters/dropped_rows/not_paired"] == 1
@@ -172,14 +179,14 @@ async def test_i8_a_step_of_pairs_logs_their_scores_and_who_was_left_out(tmp_pat
 
 async def test_one_failed_rollout_is_dropped_counted_and_told_of(tmp_path, caplog):
     failed = trajectory(None, status=TrajectoryStatus.FAILED)
-    (line,) = await run([[group(trajectory(1.0), trajectory(0.0), failed)]], tmp_path)
+    (line,) = await run([group(trajectory(1.0), trajectory(0.0), failed)], tmp_path)
     assert "1 of 3 rollouts of step 0 failed, the first with RuntimeError: boom" in caplog.text
     assert line["counters/dropped_rows/failed"] == 1
     assert line["train/num_rows"] == 2
 
 
 async def test_a_step_whose_rollouts_all_failed_ends_the_training_with_their_error(tmp_path):
-    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
+    failed = group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)
     with pytest.raises(
         RolloutError, match="all 2 rollouts of step 1 failed, the first with RuntimeError: boom"
     ) as caught:
@@ -197,7 +204,7 @@ async def test_a_process_whose_rollouts_all_failed_goes_on_while_another_has_goo
 
     another = (2, 0, None)
     trainer.from_all_processes = lambda value: [value, another] if is_of_failures(value) else own(value)
-    failed = [group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)]
+    failed = group(*[trajectory(None, status=TrajectoryStatus.FAILED)] * 2)
     (line,) = await run([failed], tmp_path, trainer=trainer)
     assert line["train/num_rows"] == 0
     assert "2 of 4 rollouts of step 0 failed" in caplog.text
@@ -205,10 +212,10 @@ async def test_a_process_whose_rollouts_all_failed_goes_on_while_another_has_goo
     with pytest.raises(RolloutError, match="all 4 rollouts of step 0 failed, the first with RuntimeError: boom"):
         await run([failed], tmp_path / "all", trainer=trainer)
     with pytest.raises(RolloutError, match="all 2 rollouts of step 0 failed, the first with ValueError: bang"):
-        await run([[]], tmp_path / "theirs", trainer=trainer)
+        await run([group()], tmp_path / "theirs", trainer=trainer)
 
 
-LATE = [group(*[trajectory(0.0, status=TrajectoryStatus.TIMEOUT, counters=TIMED_OUT)] * 2)]
+LATE = group(*[trajectory(0.0, status=TrajectoryStatus.TIMEOUT, counters=TIMED_OUT)] * 2)
 STOPS = "3 steps in a row trained nothing; of the last one, "
 
 
@@ -218,10 +225,7 @@ class Equal:
     groups_per_step = 2
 
     async def sample(self, number: int) -> TrajectoryGroup:
-        return EQUAL[0]
-
-    async def __call__(self) -> list[TrajectoryGroup]:
-        return EQUAL * 2
+        return EQUAL
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ async def test_a_run_whose_rewards_are_all_equal_stops_after_three_steps_with_a_
     reasons = rf"{num_groups} of {num_groups} groups have equal rewards \(the mean is 1\)"
     checkpoints = Checkpoints(tmp_path / "checkpoints", every=1000)
     with pytest.raises(RolloutError, match=STOPS + reasons) as stopped:
-        await run([[]] * 9, tmp_path, trainer=trainer, source=Equal(), checkpoints=checkpoints, **options)
+        await run([EQUAL] * 9, tmp_path, trainer=trainer, source=Equal(), checkpoints=checkpoints, **options)
     assert f"`unbroken export {tmp_path / 'checkpoints' / 'step-00000003'} MODEL`" in str(stopped.value)
     assert "--loop.max-empty-steps none" in str(stopped.value)
     assert caplog.text.count("trained nothing") == 3
@@ -250,7 +254,7 @@ async def test_a_run_whose_rewards_are_all_equal_stops_after_three_steps_with_a_
 
 async def test_time_outs_and_failures_are_among_the_reasons(tmp_path):
     failed = trajectory(None, status=TrajectoryStatus.FAILED)
-    late = [group(*LATE[0].trajectories, failed)]
+    late = group(*LATE.trajectories, failed)
     reasons = r"1 of 1 groups have equal rewards \(the mean is 0\); 2 of 3 rollouts timed out; 1 of 3 rollouts failed\."
     with pytest.raises(RolloutError, match=STOPS + reasons):
         await run([late] * 3, tmp_path)
@@ -268,7 +272,7 @@ async def test_steps_that_teach_nothing_are_counted_in_a_row_and_stop_no_run_tha
 async def test_i8_the_counters_of_all_trajectories_are_logged(tmp_path):
     counters = Counters()
     counters.count(Event.CLOSING, "truncated", 3)
-    steps = [[group(trajectory(1.0, counters=counters), trajectory(0.0, counters=counters))]]
+    steps = [group(trajectory(1.0, counters=counters), trajectory(0.0, counters=counters))]
     (line,) = await run(steps, tmp_path)
     assert line["counters/closings/truncated"] == 6
     assert counters.as_dict() == {"closings/truncated": 3}
@@ -290,5 +294,5 @@ async def test_seconds_are_logged_apart(tmp_path):
 async def test_a_bad_reward_ends_the_training_before_any_update(tmp_path):
     trainer = make_trainer()
     with pytest.raises(RewardError, match=r"rewards\[0\] must be finite"):
-        await run([[group(trajectory(float("nan")), trajectory(0.0))]], tmp_path, trainer=trainer)
+        await run([group(trajectory(float("nan")), trajectory(0.0))], tmp_path, trainer=trainer)
     assert trainer.policy_version == 0

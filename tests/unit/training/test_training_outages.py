@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.flaky_server import Data, Server
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.errors import (
     EngineError,
     InvalidInputError,
     OutageError,
-    RewardError,
     ServerUnreachableError,
     TrainingError,
 )
@@ -46,15 +46,14 @@ async def run(
     outages = OutageConfig(**{"wait_s": 5.0, "ask_every_s": 0.01, **config})
     with MetricsWriter(directory) as metrics:
         await train(
-            data.collect,
+            data,
             trainer=trainer,
             publisher=publisher or data.server,
             metrics=metrics,
             config=LoopConfig(num_steps=num_steps, outages=outages),
-            checkpoints=Checkpoints(directory / "checkpoints", every=3, caller=data) if checkpoints else None,
+            checkpoints=Checkpoints(directory / "checkpoints", every=3) if checkpoints else None,
             engine=data.server if engine else None,
-            on_step=lambda step, metrics: data.trained_rows.append(data.next_row - 1),
-            after_step=after_step,
+            observer=Callbacks(on_rollouts=data.see, after_step=after_step),
         )
     return trainer
 
@@ -117,7 +116,7 @@ async def test_a_server_that_stays_away_ends_the_run_where_it_can_go_on(tmp_path
     with pytest.raises(OutageError, match=rf"wait_s.*the server is away.*stands after {row} steps in .*checkpoints"):
         await run(data, tmp_path, wait_s=0.05)
     again = Data(Server())
-    again.trained_rows = data.trained_rows[:-1]
+    again.trained_rows = data.trained_rows
     await run(again, tmp_path)
     assert_whole(again, tmp_path)
     assert again.server.loaded == ([1, 2, 3, 4] if row == 0 else [2, 3, 4])
@@ -132,6 +131,7 @@ async def test_a_server_that_stays_away_while_weights_are_published_ends_the_run
     with pytest.raises(OutageError, match="stands after 1 steps"):
         await run(data, tmp_path, publisher=Nobody(), wait_s=0.05)
     again = Data(Server())
+    again.trained_rows = data.trained_rows
     await run(again, tmp_path)
     assert_whole(again, tmp_path)
 
@@ -148,9 +148,9 @@ async def test_a_run_that_was_not_told_of_its_engine_ends_with_the_first_loss(tm
 
 async def test_a_step_that_ends_its_engine_each_time_is_not_tried_for_ever(tmp_path):
     class Deadly(Data):
-        async def collect(self):
+        async def sample(self, row):
             self._events[2] = lambda: server.goes_away(2)
-            return await super().collect()
+            return await super().sample(row)
 
     server = Server()
     with pytest.raises(OutageError, match=r"lost 3 times although the engine came back .* a prompt of this step"):
@@ -174,13 +174,13 @@ async def test_what_a_healthy_engine_refuses_twice_is_no_outage(tmp_path):
 
 async def test_timeouts_of_an_engine_that_hangs_are_an_outage_and_those_of_a_healthy_one_are_trained(tmp_path):
     class Slow(Data):
-        async def collect(self):
-            (of_row,) = await super().collect()
+        async def sample(self, row):
+            of_row = await super().sample(row)
             late = trajectory(0.0, status=TrajectoryStatus.TIMEOUT, completion=None)
-            if self.next_row == 2 and self.server.required == [1] and not hung:
+            if row == 1 and self.server.required == [1] and not hung:
                 hung.append(True)
                 self.server.num_refusals = 2
-            return [group(*of_row.trajectories[:3], late)]
+            return group(*of_row.trajectories[:3], late)
 
     hung: list[bool] = []
     data = Slow(Server())
@@ -237,20 +237,6 @@ def in_two_processes(*runs) -> list[str]:
         return list(threads.map(ended, range(2)))
 
 
-def test_what_fails_in_one_process_while_it_collects_is_raised_in_all():
-    async def run(trainer):
-        async def collect():
-            if trainer._rank == 1:
-                raise RewardError("row 5: nan")
-            return []
-
-        await Outages(trainer, collect, None, LoopConfig(num_steps=1)).collect()
-
-    first, second = in_two_processes(run, run)
-    assert first.startswith("TrainingError: another process failed: [RewardError('row 5: nan')]")
-    assert second == "RewardError: row 5: nan"
-
-
 def test_a_refusal_that_one_process_hears_is_no_outage_for_the_others():
     """They would take a checkpoint together, and wait in it for the one that has ended."""
 
@@ -260,7 +246,7 @@ def test_a_refusal_that_one_process_hears_is_no_outage_for_the_others():
                 raise EngineError("no admin key")
 
         config = LoopConfig(num_steps=1, outages=OutageConfig(ask_every_s=0.01))
-        await Outages(trainer, None, publish, config, engine=Server()).publish()
+        await Outages(trainer, publish, config, engine=Server()).publish()
 
     first, second = in_two_processes(run, run)
     assert first == "EngineError: no admin key"

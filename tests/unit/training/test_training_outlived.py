@@ -57,19 +57,21 @@ class Run:
         self.engine = engine or TransformersEngine(tiny_qwen3())
         self.loader = WeightLoader(self.engine, directory / "weights")
 
-    async def collect(self):
+    groups_per_step = 1
+
+    async def sample(self, number: int):
         seed = self.engine.policy_version
         params = SamplingParams(max_tokens=4, seed=seed)
         request = SampleRequest(request_id=str(seed), prompt_ids=token_ids([1, 2]), params=params, n=4)
         sequences = (await self.engine.sample(request)).sequences
-        return [group(*[trajectory(float(k), prompt=(1, 2), completion=s) for k, s in enumerate(sequences)])]
+        return group(*[trajectory(float(k), prompt=(1, 2), completion=s) for k, s in enumerate(sequences)])
 
     async def train(self, *, dies: str | None = None, every: int = 1) -> tuple[Trainer, ToServer]:
         config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
         trainer, publisher = Trainer(tiny_qwen3(), config), ToServer(self.loader, self.directory / "weights", dies=dies)
         with MetricsWriter(self.directory) as metrics:
             await train(
-                self.collect,
+                self,
                 trainer=trainer,
                 publisher=publisher,
                 metrics=metrics,

@@ -164,8 +164,8 @@ def test_a_publisher_that_fails_halfway_is_heard_of_by_all_processes(results, ki
 @pytest.mark.parametrize("kind", train_process.KINDS)
 def test_what_one_process_loses_with_its_engine_it_samples_again_while_the_others_wait(results, kind):
     first, second = (json.loads((results / f"lost-{kind}-{rank}.json").read_text()) for rank in (0, 1))
-    assert first == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_collects": 3}
-    assert second == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_collects": 4}
+    assert first == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_sampled": 3}
+    assert second == {"rows": [0, 1, 2], "loaded": [1, 1, 2, 3], "num_sampled": 4}
     lines = [json.loads(line) for line in (results / f"lost-{kind}" / "metrics.jsonl").read_text().splitlines()]
     assert [line["outages/num_losses"] for line in lines] == [0, 1, 0]
     assert [line["train/num_rows"] for line in lines] == [8, 8, 8]
@@ -175,7 +175,8 @@ def test_what_one_process_loses_with_its_engine_it_samples_again_while_the_other
     ("where", "error"),
     [
         ("make_units", r"RewardError: group g, trajectories t, t: rewards\[0\] must be finite"),
-        ("before_step", "RuntimeError: no sleep"),
+        ("sample", "RewardError: row 5: nan"),
+        ("before_update", "RuntimeError: no sleep"),
         ("on_step", "RuntimeError: no screen"),
         ("extra", "InvalidInputError: extra must consist of types that JSON has"),
     ],

@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
+from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.servers import listening, make_app, server_tokenizer
@@ -34,7 +35,6 @@ async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_sec
 ):
     monkeypatch.setattr(http, "_AVOID_S", 0.0)
     weights = tmp_path / "weights"
-    step = 0
     async with AsyncExitStack() as stack, AsyncExitStack() as second:
 
         async def serve(own: AsyncExitStack, port: int = 0) -> tuple[TransformersEngine, str]:
@@ -48,8 +48,7 @@ async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_sec
         stack.push_async_callback(engine.close)
         clients = [await stack.enter_async_context(AsyncClient(each, max_retries=0)) for each in (first_url, url)]
 
-        async def collect():
-            nonlocal step
+        async def sample(step: int):
             if step == GONE:
                 await second.aclose()
             if step == BACK:
@@ -63,13 +62,12 @@ async def test_i6_a_run_goes_on_with_the_other_server_and_with_both_once_the_sec
                 for k in range(8)
             ]
             results = await asyncio.gather(*map(engine.sample, requests))
-            step += 1
             sequences = [result.sequences[0] for result in results]
-            return [group(*[trajectory(float(k), prompt=(1, 2), completion=s) for k, s in enumerate(sequences)])]
+            return group(*[trajectory(float(k), prompt=(1, 2), completion=s) for k, s in enumerate(sequences)])
 
         with MetricsWriter(tmp_path) as metrics:
             await train(
-                collect,
+                EachStep(sample),
                 trainer=Trainer(model(), TrainerConfig()),
                 publisher=DiskPublisher(clients, weights),
                 metrics=metrics,

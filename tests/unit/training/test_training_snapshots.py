@@ -6,7 +6,7 @@ import torch
 
 from support.models import tiny_qwen3
 from unbroken.training.config import TrainerConfig
-from unbroken.training.snapshots import Snapshots
+from unbroken.training.publication import Snapshots
 from unbroken.training.trainer import Trainer
 
 

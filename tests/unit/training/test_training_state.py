@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
-from support.rows import make_collect, random_rows
+from support.rows import make_source, random_rows
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.runs.config import CheckpointConfig
 from unbroken.training.checkpoints import Checkpoints, LastStep
@@ -224,13 +225,13 @@ async def run_slowly(tmp_path, checkpoints, on_step, *, num_steps: int = 4) -> T
 
     with MetricsWriter(tmp_path) as metrics:
         await train(
-            make_collect(trainer),
+            make_source(trainer),
             trainer=trainer,
             publisher=None,
             metrics=metrics,
             config=LoopConfig(num_steps=num_steps),
             checkpoints=checkpoints,
-            on_step=on_step,
+            observer=Callbacks(on_step=on_step),
         )
     return trainer
 

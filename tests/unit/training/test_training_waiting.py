@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.rollout.trajectory import TrajectoryGroup
@@ -40,9 +41,9 @@ async def test_a_publisher_that_takes_long_is_in_the_log(caplog):
             await asyncio.sleep(0.15)
             return WeightUpdate(num_bytes=1, seconds=0.15)
 
-    async def collect() -> list[TrajectoryGroup]:
-        return [group(trajectory(1.0), trajectory(0.0))]
+    async def sample(number: int) -> TrajectoryGroup:
+        return group(trajectory(1.0), trajectory(0.0))
 
     trainer = Trainer(tiny_qwen3(), TrainerConfig())
-    await train(collect, trainer=trainer, publisher=Slow(), metrics=None, config=LoopConfig(num_steps=1))
+    await train(EachStep(sample), trainer=trainer, publisher=Slow(), metrics=None, config=LoopConfig(num_steps=1))
     assert "waiting for policy version 1 to be taken by the engine, for 0 s so far" in caplog.text

@@ -26,9 +26,8 @@ from unbroken.runs.evaluation.evaluator import Evaluator
 from unbroken.runs.evaluation.schedule import Evaluations
 from unbroken.timeline import Timeline, Track
 from unbroken.training.agreement import fail_together, in_any_process
-from unbroken.training.asynchronous.notices import Notices
 from unbroken.training.config import OutageConfig
-from unbroken.training.snapshots import Snapshot, Snapshots
+from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.training.waiting import log_waiting
 from unbroken.weights.base import WeightPublisher

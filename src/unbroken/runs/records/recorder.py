@@ -18,7 +18,7 @@ from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import FORMAT, write_records
 from unbroken.runs.records.record import RecordedRow, find_images, make_record
 from unbroken.training.model.row_scores import RowScores
-from unbroken.training.steps import StepRollouts
+from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 

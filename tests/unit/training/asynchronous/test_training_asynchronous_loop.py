@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.turns import Seen, TurnEngine, TurnMaker, TurnSource
 from unbroken.errors import EngineError, OutageError, RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.events import EventKind
-from unbroken.training.asynchronous.loop import run_steps
-from unbroken.training.asynchronous.numbers import GroupNumbers
 from unbroken.training.config import LoopConfig, OutageConfig
+from unbroken.training.groups import GroupNumbers
+from unbroken.training.loop import run_steps
+from unbroken.training.observer import EventKind
 
 
 def run(source: TurnSource, maker: TurnMaker, config: LoopConfig, **options) -> Seen:
@@ -24,7 +24,7 @@ def run(source: TurnSource, maker: TurnMaker, config: LoopConfig, **options) -> 
 
     async def make() -> None:
         async with asyncio.timeout(20):
-            await run_steps(source, maker, config, observer=seen, **options)
+            await run_steps(source, maker, config, observe=seen.observe, **options)
 
     asyncio.run(make())
     return seen

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import CheckpointError, InvalidInputError
+from unbroken.errors import InvalidInputError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.checkpoints import Checkpoints
@@ -34,9 +35,6 @@ class Bandit:
         self.engine = engine
         self.num_ids = num_ids
         self.trained: list[int] = []
-
-    async def __call__(self) -> list[TrajectoryGroup]:
-        raise AssertionError("the groups are sampled one by one")
 
     async def sample(self, number: int) -> TrajectoryGroup:
         params = SamplingParams(max_tokens=self.num_ids * (4 if number % 3 == 0 else 1), seed=number)
@@ -69,7 +67,7 @@ async def run(directory, bandit: Bandit, *, num_steps: int = 16, max_staleness: 
                 max_staleness=max_staleness,
                 max_replacements=options.pop("max_replacements", None),
             ),
-            on_rollouts=on_rollouts,
+            observer=Callbacks(on_rollouts=on_rollouts, before_update=options.pop("before_update", None)),
             **options,
         )
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -136,15 +134,15 @@ async def test_i6_an_id_that_was_sampled_after_an_update_has_the_logprob_of_the_
 
 
 async def test_a_run_goes_on_with_the_groups_that_were_not_trained(tmp_path):
-    first, second = (Bandit(TransformersEngine(tiny_qwen3())) for _ in range(2))
+    first, second, third = (Bandit(TransformersEngine(tiny_qwen3())) for _ in range(3))
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     await run(tmp_path, first, num_steps=4, checkpoints=checkpoints)
     logged = await run(tmp_path, second, num_steps=9, checkpoints=Checkpoints(tmp_path / "checkpoints"))
     assert [line["step"] for line in logged] == list(range(9))
     assert sorted(first.trained + second.trained) == list(range(18))
-    with pytest.raises(CheckpointError, match=r"began with LoopConfig\.max_staleness or max_replac"):
-        await run(tmp_path, second, num_steps=9, max_staleness=0, checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    for bandit in (first, second):
+    await run(tmp_path, third, num_steps=11, max_staleness=0, checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    assert sorted(first.trained + second.trained + third.trained) == list(range(22))
+    for bandit in (first, second, third):
         await bandit.engine.close()
 
 
@@ -171,10 +169,10 @@ async def test_what_cannot_sample_while_it_trains_is_refused(tmp_path):
     engine = TransformersEngine(tiny_qwen3())
     bandit = Bandit(engine)
     with pytest.raises(InvalidInputError, match=r"max_staleness must be 0 with an engine that sleeps"):
-        await run(tmp_path, bandit, before_step=engine.sleep)
+        await run(tmp_path, bandit, before_update=engine.sleep)
     with pytest.raises(InvalidInputError, match=r"needs a GroupSource \(groups_per_step, sample\)"):
         await train(
-            bandit.__call__, trainer=make_trainer(), publisher=None, metrics=None,
+            bandit.sample, trainer=make_trainer(), publisher=None, metrics=None,
             config=LoopConfig(num_steps=1, max_staleness=1),
         )  # fmt: skip
     await engine.close()

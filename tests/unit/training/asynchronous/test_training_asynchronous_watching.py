@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from support.turns import TurnEngine, TurnMaker, TurnSource
 from unbroken.timeline import Timeline, TraceFile, read_timeline
-from unbroken.training.asynchronous.events import (
-    QUEUED,
-    SAMPLED,
-    EventKind,
-    IdleTimes,
-    LoopEvent,
-    Observers,
-    TimelineObserver,
-)
-from unbroken.training.asynchronous.loop import run_steps
 from unbroken.training.config import LoopConfig
+from unbroken.training.loop import run_steps
+from unbroken.training.observer import QUEUED, SAMPLED, EventKind, IdleTimes, LoopEvent, write_event
 
 
 def event(kind: EventKind, time_s: float, num_in_flight: int = 0, num_queued: int = 0, **fields) -> LoopEvent:
@@ -59,7 +52,7 @@ def test_a_timeline_has_every_group_and_what_became_of_it(tmp_path):
     maker = TurnMaker(engine)
     timeline = Timeline(TraceFile(tmp_path / "t.json", max_bytes=None), name="rank 0")
     asyncio.run(run_steps(source, maker, LoopConfig(num_steps=30, max_staleness=2, max_drops=1),
-                          observer=Observers([TimelineObserver(timeline)])))  # fmt: skip
+                          observe=partial(write_event, timeline)))  # fmt: skip
     timeline.close()
     events = read_timeline(tmp_path / "t.json")
     fates = [(each["cat"], each["args"]["fate"]) for each in events if each["ph"] == "e"]

@@ -129,19 +129,18 @@ class Nowhere:
 
 
 class Source:
-    groups_per_step = len(GROUPS)
+    def __init__(self, groups=GROUPS) -> None:
+        self.groups = groups
+        self.groups_per_step = len(groups)
 
     async def sample(self, number):
-        return replace(GROUPS[number % len(GROUPS)], group_id=str(number))
+        return replace(self.groups[number % len(self.groups)], group_id=str(number))
 
 
 async def logged_names(directory, *, objective, reference=None, max_staleness=0) -> set[str]:
-    async def collect():
-        return [await Source().sample(number) for number in range(len(GROUPS))]
-
     with MetricsWriter(directory) as metrics:
         await train(
-            Source() if max_staleness else collect,
+            Source(),
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), objective=objective, reference=reference),
             publisher=Nowhere(),
             metrics=metrics,
@@ -168,12 +167,10 @@ async def test_kl_is_of_everything_sampled_by_the_ids_that_each_part_has(tmp_pat
     """Two groups vary; the third, of three trajectories with one reward, is scored and weighs in."""
 
     async def run(directory, num_scored: int) -> dict:
-        async def collect():
-            return [group(trajectory(1.0), trajectory(0.0)), GROUPS[1], group(trajectory(2.0), trajectory(3.0))]
-
+        groups = [group(trajectory(1.0), trajectory(0.0)), GROUPS[1], group(trajectory(2.0), trajectory(3.0))]
         with MetricsWriter(directory) as metrics:
             await train(
-                collect,
+                Source(groups),
                 trainer=Trainer(tiny_qwen3(), TrainerConfig()),
                 publisher=Nowhere(),
                 metrics=metrics,

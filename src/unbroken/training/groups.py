@@ -1,4 +1,4 @@
-"""The groups of one process that are in flight or finished, and the rules by which they start, end early, and leave.
+"""The groups of one process: what samples them, which are trained, and which are in flight or wait for their step.
 
     number ── may start? ──► in flight ──► finished ──► taken by a step
       ▲                         │ cancelled     │ dropped: too old for the next step; or replaced by another number
@@ -6,24 +6,30 @@
                                  lost: its engine went away
 
 All of it happens in the event loop's thread: whatever changes calls `fill`, which starts what may start.
+
+A checkpoint holds what was *trained* (or replaced: that is done, too), not what was sampled:
+
+    trained 0 1 2 4, in flight 3 5, finished 6        state: next 3, beyond it 4
+    after a kill 3 is sampled next, then 5, 6, 7
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from unbroken.counters import Effort, count_effort
-from unbroken.errors import EngineError
+from unbroken.errors import CheckpointError, EngineError
 from unbroken.rollout.failures import must_propagate, to_exception
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training.asynchronous.events import EventKind, LoopEvent, Observer
-from unbroken.training.asynchronous.maker import FindsLoss, SamplerCounts
-from unbroken.training.asynchronous.numbers import GroupNumbers
-from unbroken.training.asynchronous.source import GroupSource
 from unbroken.training.config import LoopConfig
+from unbroken.training.observer import EventKind, LoopEvent
+from unbroken.training.sums import Sums
 
 _WAITED = 0.01
 """The share of a step's time from which on the trainer has waited."""
@@ -32,6 +38,212 @@ _REMEMBERED = 32
 """Steps for which a limit is remembered as too low."""
 _READY = 1 / 4
 """The share of a step's groups that must be ready besides its own before the limit falls."""
+
+
+@runtime_checkable
+class GroupSource(Protocol):
+    """Samples the groups of one process, numbered 0, 1, 2, ... without end; each is trained once
+    (`runs.collector.Collector` is one).
+
+    Several are sampled at the same time, and not always in their order. A number whose group was cancelled or lost, or
+    was in flight when the run was killed, is asked for again: it stands for the same problem.
+    """
+
+    @property
+    def groups_per_step(self) -> int:
+        """Number of this process's groups in a step, at least 1."""
+        ...
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        """Sample the group with this number, with the weights that the engine then has.
+
+        A call that is cancelled aborts its requests and closes its environments.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosingSource(GroupSource, Protocol):
+    """A source that chooses a number's problem when it is first asked for it, by the groups so far.
+
+    What it has chosen is in checkpoints: after a kill, what was in flight is sampled again, of the same problem.
+    """
+
+    def tell(self, number: int, group: TrajectoryGroup) -> None:
+        """Record that a number's group was trained or replaced. Called once for each number."""
+        ...
+
+    def choices(self) -> Mapping[str, Any]:
+        """The problems of numbers that were not recorded yet, and its own state, in types that JSON can hold."""
+        ...
+
+    def restore_choices(self, choices: Mapping[str, Any], /) -> None:
+        """Go on from what `choices` returned."""
+        ...
+
+
+class GroupNumbers:
+    """The numbers 0 to `stop` - 1, each of which is trained once; and for each that is replaced, one more."""
+
+    def __init__(self, stop: int, *, chooser: ChoosingSource | None = None) -> None:
+        """`chooser` is the source, if it chooses the problems."""
+        self._chooser = chooser
+        self._num_to_train = stop
+        self._num_replaced = 0
+        self._fresh = 0
+        """The lowest number that was never given out."""
+        self._again: list[int] = []
+        """A heap of numbers to give out again."""
+        self._lowest = 0
+        """All numbers below are trained."""
+        self._beyond: set[int] = set()
+        """The others that are trained."""
+        self._drops: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, source: GroupSource, *, num_steps: int) -> GroupNumbers:
+        """The numbers of a source's groups for so many steps."""
+        chooser = source if isinstance(source, ChoosingSource) else None
+        return cls(num_steps * source.groups_per_step, chooser=chooser)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a number to give out."""
+        return bool(self._again) or self._fresh < self._stop
+
+    def take_next(self) -> int:
+        """Give out the lowest number that is neither trained nor given out; there must be one (`has_next`)."""
+        if self._again:
+            return heapq.heappop(self._again)
+        assert self._fresh < self._stop, "has_next says whether there is one"
+        self._fresh += 1
+        return self._fresh - 1
+
+    def put_back(self, number: int) -> None:
+        """Give the number out again, before higher ones."""
+        heapq.heappush(self._again, number)
+
+    def count_drop(self, number: int) -> None:
+        """Count that a group was too old."""
+        self._drops[number] = self.num_drops(number) + 1
+
+    def num_drops(self, number: int) -> int:
+        """How often the group was too old."""
+        return self._drops.get(number, 0)
+
+    def mark_trained(self, numbers: Iterable[int]) -> None:
+        """These are trained, and never given out again."""
+        self._beyond.update(numbers)
+        while self._lowest in self._beyond:
+            self._beyond.remove(self._lowest)
+            self._lowest += 1
+        self._drops = {number: count for number, count in self._drops.items() if not self._is_trained(number)}
+
+    def tell(self, number: int, group: TrajectoryGroup) -> None:
+        """Tell the source that a group is trained or replaced, if it chooses by that."""
+        if self._chooser is not None:
+            self._chooser.tell(number, group)
+
+    def mark_replaced(self, number: int) -> None:
+        """It teaches nothing and is never given out again; there is one more number in its place."""
+        self._num_replaced += 1
+        self.mark_trained([number])
+
+    def state(self) -> Mapping[str, Any]:
+        """What is trained, in types that JSON can hold."""
+        drops = sorted(self._drops.items())
+        choices = {} if self._chooser is None else {"choices": copy.deepcopy(self._chooser.choices())}
+        return {
+            **choices,
+            "next": self._lowest,
+            "beyond": sorted(self._beyond),
+            "drops": [list(pair) for pair in drops],
+            "num_replaced": self._num_replaced,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: what is not trained is given out again.
+
+        Raises:
+            CheckpointError: its problems were chosen, and the source does not choose.
+        """
+        choices = state.get("choices")
+        if choices is not None and self._chooser is None:
+            raise CheckpointError("the run began with a curriculum and cannot continue without: give it the same")
+        if choices is not None and self._chooser is not None:
+            self._chooser.restore_choices(copy.deepcopy(choices))
+        self._lowest, self._beyond = state["next"], set(state["beyond"])
+        self._drops = dict(state["drops"])
+        self._num_replaced = state.get("num_replaced", 0)
+        self._fresh = max((number + 1 for number in self._beyond), default=self._lowest)
+        self._again = [number for number in range(self._lowest, self._fresh) if number not in self._beyond]
+
+    @property
+    def _stop(self) -> int:
+        return self._num_to_train + self._num_replaced
+
+    def resume(self, state: Mapping[str, Any] | None, num_trained: int) -> None:
+        """Go on from the state of a checkpoint; without one, the lowest `num_trained` were trained in their order."""
+        self.restore(state or {"next": num_trained, "beyond": [], "drops": []})
+
+    def _is_trained(self, number: int) -> bool:
+        return number < self._lowest or number in self._beyond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCounts(Sums):
+    """What became of the groups of a process that were not trained, since the step before."""
+
+    num_cancelled: int = 0
+    """In flight, too old for the next step."""
+    num_dropped: int = 0
+    """Finished, too old for the next step."""
+    num_lost: int = 0
+    """Their engine went away."""
+    num_cancelled_ids: int = 0
+    """Sampled ids, of turns that had ended."""
+    num_dropped_ids: int = 0
+    num_lost_ids: int = 0
+    """Sampled ids, of turns that had ended."""
+    num_queued: int = 0
+    """Finished groups that were left when the step's groups were taken."""
+    num_in_flight: int = 0
+    """Groups that were being sampled then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenGroups:
+    """The groups of this process for one step."""
+
+    step: int
+    """From 0."""
+    groups: Sequence[TrajectoryGroup]
+    counts: GroupCounts
+    waited_s: float
+    """How long the trainer waited for them."""
+    since_last_s: float
+    """Since the groups of the step before were taken, or the loop began."""
+    numbers: Mapping[str, Any]
+    """Which groups are trained after this step, for the checkpoint (`GroupNumbers.state`)."""
+    replaced: Sequence[TrajectoryGroup] = ()
+    """Groups whose rewards are all equal, instead of which others were sampled since the step before."""
+
+    @property
+    def sampled(self) -> Sequence[TrajectoryGroup]:
+        """All groups, the replaced ones last."""
+        return [*self.groups, *self.replaced]
+
+
+class FindsLoss(Protocol):
+    """Tells groups that an engine lost from those that can be used. It communicates with no other process."""
+
+    async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
+        """The error if the engine went away, or has ids older than `oldest_version`; None if the groups can be used."""
+        ...
+
+    async def is_outage(self, error: EngineError) -> bool:
+        """Whether an error says that the engine went away; otherwise it refused a request."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,6 +283,8 @@ class Window:
 
     max_staleness: int
     groups_per_step: int
+    max_lag: int = 0
+    """How many versions older than the step the ids may be whose engine did not take the newest weights."""
 
     def may_start(self, num_live: int, *, next_version: int, engine_version: int) -> bool:
         """Whether a group that starts now behind `num_live` others can be trained in time.
@@ -81,7 +295,7 @@ class Window:
 
     def is_too_old(self, group: LiveGroup, version: int) -> bool:
         """Whether the group may not be trained at this version or later."""
-        return version - group.oldest_version > self.max_staleness
+        return version - group.oldest_version > max(self.max_staleness, self.max_lag)
 
     def choose(self, live: Sequence[LiveGroup], version: int) -> list[LiveGroup] | None:
         """Choose the finished groups of a step that begins with `version`; None if it must wait.
@@ -153,8 +367,20 @@ class Pace:
         return (self.max_staleness + 1) * self.groups_per_step
 
 
-class Sampler:
-    """Samples ahead of the trainer, as far as the staleness bound allows."""
+class GroupSampler:
+    """Samples the groups of each step, and ahead of the trainer as far as the staleness bound allows.
+
+    With a bound of 0 nothing is sampled from when a step's groups are taken until the loop calls `resume`: the step is
+    trained, and the engine may be used by others, or sleep.
+
+    Worked example of groups that teach nothing, 3 groups a step, at most 3 replaced, and a bound of 0:
+
+        sampled     4: 0 1 1    5: 1 1 1    6: 0 0 1            5 has one reward only
+                                7: 0 0 0                        so has 7
+                                8: 1 0 1                        trained: 4 6 8; replaced: 5 7; the next step has 9 10 11
+
+    The same numbers are sampled in whatever order they finish.
+    """
 
     def __init__(
         self,
@@ -163,15 +389,17 @@ class Sampler:
         config: LoopConfig,
         *,
         losses: FindsLoss,
-        observer: Observer,
+        observe: Callable[[LoopEvent], None],
         version: int,
         has_variance: Callable[[TrajectoryGroup], bool],
     ) -> None:
         """The trainer and the engine begin with the weights `version`. Groups without variance are replaced, as far as
-        the config allows.
+        the config allows. Nothing is sampled before `resume` is called.
         """
         self.numbers = numbers
-        self.window = Window(max_staleness=config.max_staleness, groups_per_step=source.groups_per_step)
+        self.window = Window(
+            max_staleness=config.max_staleness, groups_per_step=source.groups_per_step, max_lag=config.max_lag
+        )
         self.pace = Pace(
             groups_per_step=source.groups_per_step,
             max_staleness=config.max_staleness,
@@ -186,11 +414,13 @@ class Sampler:
         self._source = source
         self._config = config
         self._losses = losses
-        self._observer = observer
+        self._observe = observe
         self._has_variance = has_variance
         self._max_replaced = config.get_max_replaced(source.groups_per_step)
-        self._replaced: list[TrajectoryGroup] = []
-        """Since the step before."""
+        self._replaced: dict[int, TrajectoryGroup] = {}
+        """By their numbers, since the step before."""
+        self._is_ahead = config.max_staleness > 0
+        self._is_paused = True
         self._next_version = version
         self.engine_version = version
         """The weights that all engines of this process have at least."""
@@ -199,7 +429,7 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_outages = 0
         self._is_held = False
-        self._counts = SamplerCounts()
+        self._counts = GroupCounts()
 
     @property
     def num_in_flight(self) -> int:
@@ -213,16 +443,25 @@ class Sampler:
 
     def fill(self) -> None:
         """Start the groups that may start."""
+        if self._is_paused:
+            return
         while self.lost is None and self.failure is None and self.numbers.has_next:
-            limit = self._config.max_groups_in_flight
+            limit = self._config.max_groups_in_flight if self._is_ahead else None
             is_needed = len(self._live) < self.pace.limit
             is_in_time = self.window.may_start(
                 len(self._live), next_version=self._next_version, engine_version=self.engine_version
             )
-            self._hold(not (is_in_time and is_needed))
-            if self._is_held or (limit is not None and self.num_in_flight >= limit):
+            may_start = is_in_time and is_needed
+            if self._is_ahead:
+                self._hold(not may_start)
+            if not may_start or (limit is not None and self.num_in_flight >= limit):
                 return
             self._start(self.numbers.take_next())
+
+    def resume(self) -> None:
+        """The engine is free to sample."""
+        self._is_paused = False
+        self.fill()
 
     def set_engine_version(self, version: int) -> None:
         """All engines of this process have these weights now."""
@@ -245,6 +484,7 @@ class Sampler:
 
     def take(self, chosen: Sequence[LiveGroup], step: int) -> list[TrajectoryGroup]:
         """Take finished groups for a step, in the order of their numbers; they are trained from now on."""
+        self._is_paused = not self._is_ahead
         chosen = sorted(chosen, key=lambda live: live.number)
         self._live = [live for live in self._live if live not in chosen]
         self.numbers.mark_trained(live.number for live in chosen)
@@ -255,13 +495,13 @@ class Sampler:
 
     def take_replaced(self) -> list[TrajectoryGroup]:
         """The groups that were replaced since the last call; as many may be replaced until the next."""
-        replaced, self._replaced = self._replaced, []
-        return replaced
+        replaced, self._replaced = self._replaced, {}
+        return [replaced[number] for number in sorted(replaced)]
 
-    def take_counts(self) -> SamplerCounts:
+    def take_counts(self) -> GroupCounts:
         """What became of groups since the last call, and how many there are."""
-        counts, self._counts = self._counts, SamplerCounts()
-        return counts + SamplerCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight)
+        counts, self._counts = self._counts, GroupCounts()
+        return counts + GroupCounts(num_queued=self.num_queued, num_in_flight=self.num_in_flight)
 
     def end_outage(self, version: int) -> None:
         """The engine is back, with these weights."""
@@ -295,7 +535,7 @@ class Sampler:
         num_ids: int = 0,
     ) -> None:
         """Show an event to the observer."""
-        self._observer.observe(
+        self._observe(
             LoopEvent(
                 kind=kind,
                 time_s=asyncio.get_running_loop().time(),
@@ -355,7 +595,7 @@ class Sampler:
 
     async def _find_loss(self, live: LiveGroup, group: TrajectoryGroup) -> EngineError | None:
         """Why the group cannot be used. One that is older than its start, and too old, is of an engine left behind."""
-        oldest = min(live.oldest_version, self._next_version - self._config.max_staleness)
+        oldest = min(live.oldest_version, self._next_version - max(self.window.max_staleness, self.window.max_lag))
         return await self._losses.find_loss([group], oldest_version=oldest)
 
     def _may_replace(self, group: TrajectoryGroup) -> bool:
@@ -401,7 +641,7 @@ class Sampler:
         self._live.remove(live)
         self.numbers.mark_replaced(live.number)
         self._tell(live)
-        self._replaced.append(group)
+        self._replaced[live.number] = group
         self._note_group(EventKind.GROUP_REPLACED, live)
 
     def _tell(self, live: LiveGroup) -> None:
@@ -422,4 +662,4 @@ class Sampler:
         self.note(kind, number=live.number, step=step, version=live.oldest_version, num_ids=ids)
 
     def _count(self, **more: int) -> None:
-        self._counts += SamplerCounts(**more)
+        self._counts += GroupCounts(**more)

@@ -1,13 +1,20 @@
-"""What happens in the asynchronous loop of one process, and when; the timeline and the metrics made of it."""
+"""What a run sees of its steps and does around them; the events of the loop, and the timeline and metrics of these.
+
+groups ──► before_update ──► on_rollouts ──► updates ──► publish ──► on_step ──► after_step      around_step: all of it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any
 
+from unbroken.counters import Counters
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, Track
+from unbroken.training.metrics.writer import Metrics
 
 
 class EventKind(StrEnum):
@@ -67,19 +74,60 @@ class LoopEvent:
     """Groups that are finished and not yet taken, after the event."""
 
 
-class Observer(Protocol):
-    """Sees the events of one process, in their order, in the thread of the event loop. It must return at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """What a process collected for one step, and what it trains on."""
 
-    def observe(self, event: LoopEvent) -> None:
-        """See one event."""
-        ...
+    step: int
+    """From 0."""
+    groups: Sequence[TrajectoryGroup]
+    units: Sequence[Any]
+    """The objective's; `trainer.objective.get_rows` has their rows."""
+    counters: Counters
+    """Of this process's rollouts and dropped rows."""
+    is_trained: bool
+    """Whether a process has anything to train on. If so, the trainer may use the engine's memory."""
 
 
-class NoObserver:
-    """Ignores all events."""
+class RunObserver:
+    """What a run adds to the loop, in each of its processes: a subclass overrides what it needs, the rest does nothing.
 
-    def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
+    The coroutines may wait for the other processes, and must fail in all of them or in none.
+    """
+
+    before_update: Callable[[], Awaitable[None]] | None = None
+    """Called when a step's groups are sampled and there is something to train on: `SleepingEngine.sleep`, by which an
+    engine of this process lends the trainer its memory until it gets the new weights. If the step fails, it stays
+    asleep: the weights may be between two versions."""
+
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """A block in which the step is made, from its first rollout to `after_step`; for profilers."""
+        return nullcontext()
+
+    async def on_rollouts(self, rollouts: StepRollouts) -> None:
+        """See a step's rollouts before they are trained on."""
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """See the metrics of a step, numbered from 0, once they are written."""
+
+    async def after_step(self, num_steps: int) -> None:
+        """Do what comes after a step, with the number of steps made; on resume, again for the last one.
+
+        After an `OutageError` it is called again, once the engine is back.
+        """
+
+    def needs_engine(self, num_steps: int) -> bool:
+        """Whether `after_step` samples after this number of steps. With `max_staleness` it then waits until the weights
+        are published.
+        """
+        return type(self).after_step is not RunObserver.after_step
+
+    def get_newest_version(self) -> int:
+        """The newest weights of engines that the run publishes to besides the one that samples; 0 without any."""
+        return 0
+
+    def on_event(self, event: LoopEvent) -> None:
+        """See what happens in the loop, in the thread of the event loop; it must return at once."""
 
 
 SAMPLED = "group in flight"
@@ -109,51 +157,32 @@ _FATES = {
 _VERSIONS = {EventKind.STEP_ENDED: "trainer", EventKind.PUBLISH_ENDED: "published"}
 
 
-class TimelineObserver:
-    """Writes events to a timeline whose clock is that of the event loop."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        """Write to this timeline; it stays open."""
-        self._timeline = timeline
-
-    def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
-        timeline, kind, at_s = self._timeline, event.kind, event.time_s
-        if kind in _BEGINS:
-            track, name = _BEGINS[kind]
-            timeline.begin(track, name.format(step=event.step, version=event.version), at_s=at_s)
-        if kind in _ENDS:
-            timeline.end(_ENDS[kind], at_s=at_s)
-        if kind in _VERSIONS and event.version is not None:
-            timeline.count(f"version, {_VERSIONS[kind]}", at_s=at_s, version=event.version)
-        if event.number is not None:
-            self._move_group(event, event.number)
-
-    def _move_group(self, event: LoopEvent, number: int) -> None:
-        timeline, kind, at_s = self._timeline, event.kind, event.time_s
-        if kind is EventKind.GROUP_STARTED:
-            timeline.begin_lane(SAMPLED, number, at_s=at_s, version=event.version)
-        if kind in _FATES:
-            name, fate = _FATES[kind]
-            step = {} if event.step is None else {"step": event.step}
-            timeline.end_lane(name, number, at_s=at_s, fate=fate, ids=event.num_ids, version=event.version, **step)
-        if kind is EventKind.GROUP_FINISHED:
-            timeline.begin_lane(QUEUED, number, at_s=at_s, ids=event.num_ids, version=event.version)
-        timeline.count("groups in flight", at_s=at_s, groups=event.num_in_flight)
-        timeline.count("groups in the queue", at_s=at_s, groups=event.num_queued)
+def write_event(timeline: Timeline, event: LoopEvent) -> None:
+    """Write an event to a timeline whose clock is that of the event loop."""
+    kind, at_s = event.kind, event.time_s
+    if kind in _BEGINS:
+        track, name = _BEGINS[kind]
+        timeline.begin(track, name.format(step=event.step, version=event.version), at_s=at_s)
+    if kind in _ENDS:
+        timeline.end(_ENDS[kind], at_s=at_s)
+    if kind in _VERSIONS and event.version is not None:
+        timeline.count(f"version, {_VERSIONS[kind]}", at_s=at_s, version=event.version)
+    if event.number is not None:
+        _move_group(timeline, event, event.number)
 
 
-class Observers:
-    """Several observers."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        """They see each event in this order."""
-        self._observers = tuple(observers)
-
-    def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
-        for observer in self._observers:
-            observer.observe(event)
+def _move_group(timeline: Timeline, event: LoopEvent, number: int) -> None:
+    kind, at_s = event.kind, event.time_s
+    if kind is EventKind.GROUP_STARTED:
+        timeline.begin_lane(SAMPLED, number, at_s=at_s, version=event.version)
+    if kind in _FATES:
+        name, fate = _FATES[kind]
+        step = {} if event.step is None else {"step": event.step}
+        timeline.end_lane(name, number, at_s=at_s, fate=fate, ids=event.num_ids, version=event.version, **step)
+    if kind is EventKind.GROUP_FINISHED:
+        timeline.begin_lane(QUEUED, number, at_s=at_s, ids=event.num_ids, version=event.version)
+    timeline.count("groups in flight", at_s=at_s, groups=event.num_in_flight)
+    timeline.count("groups in the queue", at_s=at_s, groups=event.num_queued)
 
 
 _STATE_BEGINS = {EventKind.WAIT_BEGUN: "waits", EventKind.HOLD_BEGUN: "held"}
@@ -178,7 +207,7 @@ class IdleTimes:
         self._num_queued = 0
 
     def observe(self, event: LoopEvent) -> None:
-        """See `Observer`."""
+        """See one event."""
         self._advance(event.time_s)
         if event.kind in _STATE_BEGINS:
             self._states.add(_STATE_BEGINS[event.kind])

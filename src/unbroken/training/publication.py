@@ -1,0 +1,136 @@
+"""How new weights leave the trainer: as they are between two steps, or as a copy that is sent while the next are made.
+
+Of several processes one may publish for all. Which version the engines have is then told without a collective, because
+the trainers may be in the middle of a step, in which no process may wait for another:
+
+    process 0    announce(4): publish version 4
+    process 1    wait_for(4) ──► its sampler: groups may start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from unbroken.errors import EngineError
+from unbroken.training.agreement import from_all_processes
+from unbroken.training.trainer import Trainer
+from unbroken.training.waiting import log_waiting
+from unbroken.weights.base import WeightPublisher, WeightUpdate
+
+Snapshot: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+
+_POLL_S = 0.01
+_TAKEN, _FAILED = "taken", "failed"
+
+
+async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) -> WeightUpdate:
+    """Publish the weights as they are; an error of one process is raised on all, but a lost engine in its own only, for
+    `Outages` to settle.
+    """
+    started = time.perf_counter()
+    weights = trainer.named_weights()
+    update, gone, failure = None, None, None
+    try:
+        if publisher is not None:
+            async with log_waiting(f"policy version {trainer.policy_version} to be taken by the engine"):
+                update = await publisher.publish(weights, policy_version=trainer.policy_version)
+    except EngineError as error:
+        gone = error
+    except Exception as error:
+        failure = error
+    await asyncio.to_thread(trainer.finish_together, weights, failure)
+    if gone is not None:
+        raise gone
+    return update or WeightUpdate(num_bytes=0, seconds=time.perf_counter() - started)
+
+
+class Snapshots:
+    """One copy of a version for all that send it: the loop to its engines, an evaluation to its own.
+
+    Every process calls `take` together: with sharded models they gather the weights together.
+    """
+
+    def __init__(self, trainer: Trainer, *, is_sender: bool) -> None:
+        """Only a process that sends weights, `is_sender`, copies them."""
+        self._trainer = trainer
+        self._is_sender = is_sender
+        self._version: int | None = None
+        """Of the copy that is kept; the same in all processes."""
+        self._newest: Snapshot | None = None
+
+    async def take(self) -> Snapshot | None:
+        """The weights of the trainer's version; None in a process that sends none. Until `release` the same copy."""
+        version = self._trainer.policy_version
+        if self._version != version:
+            self._newest = await self._copy()
+            self._version = version
+        return self._newest
+
+    def release(self) -> None:
+        """Keep the copy no longer. Those who took it still have it."""
+        self._version, self._newest = None, None
+
+    async def _copy(self) -> Snapshot | None:
+        weights = self._trainer.named_weights()
+        copies: Snapshot | None = None
+        failure: Exception | None = None
+        if self._is_sender:
+            try:
+                copies = await asyncio.to_thread(_copy, weights)
+            except Exception as error:
+                failure = error
+        await asyncio.to_thread(self._trainer.finish_together, weights, failure)
+        return copies
+
+
+def _copy(weights: Any) -> Snapshot:
+    return [(name, tensor.detach().clone()) for name, tensor in weights]
+
+
+class Notices:
+    """What became of each version, in the key-value store that the processes met in. Made by `open`."""
+
+    def __init__(self, store: Store | None, *, is_main_process: bool) -> None:
+        """There is no store in a run of one process."""
+        self._store = store
+        self._is_main_process = is_main_process
+
+    @classmethod
+    async def open(cls, trainer: Trainer) -> Notices:
+        """Agree with the other processes on keys that no other run of theirs uses."""
+        name = (await from_all_processes(trainer, uuid4().hex))[0]
+        if not torch.distributed.is_initialized():
+            return cls(None, is_main_process=True)
+        store = PrefixStore(f"unbroken/published/{name}", _get_default_store())
+        return cls(store, is_main_process=trainer.is_main_process)
+
+    @asynccontextmanager
+    async def announce(self, version: int) -> AsyncIterator[None]:
+        """Tell the others that the engine has taken this version, or if the block raises that it has not.
+
+        Of several processes that publish, each to its own engine, the main process speaks for all.
+        """
+        posted = _FAILED
+        try:
+            yield
+            posted = _TAKEN
+        finally:
+            if self._store is not None and self._is_main_process:
+                await asyncio.to_thread(self._store.set, str(version), posted)
+
+    async def wait_for(self, version: int) -> bool:
+        """Wait until another process has announced what became of this version, and return whether it was taken."""
+        if self._store is None:
+            return False
+        while not await asyncio.to_thread(self._store.check, [str(version)]):  # noqa: ASYNC110  # of another process
+            await asyncio.sleep(_POLL_S)
+        posted: bytes = await asyncio.to_thread(self._store.get, str(version))
+        return posted.decode() == _TAKEN
