@@ -93,6 +93,7 @@ OWN_SDK = "needs a package of `make clients` or `make agents`, which run it"
 NOT_RUN = {
     ("README.md", "make demo"): "make demo is a test of its own, tests/e2e/test_demo.py, and takes minutes",
     ("docs/architecture.md", " task ── Env.start"): DIAGRAM,
+    ("docs/architecture.md", " GroupSource ──"): DIAGRAM,
     ("docs/architecture.md", " uvicorn ─►"): DIAGRAM,
     ("docs/architecture.md", " SessionGate ─►"): DIAGRAM,
     ("docs/audit.md", "$ unbroken audit --template $TRL/deepseekv3.jinja"): "as the block of qwen3.jinja, which is run",
