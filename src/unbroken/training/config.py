@@ -73,10 +73,10 @@ class SharedPrefixes(StrEnum):
 
     AUTO = "auto"
     """Ids that several rows begin with, as siblings with their prompt, go through the model once, if it is proven to
-    give each row the logprobs and the gradient that it has alone, and where that is estimated to cost less. Not yet on
-    a GPU, where its kernel was not measured. `train/shared_share` is the share of ids that this saves."""
+    give each row the logprobs and the gradient that it has alone, and where that is estimated to cost less. Not on a
+    GPU, where only `always` shares. `train/shared_share` is the share of ids that this saves."""
     ALWAYS = "always"
-    """Whatever it is estimated to cost, also on a GPU; an error if the model is not proven to allow it."""
+    """At any estimated cost, also on a GPU; an error if the model is not proven to allow it."""
     NEVER = "never"
     """Each row is computed whole."""
 
