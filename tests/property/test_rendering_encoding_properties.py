@@ -123,9 +123,16 @@ def test_i5_no_text_name_id_argument_or_schema_of_a_first_prompt_becomes_a_contr
 @given(seed=SEEDS)
 def test_i5_no_text_name_id_or_schema_becomes_a_control_id_of_a_bridge(name: str, seed: int) -> None:
     renderer, oracle, harmless, conversation = hostile_case(name, seed)
-    outcome = bridge_of(renderer, oracle, conversation)
+    stop = oracle.family.stop(conversation)
+    outcome = bridge_of(renderer, oracle.tokenizer, stop, conversation, oracle.tools)
     assume(isinstance(outcome, Bridge) or name != "qwen_thinking")  # it cuts text at its own tags: refused
-    benign = bridge_of(renderer, harmless, _harmless_conversation(conversation))
+    benign = bridge_of(
+        renderer,
+        oracle.tokenizer,
+        oracle.family.stop(conversation),
+        _harmless_conversation(conversation),
+        harmless.tools,
+    )
     assert isinstance(outcome, Bridge) == isinstance(benign, Bridge)
     assume(isinstance(outcome, Bridge))
     assert control_ids(oracle, outcome.bridge_ids) == control_ids(oracle, benign.bridge_ids)

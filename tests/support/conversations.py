@@ -1,15 +1,9 @@
-"""Random conversations, and an oracle for the bridge that uses transformers' own rendering.
-
-The oracle shares no code with the code under test. It knows for each family which token the model samples at the end of
-a turn, renders the whole conversation with `apply_chat_template`, and requires that this text ends with the turn's last
-words, its end and the bridge, in characters and in ids.
-"""
+"""Random conversations over templates of every kind, and transformers' own rendering of them."""
 
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import jinja2
@@ -17,7 +11,7 @@ import jinja2
 from support import templates
 from support.tokenizers import make_tokenizer
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, BridgeOutcome
+from unbroken.rendering.base import BridgeOutcome
 from unbroken.rendering.template import TemplateRenderer
 
 WORDS = (
@@ -55,8 +49,6 @@ class Conversation:
     history: list[Message]
     assistant: Message
     new_messages: list[Message]
-    mark: str
-    """Text of the turn that occurs once: all before it may be rendered differently later on (reasoning)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +57,6 @@ class Family:
 
     template: str
     stop_of: Callable[[Conversation], str] | str = "<|im_end|>"
-    in_history: Mapping[str, str] = field(default_factory=dict)
-    """What the template writes later on in place of the stop."""
     control_tokens: Sequence[str] = ()
     has_calls: bool = True
 
@@ -92,20 +82,11 @@ FAMILIES = {
     "stand_in": Family(
         templates.STAND_IN,
         stop_of=lambda c: "<|call|>" if c.assistant.get("tool_calls") else "<|return|>",
-        in_history={"<|return|>": "<|end|>"},
     ),
     "parts": Family(templates.PARTS, has_calls=False),
     "string_arguments": Family(templates.STRING_ARGUMENTS),
     "tools_in_prompt": Family(templates.TOOLS_IN_PROMPT),
 }
-
-
-class Verdict(StrEnum):
-    EXACT = "exact"
-    REFUSED = "refused"
-    WRONG = "wrong"
-    UNRENDERABLE = "unrenderable"
-    """The template itself refuses the conversation, or leaves the turn out."""
 
 
 def random_text(rng: random.Random, words: Sequence[str] = WORDS) -> str:
@@ -126,9 +107,7 @@ def random_conversation(rng: random.Random, *, has_calls: bool, words: Sequence[
     *turn_and_new, _ = [*_random_exchange(rng, numbers, has_calls, words, mark=mark), None]
     assistant, *new_messages = turn_and_new
     assert assistant is not None
-    return Conversation(
-        history=messages, assistant=assistant, new_messages=[m for m in new_messages if m is not None], mark=mark
-    )
+    return Conversation(history=messages, assistant=assistant, new_messages=[m for m in new_messages if m is not None])
 
 
 def _random_exchange(
@@ -197,7 +176,6 @@ def with_names_of(rng: random.Random, conversation: Conversation, words: Sequenc
         history=[renamed(message) for message in conversation.history],
         assistant=renamed(conversation.assistant),
         new_messages=[renamed(message) for message in conversation.new_messages],
-        mark=conversation.mark,
     )
 
 
@@ -223,7 +201,7 @@ def tools_of(rng: random.Random, words: Sequence[str]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """Judges bridges of one family with transformers' own rendering."""
+    """Text and ids of one family by transformers' own rendering."""
 
     family: Family
     tokenizer: Any
@@ -246,40 +224,6 @@ class Oracle:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def completion_text(self, conversation: Conversation) -> str | None:
-        """The text that the model samples for the turn, including its stop; None if the template cannot show it."""
-        prompt = self.text(conversation.history, generation_prompt=True)
-        last = self.text([*conversation.history, conversation.assistant], generation_prompt=False)
-        if prompt is None or last is None or not last.startswith(prompt):
-            return None
-        stop = self.family.stop(conversation)
-        body = last.rstrip().removesuffix(stop) if last.rstrip().endswith(stop) else last
-        return body[len(prompt) :] + stop
-
-    def judge(self, conversation: Conversation, outcome: BridgeOutcome) -> Verdict:
-        """Compare a bridge after the whole turn, stop included, with the template's rendering of everything."""
-        turn_end = self._turn_end(conversation)
-        everything = [*conversation.history, conversation.assistant, *conversation.new_messages]
-        full = self.text(everything, generation_prompt=True)
-        if full is None or turn_end is None:
-            return Verdict.UNRENDERABLE
-        if not isinstance(outcome, Bridge):
-            return Verdict.REFUSED
-        start = full.index(turn_end) + len(turn_end)
-        full_ids = self.ids(full)
-        same_ids = full_ids[len(full_ids) - len(outcome.bridge_ids) :] == outcome.bridge_ids.tolist()
-        same_text = self.tokenizer.decode(outcome.bridge_ids.tolist()) == full[start:]
-        return Verdict.EXACT if same_ids and same_text and outcome.num_taken_back == 0 else Verdict.WRONG
-
-    def _turn_end(self, conversation: Conversation) -> str | None:
-        """The turn from its mark to its end, as the template writes it once other messages follow."""
-        last = self.text([*conversation.history, conversation.assistant], generation_prompt=False)
-        if last is None or conversation.mark not in last:
-            return None
-        stop = self.family.stop(conversation)
-        words = last[last.index(conversation.mark) :].rstrip().removesuffix(stop)
-        return words + self.family.in_history.get(stop, stop)
-
     def _in_form(self, messages: Sequence[Message]) -> list[Any]:
         if self.family.template == templates.PARTS:
             return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
@@ -296,14 +240,15 @@ def _with_string_arguments(message: Message) -> Any:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def bridge_of(renderer: TemplateRenderer, oracle: Oracle, conversation: Conversation) -> BridgeOutcome:
-    """The bridge after the conversation's turn, sampled whole."""
-    stop_id = oracle.tokenizer.convert_tokens_to_ids(oracle.family.stop(conversation))
+def bridge_of(
+    renderer: TemplateRenderer, tokenizer: Any, stop: str, conversation: Conversation, tools: Sequence[Any] = TOOLS
+) -> BridgeOutcome:
+    """The bridge after the conversation's turn, sampled whole with this stop."""
     return renderer.bridge_to_next_turn(
         [],
-        [stop_id],
+        [tokenizer.convert_tokens_to_ids(stop)],
         conversation.new_messages,
         assistant=conversation.assistant,
-        tools=oracle.tools,
+        tools=tools,
         earlier=conversation.history,
     )
