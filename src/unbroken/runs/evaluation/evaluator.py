@@ -37,11 +37,6 @@ class Evaluation:
     groups: tuple[TrajectoryGroup, ...] = ()
     """This process's groups, in the order of their problems; empty where the numbers were read from the file."""
 
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward over all rollouts."""
-        return float(self.numbers["reward/mean"])
-
     def get_values(self) -> dict[str, float]:
         """Those of the numbers that are numbers."""
         return {name: value for name, value in self.numbers.items() if isinstance(value, (int, float))}

@@ -46,10 +46,10 @@ async def test_a_step_is_measured_once_for_a_number_of_problems(tmp_path):
     first = evaluator(tmp_path)
     measured = await first.evaluate(0)
     assert [each.reward for each in measured.trajectories] == [0.0, 1.0, 2.0]
-    assert (again := await first.evaluate(0)).mean_reward == 1.0
+    assert (again := await first.evaluate(0)).numbers["reward/mean"] == 1.0
     assert again.trajectories == ()
-    assert (await first.evaluate(5)).mean_reward == 1.0
-    assert (await evaluator(tmp_path, num_problems=5).evaluate(5)).mean_reward == 2.0
+    assert (await first.evaluate(5)).numbers["reward/mean"] == 1.0
+    assert (await evaluator(tmp_path, num_problems=5).evaluate(5)).numbers["reward/mean"] == 2.0
     found = [(line["step"], line["num_rollouts"], line["reward/mean"]) for line in read_evaluations(tmp_path)]
     assert found == [(0, 3, 1.0), (5, 3, 1.0), (5, 5, 2.0)]
     assert len(first.sampler.engine.requests) == 6
@@ -59,10 +59,10 @@ async def test_lines_of_one_set_and_one_sample_are_read_as_they_were_written_bef
     (tmp_path / "evaluation.jsonl").write_text(
         '{"step": 0, "num_rollouts": 3, "num_without_reward": 0, "reward/mean": 7}\n'
     )
-    assert (await evaluator(tmp_path).evaluate(0)).mean_reward == 7
+    assert (await evaluator(tmp_path).evaluate(0)).numbers["reward/mean"] == 7
     other = replace(evaluator(tmp_path), name="other")
     more = replace(evaluator(tmp_path), num_samples=2)
-    assert [(await each.evaluate(0)).mean_reward for each in (other, more)] == [1.0, 1.0]
+    assert [(await each.evaluate(0)).numbers["reward/mean"] for each in (other, more)] == [1.0, 1.0]
     assert [len(each.sampler.engine.requests) for each in (other, more)] == [3, 6]
 
 
@@ -70,7 +70,7 @@ async def test_an_engine_of_newer_weights_tells_nothing_of_the_first_ones(tmp_pa
     late = evaluator(tmp_path)
     await late.sampler.engine.update_weights(TensorSource([]), policy_version=3)
     assert await late.evaluate(0) is None
-    assert (await late.evaluate(3)).mean_reward == 1.0
+    assert (await late.evaluate(3)).numbers["reward/mean"] == 1.0
     assert [line["step"] for line in read_evaluations(tmp_path)] == [3]
 
 
@@ -112,7 +112,7 @@ async def test_a_full_disk_leaves_what_was_there_and_the_number_is_measured_agai
         with pytest.raises(MetricsError, match=r"cannot be written: .*No space left"):
             await evaluator(tmp_path).evaluate(5)
     assert [line["step"] for line in read_evaluations(tmp_path)] == [0]
-    assert (await evaluator(tmp_path).evaluate(5)).mean_reward == 1.0
+    assert (await evaluator(tmp_path).evaluate(5)).numbers["reward/mean"] == 1.0
 
 
 def full_disk(path: Path, text: str, encoding: str) -> None:
@@ -141,5 +141,5 @@ async def test_what_no_reward_function_has_an_opinion_on_is_left_out_of_the_mean
     whole = evaluator(tmp_path)
     problems = replace(whole.sampler.problems, score=score)
     measured = await replace(whole, sampler=replace(whole.sampler, problems=problems)).evaluate(0)
-    assert measured.mean_reward == 0.5
+    assert measured.numbers["reward/mean"] == 0.5
     assert read_evaluations(tmp_path)[0]["num_without_reward"] == 1
