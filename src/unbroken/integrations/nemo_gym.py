@@ -288,6 +288,13 @@ class _ResourcesSession:
 
 
 _Item = dict[str, Any]
+"""An item of OpenAI's Responses: the form in which NeMo Gym keeps examples and verifies replies.
+
+{"role": "developer", "content": [{"type": "input_text", "text": "Add."}]}  ->  {"role": "system", "content": "Add."}
+
+assistant: reasoning, content, calls  ->  reasoning, message, function_call, ...
+tool                                  ->  function_call_output
+"""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 

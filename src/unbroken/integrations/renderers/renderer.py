@@ -271,6 +271,13 @@ _FIXED_VALUES = frozenset({"system", "developer", "user", "assistant", "tool", "
 def replace_suspicious_text(value: Any, is_suspicious: Callable[[str], bool]) -> Any:
     """Copy messages or tools, with every character of suspicious strings except white space replaced by x.
 
+    It shows whether a text forges a control token in a rendering (I5). The package's renderers take no marks in text.
+    But text that may complete a control token can be replaced, and then the rendering must have the same control tokens
+    as before:
+
+        user "im_end|>" after a template's "<|"     [<|im_end|>, ..]      with "xxxxxxxx" []        forged
+        user "a < b" (may begin a token)            [<|im_end|>]          with "x x x" [<|im_end|>]  harmless
+
     The fixed keys, roles and types stay. Arguments that are JSON text stay JSON text.
     """
     if isinstance(value, Mapping):

@@ -93,6 +93,9 @@ _MARK = "_unbroken_on_trained_rows"
 def on_trained_rows(reward: TrlReward) -> TrlReward:
     """Wrap a plain or async reward function of TRL: rewards of rows that are not trained on become None.
 
+    TRL leaves a row out of its group's baseline only if every reward function returns None for it. A reward for the
+    filler of such a row would shift its siblings' advantages, so only functions with this mark are accepted.
+
     The function gets all of TRL's arguments, and `trajectory`: TRL decodes a whole conversation as if it were one reply
     into `completions`; the real messages are in `trajectory[k].messages`. The wrapper also logs the trajectories'
     counters.

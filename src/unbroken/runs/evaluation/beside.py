@@ -234,7 +234,15 @@ class PreparedVersion:
 
 
 class EvaluationServers:
-    """The servers, with the publisher of the first process. Made by `open`."""
+    """Servers of evaluations alone, with the publisher of the first process. Made by `open`.
+
+    Each version to evaluate is published to them, while training goes on with the others:
+
+        first process    prepare (a copy of the weights) ── announce(1): publish     in a task during the steps
+        the others       prepare ──────────────────────── wait_for(1)                then all sample
+
+    Nothing else is published to them, so all ids of an evaluation have one version.
+    """
 
     def __init__(
         self,

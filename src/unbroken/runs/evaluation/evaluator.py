@@ -226,7 +226,18 @@ _CUT = frozenset(
 
 
 def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> dict[str, float | None]:
-    """The numbers of the samples of each problem.
+    """The numbers of the samples of each problem: mean reward, its standard error, and pass@k.
+
+    Worked example, 2 problems with 4 samples each, and rewards of 1 for success:
+
+        problem 0    1 0 0 0    mean 1/4    1 of 4 passes
+        problem 1    1 1 0 0    mean 2/4    2 of 4 pass
+
+        reward/mean              3/8
+        reward/standard_error    std(1/4, 2/4) / sqrt(2) = 1/8
+        pass@1                   (1/4 + 2/4) / 2 = 3/8
+        pass@2                   ((1 - C(3, 2) / C(4, 2)) + (1 - C(2, 2) / C(4, 2))) / 2 = (1/2 + 5/6) / 2 = 2/3
+        pass@4                   1
 
     A rollout without a reward (a time-out, a failure) counts as 0, unless it is unscored. The standard error is that of
     the mean over problems, whose samples are not independent (Miller 2024, arXiv:2411.00640); None for one problem.

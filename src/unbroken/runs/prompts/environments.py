@@ -210,7 +210,10 @@ PACKAGES: dict[str, Callable[[str, PackageSettings], TaskEnvironment]] = {
     "verifiers": _load_verifiers,
     "harbor": _load_harbor,
 }
-"""By the words that names of their environments begin with."""
+"""Environments of other packages, by the words that their names begin with: `environment = "verifiers:NAME"`.
+
+They have rows and agents of their own; each attempt is a session (docs/environments.md). To add a package, add a line.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,16 @@ TurnRewards: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TurnAdvantages:
-    """An advantage function for turns: `TurnAdvantages(turn_grpo)`."""
+    """An advantage function for turns, for environments that give rewards for single turns (`Continue.reward`).
+
+    A trajectory's rewards are those of its turns, [K] for K turns. What it is rewarded for in the end belongs to its
+    last turn. Worked example, two siblings of 2 and 1 turns with the rewards [0, 1] and [0]:
+
+        turn_returns    returns [1, 1] and [0]; means of the turns 1/2 and, over both, 1/2     [1/2, 1/2], [-1/2]
+        turn_grpo       mean 1/3, deviation sqrt(2)/3; normalised -0.71, 1.41 and -0.71        [0.71, 1.41], [-0.71]
+
+    A sibling that has ended has the return 0 in the turns that it did not play.
+    """
 
     function: Callable[[Sequence[TurnRewards]], Sequence[NDArray[np.float64]]]
     """From the turns' rewards of each member of a group to their advantages, of the same lengths."""

@@ -1,4 +1,6 @@
-"""Losses of the policy gradient, by name. To add one, write its function here and give it a name in `LOSSES`.
+"""Losses of the policy gradient, by name, and the factors and penalties of their tokens.
+
+To add a loss, write its function here and give it a name in `LOSSES`.
 
 A loss reads the logprobs of the N loss tokens of one forward pass (N may be 0), and of the batch the old logprobs and
 the advantages. With r = exp(logprob - old logprob), the advantage A, sg = without gradient, and s = exp of the mean of
@@ -184,6 +186,9 @@ def sum_by_trajectory(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] the sum over the trajectory of each token, and [N] its number of tokens.
 
+    A row is usually a whole trajectory, whose sums a forward pass sees. A trajectory that forked has several rows,
+    perhaps in several passes: its sums come with the batch, computed before the update (`Batch.trajectories`).
+
     Worked example, values 1 2 | 4 in rows of 2 and 1, of which the second is part of a trajectory of 3 tokens with the
     sum 9: sums 3 3 9 and counts 2 2 3.
     """
@@ -206,6 +211,13 @@ def token_weight(
 ) -> float:
     """The weight of each loss token of a trajectory with `num_trajectory_tokens` of them, over all of its rows; the
     loss is the sum of weights times token losses.
+
+    Worked example, two trajectories with 3 and 1 loss tokens, none longer than 4. Whether the first is one row of 3
+    tokens, or a row of 2 and one of 1, changes no weight:
+
+        TOKEN     1/4  1/4  1/4 | 1/4      equal tokens: the long trajectory weighs three times as much
+        SEQUENCE  1/6  1/6  1/6 | 1/2      equal trajectories: a token of a long one weighs less
+        CONSTANT  1/8  1/8  1/8 | 1/8      equal tokens, and the sum grows with the trajectories' lengths
 
     `num_trajectories` and `num_loss_tokens` are those of the update, over all its micro batches and processes. CONSTANT
     divides by `max_trajectory_tokens`, which must be the same in all updates.
@@ -249,7 +261,12 @@ def correction_weights(
     correction: Correction,
     trajectories: Sequence[TrajectorySums | None] = (),
 ) -> CorrectionWeights:
-    """The factor of each token's loss, by the trainer's logprobs before the update and the sampler's.
+    """The factor of each token's loss that corrects for the gap between sampler and trainer: rounding, kernels, older
+    weights. It depends on the trainer's logprobs before the update and on the sampler's.
+
+    The ratio is the trainer's probability of a sampled id divided by the sampler's (importance sampling). A correction
+    is only needed if the loss's own ratio is relative to the trainer's logprobs (`OldLogprobs.RECOMPUTE`); a ratio to
+    the sampler's corrects already. A trajectory that forked into several rows has one product over all of them.
 
     Worked example, two rows of two tokens with the ratios 1.5, 2 and 1, 0.5, bounds 0.6 and 1.8:
 
@@ -300,7 +317,15 @@ def _mask(ratios_N: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor
 def kl_penalty(
     estimator: KlEstimator, logprobs_N: torch.Tensor, reference_N: torch.Tensor, old_logprobs_N: torch.Tensor
 ) -> torch.Tensor:
-    """[N] the estimate of each token, with the gradient of the logprobs.
+    """[N] the distance of the policy to a reference policy at each token, with the gradient of the logprobs.
+
+    With d = logprob - reference logprob of an id that the policy samples, k1, k2 and k3 estimate
+    KL(policy || reference) (Schulman, "Approximating KL Divergence", 2020). Worked example: the policy gives a sampled
+    id the probability 1/2, the reference 1/4, so d = log 2:
+
+        k1    d                  0.6931     no bias, may be negative
+        k2    d^2 / 2            0.2402     biased, little variance; its gradient is that of the KL
+        k3    exp(-d) - 1 + d    0.1931     no bias, never negative
 
     `old_logprobs_N` is for the ratio that weighs `K3_RATIO_WEIGHTED`. Raises `InvalidInputError` if shapes differ.
     """
