@@ -18,7 +18,7 @@ from unbroken.errors import ImageError, MessagesError, TemplateError
 from unbroken.images.placeholders import collapse_spans
 from unbroken.images.processor import ImageInputs
 from unbroken.integrations.renderers.registry import load_renderer
-from unbroken.rendering.base import Bridge, Refusal
+from unbroken.rendering.base import Bridge
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}
@@ -122,22 +122,6 @@ def test_a_shipped_template_writes_images_of_the_roles_it_knows_and_others_are_e
         pads = np.flatnonzero(prompt.token_ids == tokenizer.convert_tokens_to_ids(placeholder))
         assert len(prompt.images) == 2
         assert pads.tolist() == inside.tolist()
-
-
-@pytest.mark.parametrize("name", CORPUS)
-def test_a_shipped_template_bridges_images_as_it_writes_whole_conversations(name: str) -> None:
-    renderer, _ = corpus_renderer(name)
-    first: list[Any] = [said("user", 1, "what", 2)]
-    prompt = renderer.render(first, tools=TOOLS)
-    end = np.array([min(renderer.facts.turn_end_ids)], dtype=np.int32)
-    for turn, new in ((TURN, [said("user", 3, "more")]), (TURN, [said("user", "more", 4, 5)]), (CALL, [RESULT])):
-        bridge = renderer.bridge_to_next_turn(prompt.token_ids, end, new, assistant=turn, tools=TOOLS, earlier=first)
-        if turn is CALL and "tool" not in CORPUS[name][1]:
-            assert isinstance(bridge, Refusal)
-            continue
-        assert isinstance(bridge, Bridge), bridge
-        assert len(bridge.images) == sum(part["type"] == "image" for part in new[0]["content"])
-        assert is_exact(renderer, bridge, [*first, turn, *new], TOOLS)
 
 
 def test_qwens_numbering_of_pictures_goes_on_in_a_bridge_where_it_is_turned_on() -> None:
