@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.parsing import STOP, FormatOnTokenizer, tool, written_calls
-from unbroken.rendering.base import ParsedResponse, PartKind, ToolCallStatus
+from support.parsing import STOP, FormatOnTokenizer, written_calls
+from unbroken.rendering.base import ParsedResponse, PartKind
 from unbroken.rendering.parsing.call_format import CallFormat
 from unbroken.rendering.parsing.formats import FORMATS
 
@@ -44,15 +44,3 @@ def test_a_call_that_was_cut_keeps_its_opening(call_format: CallFormat) -> None:
     for call in FormatOnTokenizer(call_format).parse(written).failures:
         assert call.raw in call.full_text
         assert call.full_text in written
-
-
-@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
-def test_a_turn_that_was_cut_anywhere_has_whole_calls_and_failures_only(call_format: CallFormat) -> None:
-    delimiters = {text for text in call_format.delimiters if text.startswith(("<", "[")) and text.strip() == text}
-    on_tokenizer = FormatOnTokenizer(call_format, control=delimiters - {STOP, "["})
-    ids = on_tokenizer.ids(written_calls(call_format))
-    tools = [tool("add", a={"type": "integer"}), tool("now")]
-    for stop in range(len(ids)):
-        parsed = on_tokenizer.parser.parse(ids[:stop], tools=tools)
-        whole = [(call.name, call.arguments) for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
-        assert whole == [("add", {"a": 1}), ("now", {})][: len(whole)]
