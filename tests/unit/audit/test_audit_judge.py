@@ -1,8 +1,6 @@
 """The judge of bridges: it passes right ones over all families, and notices each kind of wrong one."""
 
 import dataclasses
-from collections import Counter
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,9 +9,9 @@ import pytest
 from support import templates
 from support.audits import COUNTS_ITS_TURN, subject_of
 from support.conversations import FAMILIES
-from unbroken.audit.checks.bridges import Judgement, find_bridges, judge_bridge
 from unbroken.audit.config import AuditConfig
-from unbroken.audit.conversations import TOOLS, ConversationMaker
+from unbroken.audit.report import FuzzFinding
+from unbroken.audit.run import run_audit
 from unbroken.audit.subject import Subject
 from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer
@@ -38,20 +36,17 @@ def with_ids(bridge: Bridge, ids: list[int]) -> Bridge:
     return dataclasses.replace(bridge, bridge_ids=np.array(ids), message_indices=np.full(len(ids), -1, dtype=np.int32))
 
 
-def judgements(subject: Subject, num: int = 60, max_calls: int = 3) -> Counter[Judgement]:
-    maker = ConversationMaker(seed=3, max_calls=max_calls, with_reasoning=True)
-    return Counter(
-        judge_bridge(subject, conversation, TOOLS).judgement for conversation in islice(maker.draw_conversations(), num)
-    )
+def judge(subject: Subject, *, num: int = 60, seed: int = 0) -> FuzzFinding:
+    return run_audit(subject, AuditConfig(num_conversations=num, seed=seed)).fuzz
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_i1_bridges_of_each_family_are_exact(name: str) -> None:
     family = FAMILIES[name]
     subject = subject_of(family.template, control_tokens=tuple(family.control_tokens))
-    found = judgements(subject, max_calls=3 if family.has_calls else 0)
-    assert found[Judgement.WRONG] == 0
-    assert found[Judgement.EXACT] > 25, found
+    found = judge(subject, seed=3)
+    assert found.num_wrong == 0
+    assert found.num_exact > 25, found
 
 
 @pytest.mark.parametrize(
@@ -68,9 +63,9 @@ def test_i1_bridges_of_each_family_are_exact(name: str) -> None:
 def test_a_wrong_bridge_is_noticed(damage: Any) -> None:
     own = subject_of(templates.QWEN)
     subject = dataclasses.replace(own, renderer=Damaged(own.template_renderer, damage))
-    found = judgements(subject, num=20)
-    assert found[Judgement.EXACT] == 0
-    assert found[Judgement.WRONG] >= 18
+    found = judge(subject, num=20, seed=3)
+    assert found.num_exact == 0
+    assert found.num_wrong >= 18
 
 
 def test_the_same_text_in_other_ids_is_wrong() -> None:
@@ -87,13 +82,13 @@ def test_the_same_text_in_other_ids_is_wrong() -> None:
 
     own = subject_of(templates.QWEN)
     subject = dataclasses.replace(own, renderer=Damaged(own.template_renderer, split))
-    found = judgements(subject, num=20)
-    assert found[Judgement.EXACT] == 0
-    assert found[Judgement.WRONG] >= 18
+    found = judge(subject, num=20, seed=3)
+    assert found.num_exact == 0
+    assert found.num_wrong >= 18
 
 
 def test_refusals_are_counted_by_reason_with_the_situation() -> None:
-    found = find_bridges(subject_of(COUNTS_ITS_TURN), AuditConfig(num_conversations=40), max_calls=0)
+    found = judge(subject_of(COUNTS_ITS_TURN), num=40)
     assert found.num_exact == found.num_wrong == 0
     (share,) = found.refused
     assert share.reason == "history_dependent"
@@ -104,41 +99,32 @@ def test_refusals_are_counted_by_reason_with_the_situation() -> None:
 
 def test_a_turn_that_the_template_leaves_out_is_not_judged() -> None:
     deaf = templates.CHATML.replace("message.content +", "('' if message.role == 'tool' else message.content) +")
-    found = find_bridges(subject_of(deaf), AuditConfig(num_conversations=60), max_calls=0)
+    found = judge(subject_of(deaf), num=60)
     assert set(found.not_accepted) == {"text, then a tool message after text"}
     assert found.num_accepted == 60 - sum(found.not_accepted.values()) == found.num_exact
 
 
 def test_white_space_that_a_last_turn_lacks_before_its_end_does_not_keep_a_bridge_from_being_judged() -> None:
     spaced = templates.CHATML.replace("'<|im_end|>\\n'", "('' if loop.last else '\\n') + '<|im_end|>\\n'")
-    found = find_bridges(subject_of(spaced), AuditConfig(num_conversations=40), max_calls=0)
+    found = judge(subject_of(spaced), num=40)
     assert (found.num_exact, found.num_unjudged) == (40, 0)
     assert found.history["user"]["rewritten"] > 0
 
 
 def test_p2_is_counted_over_the_bridges_by_what_follows() -> None:
-    config = AuditConfig(num_conversations=60)
-    assert find_bridges(subject_of(templates.QWEN), config, max_calls=3).history == {
+    assert judge(subject_of(templates.QWEN)).history == {
         "system": {"kept": 2},
         "tool": {"kept": 41},
         "user": {"kept": 17},
     }
     own = subject_of(templates.QWEN_THINKING)
-    found = find_bridges(own, config, max_calls=3)
+    found = judge(own)
     assert set(found.history["tool"]) == {"kept"}
     assert set(found.history["user"]) == {"kept", "drops_reasoning"}
     assert sum(num for counts in found.history.values() for num in counts.values()) == found.num_exact == 60
     silent = Damaged(own.template_renderer, lambda bridge: dataclasses.replace(bridge, history=None))
-    again = find_bridges(dataclasses.replace(own, renderer=silent), config, max_calls=3)
+    again = judge(dataclasses.replace(own, renderer=silent))
     assert again.history == found.history, "it is the template's, whatever the renderer under audit says"
-
-
-def test_the_same_seed_gives_the_same_conversations() -> None:
-    def drawn(seed: int) -> list[Any]:
-        return list(islice(ConversationMaker(seed=seed, max_calls=3, with_reasoning=True).draw_conversations(), 30))
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
 
 
 def test_a_header_that_the_template_only_expects_is_not_taken_for_the_sampled_one() -> None:
@@ -149,6 +135,6 @@ def test_a_header_that_the_template_only_expects_is_not_taken_for_the_sampled_on
         "{{ m.content }}{% endif %}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
     )
     subject = subject_of(guessing, control_tokens=("<|user|>", "<|system|>", "<|assistant|>", "<|tool|>"))
-    found = find_bridges(subject, AuditConfig(num_conversations=60), max_calls=0)
+    found = judge(subject, num=60)
     assert found.num_wrong == 0
     assert found.num_exact > 40
