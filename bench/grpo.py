@@ -49,9 +49,8 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
-from unbroken.runs.engines import open_engine
+from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.processes import Rank
-from unbroken.runs.shared_engine import RunEngine
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows

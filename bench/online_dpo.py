@@ -24,7 +24,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.algorithms import Algorithm, Pairing
 from unbroken.runs.collector import Sampler
 from unbroken.runs.models import load_model
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 
@@ -62,7 +62,7 @@ async def main(arguments: argparse.Namespace) -> None:
         write_warm_model(model, WarmUpConfig(), seed=config.seed)
         tasks = lookup_problems("evaluation", config.seed)
         train_on = lookup_problems("train", config.seed)
-        trained = await reinforce(config, model=model, train_on=train_on, evaluate_on=tasks)
+        trained = await train_model(config, model=model, train_on=train_on, evaluate_on=tasks)
         engine = TransformersEngine(load_model(model))
     sampler = Sampler(
         engine=engine, renderer=trained.renderer, config=config.rollouts, problems=tasks, seed=(config.seed, 1)

@@ -43,10 +43,8 @@ from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.process.process import RolloutProcess
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
-from unbroken.runs.engines import open_engine
+from unbroken.runs.engines import RunEngine, open_engine, start_server
 from unbroken.runs.processes import Rank
-from unbroken.runs.server_process import start_server
-from unbroken.runs.shared_engine import RunEngine
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.loss_config import Correction, CorrectionKind

@@ -44,7 +44,7 @@ from simulation import (
     simulate,
 )
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.runs.shared_engine import RunEngine
+from unbroken.runs.engines import RunEngine
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.weights.in_process import InProcessPublisher

@@ -26,7 +26,7 @@ import psutil
 
 from server import save_model
 from unbroken.engines.http import HttpEngine
-from unbroken.runs.server_process import start_server
+from unbroken.runs.engines import start_server
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 PROMPT_LENGTH = 150

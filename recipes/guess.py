@@ -21,7 +21,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 from unbroken.types import FinishReason, SamplingParams
 
@@ -94,4 +94,4 @@ async def run(config: Config) -> None:
 
         return Problems(env=env)
 
-    await reinforce(config, model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))
+    await train_model(config, model=config.model, train_on=numbers("train"), evaluate_on=numbers("evaluation"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from unbroken.demo.config import LookupConfig
 from unbroken.demo.lookup import lookup_problems
 from unbroken.runs.processes import main_process_first
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ async def run(config: Config) -> None:
         if not model.exists():
             warm_up = partial(write_warm_model, model, config.warm_up, seed=config.seed, num_heads=config.num_heads)
             await asyncio.to_thread(warm_up)
-    await reinforce(
+    await train_model(
         config,
         model=model,
         train_on=lookup_problems("train", config.seed),

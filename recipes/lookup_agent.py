@@ -22,7 +22,7 @@ from unbroken.demo.lookup import LookupTask, lookup_tool, style_of
 from unbroken.rollout.agents.session import AgentSession, AgentTask
 from unbroken.runs.collector import Problems
 from unbroken.runs.processes import main_process_first
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 
 MAX_TURNS = 6
 
@@ -74,7 +74,7 @@ async def run(config: Config) -> None:
     with main_process_first():
         if not model.exists():
             await asyncio.to_thread(partial(write_warm_model, model, config.warm_up, seed=config.seed))
-    await reinforce(
+    await train_model(
         config,
         model=model,
         train_on=lookup_attempts("train", config.seed),

@@ -426,7 +426,7 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "sums.py").write_text(with_model(block("docs/training.md", "from dataclasses import dataclass")))
-    (workplace / "curriculum.py").write_text(block("docs/training.md", "from unbroken.runs.curriculum import"))
+    (workplace / "curriculum.py").write_text(block("docs/training.md", "from unbroken.runs.collector import"))
     assert main(["train", "task.toml", "--curriculum=curriculum.py:make", "--output=runs/unsolved", *SMALL]) == 0
     assert main(["train", "sums.py", *SMALL]) == 0
     capsys.readouterr()

@@ -12,7 +12,7 @@ from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.rollout.tools import ToolStatus
 from unbroken.runs.config import EngineKind
-from unbroken.runs.prompts.recipe import Config
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.python_files import load_module
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.records.files import find_records, read_records

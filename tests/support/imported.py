@@ -12,7 +12,7 @@ import transformers.trainer  # noqa: F401
 import unbroken.engines.http
 import unbroken.engines.transformers
 import unbroken.runs.recipe
-import unbroken.runs.stages
+import unbroken.runs.run
 import unbroken.server.process
 import unbroken.weights.disk  # noqa: F401
 

@@ -9,7 +9,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 
@@ -36,7 +36,7 @@ async def run(config: Config) -> None:
     def env(number: int) -> ToolEnv:
         return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
 
-    await reinforce(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 
 
 def share_of_letters(messages) -> float:

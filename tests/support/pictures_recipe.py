@@ -12,7 +12,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import to_content
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 from unbroken.types import SamplingParams
 
@@ -59,4 +59,4 @@ def share_of_letters(messages) -> float:
 async def run(config: Config) -> None:
     """Train."""
     problems = Problems(env=PictureEnv)
-    await reinforce(config, model=config.model, train_on=problems, evaluate_on=problems)
+    await train_model(config, model=config.model, train_on=problems, evaluate_on=problems)

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from unbroken.engines.base import SleepingEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, TrainingError
+from unbroken.runs.engines import RunEngine, share_engine
 from unbroken.runs.processes import Rank
-from unbroken.runs.shared_engine import RunEngine, share_engine
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 IDS = token_ids([1, 2, 3, 4, 5])

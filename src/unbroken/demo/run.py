@@ -28,8 +28,8 @@ from unbroken.retokenising.ratios import score_rollouts
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.evaluation.evaluator import read_evaluations
 from unbroken.runs.folder import claim_folder, lock_folder
-from unbroken.runs.reinforce import TrainedRun, reinforce
 from unbroken.runs.settings import describe
+from unbroken.runs.training import TrainedRun, train_model
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.types import TrainingSample
 from unbroken.viewer.reports import SideBySide, show_side_by_side
@@ -56,7 +56,7 @@ async def _train_and_report(config: LookupConfig) -> DemoResult:
     claim_folder(config.output, "unbroken demo", describe(config), anew=True)
     model = config.output / "model"
     await asyncio.to_thread(write_warm_model, model, config.warm_up, seed=config.seed)
-    trained = await reinforce(
+    trained = await train_model(
         config,
         model=model,
         train_on=lookup_problems("train", config.seed),

@@ -1,1 +1,1 @@
-"""`unbroken train`: recipes, their settings, and the run itself (`reinforce`)."""
+"""`unbroken train`: recipes, their settings, and the run itself (`train_model`)."""

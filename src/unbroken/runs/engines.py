@@ -1,30 +1,52 @@
-"""Open the engine of a run, with the publisher that gives it new weights."""
+"""Open the engine of a run, with the publisher that gives it new weights: in this process, on its GPU, or in a server.
+
+One engine over the GPUs of several processes (`processes_per_engine`): the first of them hosts it, and all sample
+through its server.
+
+    process 0                                                                      process 1
+      thread: vLLM, tensor-parallel over GPUs 0 and 1 ◄── server on the loopback ◄── HttpEngine
+        ▲ new weights, sleep                                 ▲
+      trainer                                              HttpEngine              trainer
+
+The engine has a thread with an event loop of its own: a process that waits for the others blocks its loop, while they
+still sample. vLLM's own way to run in several processes (`external_launcher`) needs the same requests in the same order
+in each, which rollouts with tools do not have.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import importlib
 import importlib.util
+import os
+import re
+import secrets
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
 
-from unbroken.engines.base import SleepingEngine
+from unbroken.engines.base import Engine, SleepingEngine
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError, missing_extra
 from unbroken.images.processor import ImageProcessor
+from unbroken.integrations.renderers.registry import load_renderer
+from unbroken.rendering.loader import load_tokenizer
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
+from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, without_launcher
-from unbroken.runs.server_process import start_server
-from unbroken.runs.shared_engine import RunEngine, share_engine
+from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
-from unbroken.training.model.sharding import fail_together
-from unbroken.weights.base import WeightPublisher
+from unbroken.training.model.sharding import fail_together, on_device
+from unbroken.training.waiting import log_waiting
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
 if TYPE_CHECKING:
@@ -32,6 +54,25 @@ if TYPE_CHECKING:
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank (`vllm.config.lora.MaxLoRARanks`)."""
+
+
+_STOP_S = 90.0
+"""How long a server may take to end before it is killed."""
+_POLL_S = 0.1
+_SERVES = re.compile(rb"serves .* at (http://\S+)\s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEngine:
+    """The engine of a run, and its publisher."""
+
+    engine: Engine
+    publisher: WeightPublisher | None
+    """None in a process whose engine gets its weights from another process."""
+    before_update: Callable[[], Awaitable[None]] | None = None
+    """Frees the engine's memory for the trainer."""
+    urls: tuple[str, ...] = ()
+    """The servers behind the engine, if there are any."""
 
 
 @asynccontextmanager
@@ -257,3 +298,150 @@ def _serve_command(
 def _routing_options(records_routing: bool) -> list[str]:
     """An option of vLLM, and of `unbroken serve` with either engine."""
     return ["--enable-return-routed-experts"] if records_routing else []
+
+
+class EngineHost:
+    """An engine and its server in a thread; a publisher for it."""
+
+    def __init__(self, source: str | Path, processor: ImageProcessor | None) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.url = ""
+        self._source = source
+        self._processor = processor
+        self._thread = LoopThread()
+        self._stack = AsyncExitStack()
+        self._engine: SleepingEngine | None = None
+
+    async def open(self, start: Callable[[], Awaitable[SleepingEngine]]) -> None:
+        """Start the engine and its server; raises as `start`, and then nothing is left."""
+        try:
+            await self._thread.call(self._open(start))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def publish(self, named_parameters: Iterable[tuple[str, Any]], *, policy_version: int) -> WeightUpdate:
+        assert self._engine is not None
+        publisher = InProcessPublisher(self._engine)
+        return await self._thread.call(publisher.publish(named_parameters, policy_version=policy_version))
+
+    async def sleep(self) -> None:
+        assert self._engine is not None
+        await self._thread.call(self._engine.sleep())
+
+    async def close(self) -> None:
+        """End the server, the engine and the thread."""
+        await self._thread.call(self._stack.aclose())
+        self._thread.close()
+
+    async def _open(self, start: Callable[[], Awaitable[SleepingEngine]]) -> None:
+        from unbroken.rendering.encoding.text_codec import TextCodec
+        from unbroken.server.app import create_app
+        from unbroken.server.config import ServerConfig
+        from unbroken.server.process import host_app
+
+        self._engine = await start()
+        self._stack.push_async_callback(self._engine.close)
+        app = create_app(
+            self._engine,
+            # For paths that take text, which these processes do not use.
+            lambda options: load_renderer(str(self._source), template_kwargs=options),
+            TextCodec(load_tokenizer(str(self._source))),
+            ServerConfig(model_name="policy", api_key=self.key),
+            image_processor=self._processor,
+        )
+        self.url = await self._stack.enter_async_context(host_app(app))
+
+
+@asynccontextmanager
+async def share_engine(
+    start: Callable[[], Awaitable[SleepingEngine]],
+    *,
+    source: str | Path,
+    rank: Rank,
+    size: int,
+    device: torch.device,
+    processor: ImageProcessor | None = None,
+) -> AsyncIterator[RunEngine]:
+    """Start an engine in each `size`-th process, and connect it and those after it to the engine.
+
+    All processes of the run enter the block together. The process that hosts an engine sends it weights and lets it
+    sleep; the others have no publisher. If a process fails to start or to connect, all raise.
+
+    Raises:
+        InvalidInputError: packages of the server or its client are not installed.
+        TrainingError: another process failed.
+    """
+    try:
+        importlib.import_module("unbroken.server.process")
+        from unbroken.engines.http import HttpEngine
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "engine.processes_per_engine above 1 needs the serve extra", "serve") from error
+    first = rank.index // size * size
+    async with AsyncExitStack() as stack:
+        host: EngineHost | None = None
+        with fail_together(device):
+            if rank.index == first:
+                host = EngineHost(source, processor)
+                await host.open(start)
+                stack.push_async_callback(host.close)
+        with on_device(device):
+            url, key = gather_object([(host.url, host.key) if host is not None else ("", "")])[first]
+        with fail_together(device):
+            engine = await HttpEngine.connect((url,), api_key=key)
+            stack.push_async_callback(engine.close)
+        yield RunEngine(engine=engine, publisher=host, before_update=None if host is None else host.sleep)
+
+
+@asynccontextmanager
+async def start_server(command: Sequence[str], log: Path, *, wait_s: float = 600.0) -> AsyncIterator[str]:
+    """Run `command` in its own process during the block; yields the URL that it serves.
+
+    The URL is read from `log`, which gets the server's output: a pipe that nothing reads would fill up and block it.
+
+    Raises:
+        EngineError: the server ends before it serves, or does not serve within `wait_s`.
+    """
+    with open_private(log, "ab") as output, without_launcher():
+        begin = output.tell()
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the server
+        )
+    try:
+        shown = " ".join(command)
+        try:
+            async with asyncio.timeout(wait_s), log_waiting(f"the server to start, which writes to {log}"):
+                url = await _read_url(process, log, begin)
+        except TimeoutError:
+            raise EngineError(f"the server `{shown}` did not serve within {wait_s:g} s (wait_s): see {log}") from None
+        if url is None:
+            raise EngineError(f"the server `{shown}` ended before it served: {log} says why")
+        yield url
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_S)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+
+async def _read_url(process: asyncio.subprocess.Process, log: Path, begin: int) -> str | None:
+    """Wait for the URL in what is written to the log from `begin` on; None if the process ends before."""
+    with log.open("rb") as written:
+        written.seek(begin)
+        line = b""
+        while True:
+            has_ended = process.returncode is not None
+            new = line + await asyncio.to_thread(written.read)
+            if (found := _SERVES.search(new)) is not None:
+                return found[1].decode()
+            if has_ended:
+                return None
+            line = new[new.rfind(b"\n") + 1 :]
+            await asyncio.sleep(_POLL_S)

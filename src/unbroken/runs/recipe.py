@@ -32,7 +32,7 @@ from unbroken.runs.python_files import load_module
 from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
 from unbroken.runs.signals import run_until_terminated
 
-BUILT_IN = "unbroken.runs.prompts.recipe"
+BUILT_IN = "unbroken.runs.prompts.built_in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

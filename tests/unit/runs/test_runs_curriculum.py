@@ -17,9 +17,8 @@ from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.collector import CurriculumPart, Problems, Sampler, make_collector
 from unbroken.runs.config import RolloutConfig
-from unbroken.runs.curriculum import CurriculumPart, make_collector
 from unbroken.runs.processes import Rank
 from unbroken.training.groups import ChoosingSource
 from unbroken.types import SamplingParams

@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from unbroken.runs.config import RunConfig
-from unbroken.runs.prompts.recipe import Config
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.recipe import BUILT_IN, load_recipe
 from unbroken.runs.settings import read_table, section_of
 

@@ -26,7 +26,7 @@ from unbroken.images.processor import ImageInputs
 from unbroken.rendering.loader import load_template_renderer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.tools import tool
-from unbroken.runs import opening
+from unbroken.runs import run
 from unbroken.runs.config import EngineConfig, EngineKind
 from unbroken.runs.models import find_context_length
 from unbroken.runs.prompts.dataset import DataConfig, Rows
@@ -206,10 +206,10 @@ def test_a_colocated_engine_without_a_gpu_is_refused_in_one_sentence(monkeypatch
     """vLLM's build for CPUs needs none; that for GPUs fails with pages of its own."""
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace())
     for names, versions in (((), {}), (("vllm",), {"vllm": "0.32.0"})):
-        monkeypatch.setattr(opening, "packages_distributions", lambda names=names: {"vllm": names})
-        monkeypatch.setattr(opening, "version", versions.get)
+        monkeypatch.setattr(run, "packages_distributions", lambda names=names: {"vllm": names})
+        monkeypatch.setattr(run, "version", versions.get)
         with pytest.raises(InvalidInputError, match=r"engine.kind colocated needs a GPU, or vLLM's build for CPUs"):
-            opening.check_model_copies(EngineKind.COLOCATED, on_cpu)
-    monkeypatch.setattr(opening, "version", {"vllm": "0.32.0+cpu"}.get)
-    opening.check_model_copies(EngineKind.COLOCATED, on_cpu)
-    opening.check_model_copies(EngineKind.EMBEDDED, on_cpu)
+            run.check_model_copies(EngineKind.COLOCATED, on_cpu)
+    monkeypatch.setattr(run, "version", {"vllm": "0.32.0+cpu"}.get)
+    run.check_model_copies(EngineKind.COLOCATED, on_cpu)
+    run.check_model_copies(EngineKind.EMBEDDED, on_cpu)

@@ -31,8 +31,8 @@ from unbroken.runs.config import (
 )  # fmt: skip
 from unbroken.runs.engines import open_engine
 from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model
-from unbroken.runs.opening import open_run
 from unbroken.runs.processes import Rank
+from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig
 from unbroken.types import SamplingParams
 

@@ -11,8 +11,8 @@ from unbroken.errors import InvalidInputError
 from unbroken.rollout.limits import Limits
 from unbroken.runs.algorithms import Algorithm, Pairing
 from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, RolloutConfig, RunConfig
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig
-from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe

@@ -8,7 +8,7 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineKind
-from unbroken.runs.opening import check_model_copies
+from unbroken.runs.run import check_model_copies
 
 
 def accelerator(**plugin: bool) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from unbroken.runs.progress import RunProgress
+from unbroken.runs.observer import RunProgress
 
 METRICS = {"reward/mean": 0.5, "mismatch/k3": 1e-7, "seconds/step": 60.0}
 

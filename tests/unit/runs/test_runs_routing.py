@@ -20,8 +20,8 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, EngineKind, RunConfig
 from unbroken.runs.engines import _serve_command, open_engine
-from unbroken.runs.opening import open_run
 from unbroken.runs.processes import Rank
+from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.types import SampleRequest, SamplingParams
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import EngineError
-from unbroken.runs import server_process
-from unbroken.runs.server_process import start_server
+from unbroken.runs import engines
+from unbroken.runs.engines import start_server
 
 TALKATIVE = """
 import sys, time
@@ -51,7 +51,7 @@ async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with
 
 
 async def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(server_process, "_STOP_S", 0.1)
+    monkeypatch.setattr(engines, "_STOP_S", 0.1)
     async with start_server([sys.executable, "-c", STUBBORN], tmp_path / "server.log") as url:
         pid = int(url.rpartition(":")[2])
     with pytest.raises(ProcessLookupError):

@@ -25,8 +25,8 @@ from unbroken.cli import main
 from unbroken.ledger.store import open_store
 from unbroken.runs.config import RendererConfig
 from unbroken.runs.folder import claim_folder
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig
-from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import RewardConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.settings import describe

@@ -18,7 +18,7 @@ from unbroken.integrations.verifiers import load_environment
 from unbroken.integrations.verifiers.classic import AttemptError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.runs.prompts.recipe import ProblemMaker
+from unbroken.runs.prompts.built_in import ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
 ANSWER = "It is 17.<|im_end|>"

@@ -198,7 +198,7 @@ import httpx
 from support.letters_recipe import Config, share_of_letters
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.runs.collector import Problems
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 
 async def attempt(session):
     async with httpx.AsyncClient(headers={"Authorization": "Bearer " + session.api_key}, timeout=60) as client:
@@ -210,7 +210,7 @@ def task(number):
     return AgentTask(agent=attempt, task={})
 
 async def run(config):
-    await reinforce(config, model=config.model, train_on=Problems(agent=task), evaluate_on=Problems(agent=task))
+    await train_model(config, model=config.model, train_on=Problems(agent=task), evaluate_on=Problems(agent=task))
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.attempts import sample_attempts
 from support.gateways import scripted
 from unbroken.errors import InvalidInputError
-from unbroken.runs.prompts.recipe import Config, ProblemMaker
+from unbroken.runs.prompts.built_in import Config, ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
 AGENT = """

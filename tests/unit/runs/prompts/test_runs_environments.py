@@ -11,9 +11,9 @@ import pytest
 
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.tools import tool
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig, Rows
 from unbroken.runs.prompts.environments import Environments
-from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import load_recipe
 

@@ -12,7 +12,7 @@ from support.terminal_tasks import write_notes_task
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.harbor import move_session
 from unbroken.rollout.agents.session import AgentSession
-from unbroken.runs.prompts.recipe import Config, ProblemMaker
+from unbroken.runs.prompts.built_in import Config, ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
 COMMAND = 'agent.command = ["bash", "{instruction}"]'

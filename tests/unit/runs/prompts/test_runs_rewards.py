@@ -19,8 +19,8 @@ from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig
+from unbroken.runs.prompts.built_in import Config
 from unbroken.runs.prompts.dataset import DataConfig
-from unbroken.runs.prompts.recipe import Config
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
 from unbroken.training.config import LoopConfig
 from unbroken.training.objective.advantages import grpo_advantages

@@ -19,7 +19,7 @@ from support import letters_recipe
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
-from unbroken.runs.progress import MAX_SHOWN, RunProgress
+from unbroken.runs.observer import MAX_SHOWN, RunProgress
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.runs.records.recorder import spread
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers

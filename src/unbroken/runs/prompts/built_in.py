@@ -183,9 +183,9 @@ async def run(config: Config) -> None:
     """Load the rows, reward functions, tools and environment, and train."""
     maker = ProblemMaker(config)
     train_on, sets = maker.make(config.data, split=TRAIN), make_sets(config, maker)
-    from unbroken.runs.reinforce import reinforce  # torch and transformers: once all of this is known to be right
+    from unbroken.runs.training import train_model  # torch and transformers: once all of this is known to be right
 
-    await reinforce(config, model=config.model, train_on=train_on, evaluate_on=sets)
+    await train_model(config, model=config.model, train_on=train_on, evaluate_on=sets)
 
 
 def make_sets(config: Config, maker: ProblemMaker) -> list[EvaluationSet]:

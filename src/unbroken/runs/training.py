@@ -1,11 +1,10 @@
-"""`reinforce`, which recipes call: a recipe brings the model and the problems.
+"""`train_model`, which recipes call: a recipe brings the model and the problems.
 
 torch and transformers are loaded by the call, not with this module: a mistake in a recipe's options costs no time.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
-from unbroken.runs.collector import EvaluationSet, Problems
+from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
-from unbroken.runs.curriculum import MakeCurriculum
-from unbroken.runs.python_files import load_function
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +33,7 @@ class TrainedRun:
     """This process's rollouts of the last evaluation, in the order of their problems; empty if none was made."""
 
 
-async def reinforce(
+async def train_model(
     config: RunConfig,
     *,
     model: str | Path,
@@ -61,22 +58,10 @@ async def reinforce(
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
-    from unbroken.runs.evaluation.schedule import check_sets
-    from unbroken.runs.export.files import upload
-    from unbroken.runs.opening import join_accelerator, open_run
-    from unbroken.runs.stages import run_stages
+    from unbroken.runs.run import run  # torch and transformers
 
-    if curriculum is None and config.curriculum is not None:
-        curriculum = load_function(config.curriculum, field="curriculum")
-    accelerator = join_accelerator(config, accelerator)
     sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
-    check_sets(sets, config.evaluation)
-    others = [each.problems for each in sets]
-    async with open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as run:
-        final, rollouts = await run_stages(config, run, sets, curriculum)
-    if config.export.push_to_hub is not None and accelerator.is_main_process:
-        # The others do not wait: an upload may take longer than they would.
-        message = f"{config.loop.num_steps} steps of training"
-        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
-        print(f"model at {address}")
-    return TrainedRun(model=run.model, trainer=run.trainer, renderer=run.sampler.renderer, rollouts=rollouts)
+    done, rollouts = await run(
+        config, model=model, train_on=train_on, sets=sets, accelerator=accelerator, curriculum=curriculum
+    )
+    return TrainedRun(model=done.model, trainer=done.trainer, renderer=done.sampler.renderer, rollouts=rollouts)

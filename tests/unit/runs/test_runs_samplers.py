@@ -22,7 +22,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.runs import collector
 from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.runs.sampling.process import SamplingProcess
+from unbroken.runs.samplers import SamplingProcess
 from unbroken.training.config import LoopConfig
 
 OWN_PROCESS = "--rollouts.own-process=true"
@@ -91,7 +91,7 @@ from support.pictures_recipe import Config, PictureEnv
 from support.vision import picture
 from unbroken.rollout.env import EnvStart
 from unbroken.runs.collector import Problems
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 
 class Env(PictureEnv):
     async def start(self):
@@ -100,7 +100,7 @@ class Env(PictureEnv):
 
 async def run(config):
     problems = Problems(env=Env, has_images=True)
-    await reinforce(config, model=config.model, train_on=problems, evaluate_on=problems)
+    await train_model(config, model=config.model, train_on=problems, evaluate_on=problems)
 """
 
 
@@ -137,7 +137,7 @@ import httpx
 from support.letters_recipe import Config, share_of_letters
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.runs.collector import Problems
-from unbroken.runs.reinforce import reinforce
+from unbroken.runs.training import train_model
 
 async def run(config):
     noted = config.output / "processes"
@@ -151,7 +151,7 @@ async def run(config):
         return share_of_letters([answer.json()["choices"][0]["message"]])
 
     tasks = Problems(agent=lambda number: AgentTask(agent=attempt, task={}))
-    await reinforce(config, model=config.model, train_on=tasks, evaluate_on=tasks)
+    await train_model(config, model=config.model, train_on=tasks, evaluate_on=tasks)
 """
 
 

@@ -1,0 +1,141 @@
+"""What a run does at each step, and what it shows of it in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unbroken.runs.config import RunConfig
+from unbroken.runs.engines import RunEngine
+from unbroken.runs.evaluation.beside import EvaluationsBeside
+from unbroken.runs.evaluation.schedule import Evaluations
+from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.profiler import StepProfiler
+from unbroken.runs.records.recorder import Recorder, make_table
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.observer import RunObserver, StepRollouts
+from unbroken.training.trainer import Trainer
+
+MAX_SHOWN = 600
+"""Characters of a completion that are shown."""
+
+
+class RunProgress:
+    """Shows a line for each step of training, and tables of completions."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._began_s = 0.0
+        """When the first step that was shown began, on the monotonic clock."""
+        self._num_shown = 0
+
+    def show_step(self, step: int, metrics: Metrics, *, num_steps: int) -> None:
+        """Show a finished step on a line: its number, as in metrics and viewer, and how many are made."""
+        numbers = (("reward", "reward/mean"), ("mismatch k3", "mismatch/k3"), ("s", "seconds/step"))
+        parts = [f"{name} {value:.3g}" for name, key in numbers if (value := metrics.get(key)) is not None]
+        for name, status in (("time-outs", "timeout"), ("failures", "failed")):
+            if count := metrics.get(f"counters/status/{status}"):
+                parts.append(f"{name} {count}")
+        now = time.monotonic()
+        self._began_s = self._began_s or now - (metrics.get("seconds/step") or 0.0)
+        self._num_shown += 1
+        if left := num_steps - step - 1:
+            parts.append(f"left {timedelta(seconds=round((now - self._began_s) / self._num_shown * left))}")
+        self.console.print(f"step {step} ({step + 1} of {num_steps})  {'  '.join(parts)}", soft_wrap=True)
+
+    def show_completions(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table of completions; long texts are cut in the middle."""
+        table = Table(title=f"step {step}", show_lines=True, title_justify="left")
+        for column in columns:
+            table.add_column(column, overflow="fold", no_wrap=False)
+        for row in rows:
+            table.add_row(*(Text(_format_cell(cell)) for cell in row))  # markup in a completion is text
+        self.console.print(table)
+
+
+class TrainingObserver(RunObserver):
+    """Records rollouts, shows and logs metrics, writes models, evaluates and profiles, where the config says so."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        trainer: Trainer,
+        engine: RunEngine,
+        evaluation_engine: RunEngine | None,
+        models: KeptModels,
+        evaluations: Evaluations,
+        beside: EvaluationsBeside | None,
+        recorder: Recorder,
+        progress: RunProgress,
+        metrics: MetricsWriter | None,
+        profiler: StepProfiler,
+    ) -> None:
+        """`beside` is there with `loop.max_staleness` or `evaluation.engine`, instead of evaluations between steps."""
+        self.before_update = engine.before_update
+        self._config = config
+        self._trainer = trainer
+        self._evaluation_engine = evaluation_engine
+        self._models = models
+        self._evaluations = evaluations
+        self._beside = beside
+        self._recorder = recorder
+        self._progress = progress
+        self._metrics = metrics
+        self._profiler = profiler
+
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """Profile the step if the config says so."""
+        return self._profiler.step(step)
+
+    async def on_rollouts(self, rollouts: StepRollouts) -> None:
+        """Record the step's rollouts, and show and log a table of some."""
+        await self._recorder.record(rollouts)
+        with self._trainer.fail_together():
+            if (number := self._config.log_completions) > 0 and self._metrics is not None:
+                unique = self._config.log_unique_prompts
+                columns, rows = make_table(rollouts, self._trainer, number, unique_prompts=unique)
+                self._progress.show_completions(rollouts.step, columns, rows)
+                self._metrics.log_table(rollouts.step, "completions", columns, rows)
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Show the step's metrics, and log the evaluations so far."""
+        self._progress.show_step(step, metrics, num_steps=self._config.loop.num_steps)
+        self._evaluations.log()
+
+    async def after_step(self, num_steps: int) -> None:
+        """Write the model and evaluate it, where that is due."""
+        await asyncio.to_thread(self._models.write_step, num_steps)
+        if self._beside is not None:
+            await self._beside.after_step(num_steps)
+        elif self.needs_engine(num_steps):
+            await self._evaluations.evaluate(num_steps, f"after step {num_steps}")
+
+    def needs_engine(self, num_steps: int) -> bool:
+        """Whether an evaluation on the training's engine begins after this number of steps."""
+        if self._beside is not None:
+            return self._beside.needs_engine(num_steps)
+        return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
+
+    def get_newest_version(self) -> int:
+        """The weights that the servers of evaluations have."""
+        own = self._evaluation_engine
+        return 0 if own is None else own.engine.policy_version
+
+
+def _format_cell(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float):
+        return f"{cell:.3g}"
+    text = str(cell)
+    half = MAX_SHOWN // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]} … {text[-half:]}"

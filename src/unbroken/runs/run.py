@@ -1,0 +1,359 @@
+"""A run from its first process to its last file, read from top to bottom: what it is made of, and in which order.
+
+processes ── model ── engines ── samplers ── trainer ── output ── evaluate ── train ── final model ── evaluate
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+
+from unbroken.errors import InvalidInputError
+from unbroken.exactness import fix_rotary
+from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
+from unbroken.runs.config import EngineKind, Precision, RunConfig
+from unbroken.runs.engines import RunEngine, open_engine
+from unbroken.runs.evaluation.beside import EvaluationsBeside, EvaluationServers
+from unbroken.runs.evaluation.evaluator import cut_evaluations
+from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
+from unbroken.runs.export.files import create_repository, upload
+from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.models import check_config_changes, find_revision, load_model, locate, prepare_model
+from unbroken.runs.observer import RunProgress, TrainingObserver
+from unbroken.runs.processes import Rank, join_processes, uses_cpu
+from unbroken.runs.profiler import FOLDER as PROFILES
+from unbroken.runs.profiler import StepProfiler, parse_steps
+from unbroken.runs.python_files import load_function
+from unbroken.runs.records.files import FOLDER
+from unbroken.runs.records.recorder import Recorder
+from unbroken.runs.samplers import SamplerOpener, SamplingProcess
+from unbroken.runs.settings import describe
+from unbroken.timeline import Timeline, TraceFile
+from unbroken.training.checkpoints import Checkpoints, find_checkpoints
+from unbroken.training.loop import train
+from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.model.sharding import keep_float32
+from unbroken.training.publication import Snapshots
+from unbroken.training.trainer import Trainer
+
+
+async def run(
+    config: RunConfig,
+    *,
+    model: str | Path,
+    train_on: Problems,
+    sets: Sequence[EvaluationSet],
+    accelerator: Accelerator | None,
+    curriculum: MakeCurriculum | None,
+) -> tuple[OpenRun, tuple[Trajectory, ...]]:
+    """Make a run, as `train_model` says; returns it, closed, with this process's rollouts of the last evaluation."""
+    if curriculum is None and config.curriculum is not None:
+        curriculum = load_function(config.curriculum, field="curriculum")
+    accelerator = join_accelerator(config, accelerator)
+    check_sets(sets, config.evaluation)
+    others = [each.problems for each in sets]
+    async with open_run(config, model=model, train_on=train_on, evaluate_on=others, accelerator=accelerator) as opened:
+        final, rollouts = await _train(config, opened, sets, curriculum)
+    if config.export.push_to_hub is not None and accelerator.is_main_process:
+        # The others do not wait: an upload may take longer than they would.
+        message = f"{config.loop.num_steps} steps of training"
+        address = await asyncio.to_thread(upload, final, config.export.push_to_hub, message=message)
+        print(f"model at {address}")
+    return opened, rollouts
+
+
+def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Accelerator:
+    """Join the run's processes, and make the accelerator unless one is given.
+
+    Raises:
+        InvalidInputError: the processes were not started in a way that this run supports.
+    """
+    join_processes()
+    accelerator = accelerator or Accelerator(
+        cpu=uses_cpu(), mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None
+    )
+    keep_float32(accelerator)
+    check_model_copies(config.engine.kind, accelerator)
+    return accelerator
+
+
+def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:
+    """Raise `InvalidInputError` if a process cannot have an engine of this kind: it has no GPU, or no model."""
+    if kind is EngineKind.COLOCATED and accelerator.device.type == "cpu" and not _has_vllm_for_cpu():
+        raise InvalidInputError(
+            "engine.kind colocated needs a GPU, or vLLM's build for CPUs, and there is neither: take embedded"
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
+        raise InvalidInputError(
+            "engine.kind embedded needs the model in every process, but only the first one loads it: give "
+            "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
+        )
+
+
+def _has_vllm_for_cpu() -> bool:
+    return any("cpu" in f"{name} {version(name)}" for name in packages_distributions().get("vllm", ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """What a run samples and trains with."""
+
+    source: str
+    """Where the model was loaded from: an absolute path, or a name on the hub."""
+    rank: Rank
+    engine: RunEngine
+    sampler: Sampler
+    """Samples the problems to train on."""
+    evaluation_engine: RunEngine | None
+    """The servers of `evaluation.engine`."""
+    evaluation_sampler: Sampler
+    """With the engine of evaluations."""
+    trainer: Trainer
+    model: Any
+    """The trainer's."""
+
+
+@asynccontextmanager
+async def open_run(
+    config: RunConfig,
+    *,
+    model: str | Path,
+    train_on: Problems,
+    evaluate_on: Sequence[Problems],
+    accelerator: Accelerator,
+) -> AsyncIterator[OpenRun]:
+    """Load `model`, open its engine, and a gateway if problems have agents; make the sampler and the trainer.
+
+    Engine and gateway are closed when the block ends.
+    """
+    model = find_revision(model, config.model_settings.revision)
+    check_config_changes(model, config)
+    rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
+    samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
+    samplers.check()
+    async with AsyncExitStack() as stack:
+        process: SamplingProcess | None = None
+        if config.rollouts.own_process:
+            process = SamplingProcess.fork(samplers)
+            stack.push_async_callback(process.close)
+        images = samplers.load_images()
+        renderer = samplers.load_renderer(images)
+        samplers.check_lengths(renderer, images)
+        policy = load_model(model, config.model_settings, takes_images=images is not None)
+        processor = None if images is None else images.processor
+        open_one = partial(
+            open_engine,
+            model=policy,
+            source=model,
+            output=config.output,
+            device=accelerator.device,
+            rank=rank,
+            image_processor=processor,
+        )
+        engine = await stack.enter_async_context(
+            open_one(config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay)
+        )
+        evaluation_engine: RunEngine | None = None
+        if config.evaluation.engine is not None:
+            opening = open_one(config.evaluation.engine, name="evaluation.engine")
+            evaluation_engine = await stack.enter_async_context(opening)
+        for each in (engine, evaluation_engine):  # the engine's rule is that of trainer, reference and evaluations
+            if each is not None:
+                fix_rotary(policy, each.engine.context_length)
+        if process is not None:
+            await process.open(engine, evaluation_engine)
+            stack.push_async_callback(process.close)  # before its servers
+        opened = await samplers.open(
+            stack,
+            engine=engine.engine,
+            evaluation_engine=None if evaluation_engine is None else evaluation_engine.engine,
+            renderer=renderer,
+            images=images,
+            elsewhere=process,
+        )
+        # The engine has its copy by now: adapters are added to the model itself.
+        policy, reference = prepare_model(policy, config)
+        trainer = Trainer(
+            policy,
+            config.training,
+            objective=config.objective,
+            accelerator=accelerator,
+            images=processor,
+            reference=reference,
+        )
+        yield OpenRun(
+            source=locate(model),
+            rank=rank,
+            engine=engine,
+            sampler=opened.training,
+            evaluation_engine=evaluation_engine,
+            evaluation_sampler=opened.evaluation,
+            trainer=trainer,
+            model=policy,
+        )
+
+
+async def _train(
+    config: RunConfig, run: OpenRun, sets: Sequence[EvaluationSet], curriculum: MakeCurriculum | None
+) -> tuple[Path, tuple[Trajectory, ...]]:
+    """Evaluate, train, write the model and evaluate again; returns the model's folder and the last rollouts."""
+    output, num_steps, trainer = config.output, config.loop.num_steps, run.trainer
+    collector = make_collector(run.sampler, curriculum, seed=config.seed, rank=run.rank)
+    models = KeptModels(config=config.export, trainer=trainer, source=run.source, output=output)
+    _prepare_output(models, last_step=max(find_checkpoints(output / "checkpoints"), default=0))
+    checkpoints = Checkpoints(
+        output / "checkpoints",
+        every=config.checkpoints.every,
+        every_s=config.checkpoints.every_s,
+        num_kept=config.checkpoints.num_kept,
+        caller=collector,
+    )
+    async with AsyncExitStack() as stack:
+        records = _open_records(stack, config, run)
+        evaluations = Evaluations(
+            evaluators=make_evaluators(
+                sets, config.evaluation, run.evaluation_sampler, seed=config.seed, output=output, rank=run.rank
+            ),
+            config=config.evaluation,
+            models=models,
+            console=records.progress.console,
+            metrics=records.metrics,
+            timeline=records.timeline,
+        )
+        snapshots = Snapshots(trainer, is_sender=run.engine.publisher is not None or run.rank.index == 0)
+        beside = await _make_beside(config, run, evaluations, snapshots)
+        if beside is not None:
+            stack.push_async_callback(beside.close)
+        alone = evaluations if beside is None else beside
+        await alone.evaluate(0, "before")
+        await train(
+            collector,
+            trainer=trainer,
+            publisher=run.engine.publisher,
+            metrics=records.metrics,
+            config=config.chosen_loop,
+            observer=_make_observer(config, run, records, models, evaluations, beside),
+            checkpoints=checkpoints,
+            engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
+            timeline=records.timeline,
+            snapshots=snapshots,
+        )
+        if beside is not None:
+            await beside.finish()
+        with records.timeline.span("final model"):
+            final = await asyncio.to_thread(models.write_final, num_steps)
+        rollouts = await alone.evaluate(num_steps, "after")
+        evaluations.log()
+        records.progress.console.print(f"model in {final}")
+    return final, rollouts
+
+
+def _prepare_output(models: KeptModels, *, last_step: int) -> None:
+    """Remove unfinished models, and evaluations of steps that were lost after `last_step`; create the repository of the
+    final model. In the first process.
+    """
+    with models.trainer.fail_together():
+        if models.trainer.is_main_process:
+            models.remove_unfinished()
+            cut_evaluations(models.output, last_step)
+            config = models.config
+            if config.push_to_hub is not None:
+                create_repository(config.push_to_hub, private=config.private)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Records:
+    """Where a process writes what happens at each step."""
+
+    progress: RunProgress
+    metrics: MetricsWriter | None
+    """In the first process."""
+    timeline: Timeline
+    profiler: StepProfiler
+
+
+def _open_records(stack: ExitStack | AsyncExitStack, config: RunConfig, run: OpenRun) -> _Records:
+    """Open them until the stack is closed."""
+    output, is_first = config.output, run.trainer.is_main_process
+    metrics = None
+    if is_first:
+        writer = MetricsWriter(
+            output / "metrics",
+            trackers=config.trackers,
+            settings=describe(config),
+            viewer=f"unbroken view {shlex.quote(str(output.resolve()))}",
+        )
+        metrics = stack.enter_context(writer)
+    profiler = StepProfiler(parse_steps(config.profile_steps), output / PROFILES, rank=run.rank.index)
+    stack.callback(profiler.close)
+    timeline = _open_timeline(config, run.rank)
+    stack.callback(timeline.close)
+    progress = RunProgress(Console(quiet=not is_first))
+    return _Records(progress=progress, metrics=metrics, timeline=timeline, profiler=profiler)
+
+
+def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
+    """The timeline of this process, which continues that of an earlier start of the run."""
+    if not config.timeline.write:
+        return Timeline()
+    path = config.output / "timeline" / f"rank-{rank.index}.json"
+    file = TraceFile(path, max_bytes=config.timeline.max_bytes)
+    return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
+
+
+async def _make_beside(
+    config: RunConfig, run: OpenRun, evaluations: Evaluations, snapshots: Snapshots
+) -> EvaluationsBeside | None:
+    """What evaluates beside training; None if evaluations are made between two steps."""
+    own = run.evaluation_engine
+    if own is None and config.loop.max_staleness == 0:
+        return None
+    servers = None
+    if own is not None:
+        servers = await EvaluationServers.open(
+            own.engine, own.publisher, trainer=run.trainer, snapshots=snapshots, timeline=evaluations.timeline
+        )
+    return EvaluationsBeside(
+        evaluations, run.trainer, last=config.loop.num_steps, servers=servers, outages=config.loop.outages
+    )
+
+
+def _make_observer(
+    config: RunConfig,
+    run: OpenRun,
+    records: _Records,
+    models: KeptModels,
+    evaluations: Evaluations,
+    beside: EvaluationsBeside | None,
+) -> TrainingObserver:
+    return TrainingObserver(
+        config=config,
+        trainer=run.trainer,
+        engine=run.engine,
+        evaluation_engine=run.evaluation_engine,
+        models=models,
+        evaluations=evaluations,
+        beside=beside,
+        recorder=Recorder(
+            config=config.rollout_log,
+            trainer=run.trainer,
+            source=run.source,
+            folder=config.output / FOLDER,
+            rank=run.rank,
+        ),
+        progress=records.progress,
+        metrics=records.metrics,
+        profiler=records.profiler,
+    )

@@ -1,0 +1,318 @@
+"""Open the samplers of a run, on engines that are open: that of the problems to train on, and that of evaluations.
+
+Problems that agents attempt need a gateway, which is opened here too. With `rollouts.own_process` groups are sampled in
+another process: it is forked before engines, model and trainer are opened, so it has the problems, of whatever they are
+made. Renderer, connections and gateways it opens itself. The trainer's process asks it for one group at a time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unbroken.engines.base import Engine, RequiresVersion
+from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.images.processor import ImageInputs
+from unbroken.rendering.base import Renderer
+from unbroken.rollout.agents.runner import SessionGateway
+from unbroken.rollout.process.process import RolloutProcess
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.runs.collector import Problems, Sampler, SamplesElsewhere
+from unbroken.runs.config import RunConfig, read_key
+from unbroken.runs.engines import RunEngine, connect_servers
+from unbroken.runs.models import find_context_length, load_image_inputs, load_model_renderer
+from unbroken.runs.processes import Rank
+from unbroken.runs.settings import redact
+from unbroken.types import SamplingParams
+
+_MAX_RETRIES = 12
+"""A gateway that was killed may take a minute until it serves again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samplers:
+    """The samplers of a process."""
+
+    training: Sampler
+    evaluation: Sampler
+
+    def get(self, *, is_evaluation: bool) -> Sampler:
+        """That of evaluations, or that of training."""
+        return self.evaluation if is_evaluation else self.training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOpener:
+    """Opens samplers of one model for the problems of a run."""
+
+    config: RunConfig
+    source: str | Path
+    """Where the model is loaded from."""
+    train_on: Problems
+    evaluate_on: Sequence[Problems]
+    rank: Rank
+
+    @property
+    def problems(self) -> tuple[Problems, ...]:
+        """All problems of the run: those to train on, then the sets of evaluations."""
+        return (self.train_on, *self.evaluate_on)
+
+    def check(self) -> None:
+        """Raise `InvalidInputError` if the run cannot have these problems with agents."""
+        config = self.config
+        if config.trainer.routing_replay and self.train_on.agent is not None:
+            raise InvalidInputError(
+                "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
+            )
+        has_own_engine = config.evaluation.engine is not None
+        if has_own_engine and _have_agents(self.evaluate_on) and (config.sessions.url or config.sessions.store):
+            raise InvalidInputError(
+                "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations "
+                f"get a gateway and a store of their own, got {redact([config.sessions.url, config.sessions.store])}"
+            )
+
+    def load_images(self) -> ImageInputs | None:
+        """Load how the model takes images; raises as `load_image_inputs`."""
+        prompts_have_images = any(each.has_images for each in self.problems)
+        return load_image_inputs(self.source, self.config, prompts_have_images=prompts_have_images)
+
+    def load_renderer(self, images: ImageInputs | None) -> Renderer:
+        """Load the model's renderer; raises as `load_model_renderer`, and `StopTokenError` if no id ends a turn."""
+        renderer = load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
+        renderer.get_stop_token_ids()
+        return renderer
+
+    def check_lengths(self, renderer: Renderer, images: ImageInputs | None) -> None:
+        """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""
+        length = find_context_length(self.source, self.config.engine)
+        if length is None:
+            return
+        if (most := self.config.rollouts.sampling.max_tokens) > length:
+            raise InvalidInputError(
+                f"rollouts.sampling.max_tokens must be at most {length}, the context of the model and its engine, got "
+                f"{most}"
+            )
+        for each in self.problems:
+            if each.check_prompts is not None:
+                each.check_prompts(renderer, length, images)
+
+    async def open(
+        self,
+        stack: AsyncExitStack,
+        *,
+        engine: Engine,
+        evaluation_engine: Engine | None,
+        renderer: Renderer,
+        images: ImageInputs | None,
+        elsewhere: SamplesElsewhere | None = None,
+    ) -> Samplers:
+        """Make the samplers, and open the gateways of problems with agents until the stack is closed.
+
+        Without an engine of their own, evaluations have that of training. What samples `elsewhere` has gateways there.
+        """
+        sampler = Sampler(
+            engine=engine,
+            renderer=renderer,
+            config=self.config.rollouts,
+            problems=self.train_on,
+            seed=(self.config.seed, 0),
+            returns_experts=self.config.trainer.routing_replay,
+            elsewhere=elsewhere,
+        )
+        if elsewhere is None and _have_agents(self.problems):
+            sampler = replace(sampler, sessions=await self._open_sessions(stack, self.config, engine, images))
+        if evaluation_engine is None:
+            return Samplers(training=sampler, evaluation=sampler)
+        sessions = sampler.sessions
+        if elsewhere is None and _have_agents(self.evaluate_on):
+            store = str(self.config.output / "sessions" / f"evaluation-{self.rank.index}")
+            own = replace(self.config, sessions=replace(self.config.sessions, store=store))
+            sessions = await self._open_sessions(stack, own, evaluation_engine, images)
+        moved = replace(sampler, engine=evaluation_engine, sessions=sessions, returns_experts=False)
+        return Samplers(training=sampler, evaluation=moved)
+
+    async def _open_sessions(
+        self, stack: AsyncExitStack, config: RunConfig, engine: Engine, images: ImageInputs | None
+    ) -> SessionGateway:
+        opening = open_sessions(config, engine=engine, model=self.source, images=images, rank=self.rank)
+        return await stack.enter_async_context(opening)
+
+
+def _have_agents(problems: Sequence[Problems]) -> bool:
+    return any(each.agent is not None for each in problems)
+
+
+@asynccontextmanager
+async def open_sessions(
+    config: RunConfig,
+    *,
+    engine: Engine,
+    model: str | Path,
+    images: ImageInputs | None,
+    rank: Rank,
+) -> AsyncIterator[SessionGateway]:
+    """Open the gateway at `sessions.url`, or one in this process over its engine, until the block ends.
+
+    Raises:
+        InvalidInputError: the gateway's packages are not installed, or the key cannot be read.
+        StoreError: the store cannot be opened.
+    """
+    try:
+        from unbroken.client import AsyncClient
+        from unbroken.gateway.app import create_gateway
+        from unbroken.ledger.store import open_store
+        from unbroken.rendering.encoding.text_codec import TextCodec
+        from unbroken.rendering.loader import load_tokenizer
+        from unbroken.server.config import ServerConfig
+        from unbroken.server.process import host_app
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "agents need the serve extra", "serve") from error
+    sessions = config.sessions
+    async with AsyncExitStack() as stack:
+        if sessions.url is not None:
+            key = read_key(sessions.api_key_file, field="sessions.api_key_file")
+            client = await stack.enter_async_context(AsyncClient(sessions.url, api_key=key, max_retries=_MAX_RETRIES))
+            yield client.sessions
+            return
+
+        def make_renderer(options: Mapping[str, Any]) -> Renderer:
+            template_kwargs = {**config.renderer.template_kwargs, **options}
+            renderer = replace(config.renderer, template_kwargs=template_kwargs)
+            return load_model_renderer(model, renderer, config.rollouts.sampling, images=images)
+
+        location = sessions.store or str(config.output / "sessions" / f"process-{rank.index}")
+        key = secrets.token_urlsafe(24)
+        app = create_gateway(
+            engine,
+            make_renderer,
+            TextCodec(load_tokenizer(str(model))),
+            ServerConfig(model_name="policy", api_key=key),
+            store=open_store(location),
+            image_processor=None if images is None else images.processor,
+        )
+        url = await stack.enter_async_context(host_app(app, host=sessions.host))
+        client = await stack.enter_async_context(AsyncClient(url, api_key=key))
+        yield client.sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """The addresses of the servers, which are known once they have started."""
+
+    training: tuple[str, ...]
+    evaluation: tuple[str, ...]
+    """Empty where evaluations have no servers of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOrder:
+    """What to sample."""
+
+    is_evaluation: bool
+    problems: int
+    """Which of `SamplerOpener.problems`."""
+    number: int
+    size: int
+    seed: tuple[int, ...]
+    sampling: SamplingParams | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewestVersion:
+    """The servers of training, or of evaluations, have these weights; see `RequiresVersion`."""
+
+    is_evaluation: bool
+    policy_version: int
+
+
+class SamplingProcess:
+    """Samples groups in a process of its own. Made by `fork`, then opened."""
+
+    def __init__(self, process: RolloutProcess, opener: SamplerOpener) -> None:
+        self._process = process
+        self._problems = opener.problems
+        self._evaluation_engine: Any = None
+
+    @classmethod
+    def fork(cls, opener: SamplerOpener) -> SamplingProcess:
+        """Fork the process; raises as `RolloutProcess.fork`."""
+        return cls(RolloutProcess.fork(lambda servers: _open_work(opener, servers)), opener)
+
+    async def open(self, engine: RunEngine, evaluation_engine: RunEngine | None) -> None:
+        """Connect it to the servers that these engines are connected to; raises as `SamplerOpener` and its parts."""
+        urls = () if evaluation_engine is None else evaluation_engine.urls
+        await self._process.open(Servers(training=engine.urls, evaluation=urls))
+        _follow(engine, partial(self._tell_version, False))
+        if evaluation_engine is not None:
+            self._evaluation_engine = evaluation_engine.engine
+            _follow(evaluation_engine, partial(self._tell_version, True))
+
+    async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
+        """Sample as `sampler` would in this process."""
+        problems = next(k for k, each in enumerate(self._problems) if each is sampler.problems)
+        return await self._process.sample(
+            GroupOrder(
+                is_evaluation=self._evaluation_engine is not None and sampler.engine is self._evaluation_engine,
+                problems=problems,
+                number=number,
+                size=size,
+                seed=sampler.seed,
+                sampling=sampler.sampling,
+            )
+        )
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._process.close()
+
+    def _tell_version(self, is_evaluation: bool, policy_version: int) -> None:
+        self._process.tell(NewestVersion(is_evaluation, policy_version))
+
+
+def _follow(engine: RunEngine, follower: Callable[[int], None]) -> None:
+    from unbroken.engines.http import HttpEngine
+
+    assert isinstance(engine.engine, HttpEngine), "RunConfig has checked its kind"
+    engine.engine.followers.append(follower)
+
+
+class _Work:
+    """See `unbroken.rollout.process.worker.Work`."""
+
+    def __init__(self, opener: SamplerOpener, samplers: Samplers) -> None:
+        self._problems = opener.problems
+        self._samplers = samplers
+
+    async def sample(self, order: GroupOrder) -> TrajectoryGroup:
+        sampler = self._samplers.get(is_evaluation=order.is_evaluation)
+        sampler = replace(sampler, problems=self._problems[order.problems], seed=order.seed, sampling=order.sampling)
+        return await sampler.sample_group(order.number, size=order.size)
+
+    def tell(self, news: NewestVersion) -> None:
+        engine = self._samplers.get(is_evaluation=news.is_evaluation).engine
+        assert isinstance(engine, RequiresVersion), "it is connected to servers"
+        engine.require_version(news.policy_version)
+
+
+@asynccontextmanager
+async def _open_work(opener: SamplerOpener, servers: Servers) -> AsyncIterator[_Work]:
+    torch.set_num_threads(1)  # the others are not in a forked process
+    async with AsyncExitStack() as stack:
+        images = opener.load_images()
+        renderer = opener.load_renderer(images)
+        engine = await connect_servers(stack, opener.config.engine, servers.training)
+        evaluation_engine = None
+        if opener.config.evaluation.engine is not None:
+            choice = opener.config.evaluation.engine
+            evaluation_engine = await connect_servers(stack, choice, servers.evaluation, name="evaluation.engine")
+        samplers = await opener.open(
+            stack, engine=engine, evaluation_engine=evaluation_engine, renderer=renderer, images=images
+        )
+        yield _Work(opener, samplers)

@@ -1,1 +1,0 @@
-"""What samples the groups of a run: in the trainer's process, or in one of its own."""
