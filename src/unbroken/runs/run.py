@@ -15,11 +15,13 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import fix_rotary
+from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
 from unbroken.runs.config import EngineKind, Precision, RunConfig
@@ -153,25 +155,9 @@ async def open_run(
         samplers.check_lengths(renderer, images)
         policy = load_model(model, config.model_settings, takes_images=images is not None)
         processor = None if images is None else images.processor
-        open_one = partial(
-            open_engine,
-            model=policy,
-            source=model,
-            output=config.output,
-            device=accelerator.device,
-            rank=rank,
-            image_processor=processor,
+        engine, evaluation_engine = await _open_engines(
+            stack, config, policy, source=model, device=accelerator.device, rank=rank, processor=processor
         )
-        engine = await stack.enter_async_context(
-            open_one(config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay)
-        )
-        evaluation_engine: RunEngine | None = None
-        if config.evaluation.engine is not None:
-            opening = open_one(config.evaluation.engine, name="evaluation.engine")
-            evaluation_engine = await stack.enter_async_context(opening)
-        for each in (engine, evaluation_engine):  # the engine's rule is that of trainer, reference and evaluations
-            if each is not None:
-                fix_rotary(policy, each.engine.context_length)
         if process is not None:
             await process.open(engine, evaluation_engine)
             stack.push_async_callback(process.close)  # before its servers
@@ -203,6 +189,39 @@ async def open_run(
             trainer=trainer,
             model=policy,
         )
+
+
+async def _open_engines(
+    stack: AsyncExitStack,
+    config: RunConfig,
+    policy: Any,
+    *,
+    source: str | Path,
+    device: torch.device,
+    rank: Rank,
+    processor: ImageProcessor | None,
+) -> tuple[RunEngine, RunEngine | None]:
+    """Open the engine of training, and that of `evaluation.engine`; `policy` gets their rule for rotary factors."""
+    open_one = partial(
+        open_engine,
+        model=policy,
+        source=source,
+        output=config.output,
+        device=device,
+        rank=rank,
+        image_processor=processor,
+    )
+    engine = await stack.enter_async_context(
+        open_one(config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay)
+    )
+    evaluation_engine: RunEngine | None = None
+    if config.evaluation.engine is not None:
+        opening = open_one(config.evaluation.engine, name="evaluation.engine")
+        evaluation_engine = await stack.enter_async_context(opening)
+    for each in (engine, evaluation_engine):  # the engine's rule is that of trainer, reference and evaluations
+        if each is not None:
+            fix_rotary(policy, each.engine.context_length)
+    return engine, evaluation_engine
 
 
 async def _train(

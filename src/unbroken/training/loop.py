@@ -57,34 +57,26 @@ async def train(
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
-    The trainer's objective chooses what to train on. A step without anything to train on changes no weights and is
-    logged with `train/num_rows` 0. `trainer` and the engine behind `publisher` begin with the same weights and version.
-
-    Training is on policy unless `config.max_staleness` is above 0: then the engine samples while the trainer trains
-    (docs/design/0017-asynchronous.md), and the trainer's config should correct for older weights
-    (`Objective.for_stale_rows`). With `config.max_replacements`, groups whose rewards are all equal are replaced by
-    those of further problems (dynamic sampling). A `ChoosingSource` gets each group's result and chooses the next ones.
+    A step without anything to train on changes no weights and is logged with `train/num_rows` 0. `trainer` and the
+    engine behind `publisher` begin with the same weights and version. Training is on policy unless
+    `config.max_staleness` is above 0; then the trainer's config should correct for older weights
+    (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
 
     Several processes (`accelerate launch`) each call this with their own `source`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
-    of one of them in what it is given (groups, units, metrics, `observer`, checkpoints, publishing) is raised on all.
+    of one of them in what it is given is raised on all.
 
     With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
-    step are written again in place of those from there on, and `observer` sees that step again. If `engine`, or one
-    that the observer knows (`get_newest_version`), has newer weights of a step that was lost, the run goes on with a
-    version above theirs.
+    step are written again in place of those from there on, and `observer` sees that step again. If an engine has newer
+    weights of a step that was lost (`engine`, `RunObserver.get_newest_version`), the version rises above theirs.
 
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
-    the weights again, and samples groups that lost rollouts again (`outages`). Without `engine` the first such loss
-    ends the run.
-
-    `timeline` gets a slice for all that is done, and for each group; it is not closed. `snapshots` are the trainer's,
-    if the observer takes copies of its weights too: each version is copied once.
+    the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
+    `timeline` is not closed. `snapshots` are the trainer's, if the observer takes copies of its weights too.
 
     Raises:
-        InvalidInputError: the engine has another vocabulary or newer weights, or the run has already made more steps;
-            `source` is no `GroupSource`; with `max_staleness` the engine would sleep (`RunObserver.before_update`);
-            with `max_replacements` the objective leaves out no groups.
+        InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
+            something does not go together (`_check_run`).
         OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
         RolloutError: every rollout of a step failed, and the first one's error is its cause; or
             `config.max_empty_steps` steps in a row taught nothing.
@@ -111,14 +103,9 @@ async def train(
             last = None if steps.last is None else steps.last.groups
             numbers.resume(last, steps.num_steps * source.groups_per_step)
         await run_steps(
-            source,
-            steps,
-            config,
-            first_step=steps.num_steps,
-            numbers=numbers,
-            observe=steps.observe,
+            source, steps, config, first_step=steps.num_steps, numbers=numbers, observe=steps.observe,
             has_variance=trainer.has_variance,
-        )
+        )  # fmt: skip
         if checkpoints is not None:
             await asyncio.to_thread(checkpoints.finish, trainer)
     except OutageError as error:
