@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,14 +9,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.models import wide_qwen3
 from support.prefixes import branching_rows
-from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.config import Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 LAYOUTS = {
     "padded": {"packing": Packing.NEVER},
     "in lanes or by rows": {"packing": Packing.ONE_LANE},

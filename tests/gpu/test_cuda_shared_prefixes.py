@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.models import wide_qwen3
 from support.prefixes import branching_rows
-from unbroken.training.config import OptimizerConfig, SharedPrefixes, TrainerConfig
+from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.tree_attention import MaskKind
 from unbroken.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 TOLERANCES = {"no": 1e-5, "bf16": 2e-2}
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 
 
 def train(rows, shared_prefixes, precision):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,15 @@ import torch
 
 from support.adapted import with_lora
 from support.architectures import tiny_model
+from support.gradients import SUBTRACT_GRADIENT
 from support.rows import group, random_rows, trajectory
 from unbroken.counters import Counters
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.config import Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 ROWS = random_rows(np.random.default_rng(3), 7)
 
 

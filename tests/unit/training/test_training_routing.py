@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,14 @@ from accelerate import Accelerator
 
 from support.adapted import with_lora
 from support.architectures import tiny_model
+from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.routing import Routers
-from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, TrainerConfig
+from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.model.backbone import enable_checkpointing
@@ -30,9 +30,6 @@ from unbroken.training.model.routing import lay_out_experts
 from unbroken.training.model.scores import Entropy
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, TrainingSample, token_ids
-
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 
 
 async def sample_rows(model: Any, num_rows: int = 6) -> list[TrainingSample]:
@@ -75,9 +72,7 @@ def perturb(model: Any, scale: float) -> Any:
 
 def gradient_of(rows: list[TrainingSample], model: Any, **config: Any) -> dict[str, torch.Tensor]:
     trainer = make_trainer(model, **config)
-    before = {name: weight.clone().double() for name, weight in trainer.named_weights()}
-    trainer.step(rows)
-    return {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+    return step_gradient(trainer, rows)[1]
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

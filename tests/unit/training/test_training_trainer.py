@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from support.images import image_span
 from support.models import tiny_qwen3
 from support.rows import random_rows, row
@@ -22,9 +23,6 @@ from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
-
 
 def make_trainer(*, policy_version: int = 0, **config) -> Trainer:
     return Trainer(tiny_qwen3(), TrainerConfig(**config), policy_version=policy_version)
@@ -34,9 +32,7 @@ def gradient_of(samples, *, rows_apart=False, **config) -> dict[str, torch.Tenso
     """The gradient of one step, read off the update that it made."""
     budget = 1 if rows_apart else 100_000
     trainer = make_trainer(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=budget, **config)
-    before = {name: weight.double() for name, weight in trainer.named_weights()}
-    trainer.step(samples)
-    return {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+    return step_gradient(trainer, samples)[1]
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -5,24 +5,22 @@ The layers are traced, and one test differentiates what was traced; a compiler w
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from support.adapted import with_lora
+from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import random_qwen3, tiny_qwen3
 from support.prefixes import branching_rows
 from support.rows import random_rows
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OptimizerConfig, Packing, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.config import Packing, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.model import compilation
 from unbroken.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +49,7 @@ def train(model, samples, *, reference=None, **changes):
     config = {"shared_prefixes": SharedPrefixes.NEVER, "tokens_per_micro_batch": 400, **changes}
     trainer = Trainer(model, TrainerConfig(optimizer=SUBTRACT_GRADIENT, **config), reference=reference)
     logprobs = np.concatenate(trainer.logprobs(samples))
-    before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
-    trainer.step(samples)
-    moved = [before[name] - weight.double() for name, weight in trainer.named_weights()]
-    return logprobs, torch.cat([each.flatten() for each in moved])
+    return logprobs, flatten(step_gradient(trainer, samples)[1])
 
 
 @pytest.mark.parametrize(

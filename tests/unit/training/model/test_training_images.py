@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from support.image_rows import Vision, moved
 from support.models import tiny_qwen3
 from support.vision import FAMILIES, PAD, picture
 from unbroken.errors import ImageError, InvalidInputError, InvariantError
 from unbroken.images.processor import HfImageProcessor, ProcessedImage
-from unbroken.training.config import OptimizerConfig, Packing, TrainerConfig
+from unbroken.training.config import Packing, TrainerConfig
 from unbroken.training.model.backbone import accepted_inputs
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.lanes import RowLayout
@@ -153,12 +154,9 @@ def test_rows_together_have_the_gradient_of_rows_apart(vision):
 
 
 def gradient_of(vision: Vision, rows: list[TrainingSample], tokens_per_micro_batch: int) -> dict[str, torch.Tensor]:
-    """The gradient of one step, read off the update: with this optimizer an update is minus the gradient."""
-    optimizer = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=float("inf"))
-    trainer = make_trainer(vision, optimizer=optimizer, tokens_per_micro_batch=tokens_per_micro_batch)
-    before = {name: weight.double() for name, weight in trainer.named_weights()}
-    trainer.step(rows)
-    return {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+    """The gradient of one step."""
+    trainer = make_trainer(vision, optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=tokens_per_micro_batch)
+    return step_gradient(trainer, rows)[1]
 
 
 def test_a_pass_without_images_has_no_pixel_inputs_and_one_with_images_no_positions_of_ours(qwen):

@@ -11,13 +11,14 @@ import torch
 from transformers import Gemma3TextConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from support.length_rules import LONGEST, ORIGINAL, RULES, model_with_rule
 from support.models import tiny_qwen3
 from support.rows import row
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import find_length_dependence, fix_rotary
-from unbroken.training.config import OptimizerConfig, Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.config import Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.probes import find_packing_obstacle
@@ -69,23 +70,21 @@ async def test_a_rows_logprobs_do_not_depend_on_the_rows_beside_it(rule, context
         np.testing.assert_allclose(found, right, atol=1e-5, rtol=0)
 
 
-def step_gradient(rule: str, **settings) -> dict[str, torch.Tensor]:
+def gradient_of(rule: str, **settings) -> dict[str, torch.Tensor]:
     """The gradient of a step, read off the update that it made."""
-    optimizer = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-    trainer = Trainer(fixed(rule, 128), TrainerConfig(optimizer=optimizer, **settings))
-    before = {name: weight.double() for name, weight in trainer.named_weights()}
+    trainer = Trainer(fixed(rule, 128), TrainerConfig(optimizer=SUBTRACT_GRADIENT, **settings))
     lengths = [(SHORT, 1.0), (LONG, -0.5), (SHORT[:15], -1.0)]
-    trainer.step([row(ids, sampled=range(1, len(ids)), advantage=advantage) for ids, advantage in lengths])
-    return {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+    rows = [row(ids, sampled=range(1, len(ids)), advantage=advantage) for ids, advantage in lengths]
+    return step_gradient(trainer, rows)[1]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_gradient_of_every_layout_is_that_of_each_row_in_a_pass_of_its_own(rule):
     """With longrope it was 3.9 % of its norm off."""
-    alone = step_gradient(rule, packing=Packing.NEVER, tokens_per_micro_batch=1)
+    alone = gradient_of(rule, packing=Packing.NEVER, tokens_per_micro_batch=1)
     norm = math.sqrt(sum(float(part.square().sum()) for part in alone.values()))
     for settings in LAYOUTS.values():
-        found = step_gradient(rule, **settings)
+        found = gradient_of(rule, **settings)
         off = math.sqrt(sum(float((found[name] - part).square().sum()) for name, part in alone.items()))
         assert off / norm < 1e-5, settings
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 import transformers
 
+from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from support.models import tiny_qwen3
 from support.named_models import SIZES, build_named
 from support.rows import random_rows
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, TrainerConfig
+from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.probes import find_packing_obstacle
 from unbroken.training.trainer import Trainer
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PACKABLE = {
@@ -60,10 +60,7 @@ def rows():
 def update(model, rows, packing: Packing, **others):
     """A step's statistics and its gradient, read off the update that it made."""
     config = TrainerConfig(optimizer=SUBTRACT_GRADIENT, packing=packing, tokens_per_micro_batch=60, **others)
-    trainer = Trainer(model, config)
-    before = {name: weight.double() for name, weight in trainer.named_weights()}
-    stats = trainer.step(rows)
-    return stats, {name: before[name] - weight.double() for name, weight in trainer.named_weights()}
+    return step_gradient(Trainer(model, config), rows)
 
 
 @pytest.mark.parametrize("packing", [Packing.AUTO, Packing.ONE_LANE])

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import tiny_qwen3
 from support.rows import random_pairs, random_rows
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.trainer import Trainer
-
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 
 
 @pytest.fixture
@@ -33,10 +32,8 @@ def update(samples, *, accelerator=None, reference=None, objective=None, **confi
         accelerator=accelerator,
         reference=reference,
     )
-    before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
-    stats = trainer.step(samples)
-    moved = [before[name] - weight.double() for name, weight in trainer.named_weights()]
-    return stats, torch.cat([each.flatten() for each in moved]), trainer
+    stats, gradient = step_gradient(trainer, samples)
+    return stats, flatten(gradient), trainer
 
 
 def test_bfloat16_has_the_loss_and_gradient_of_float32_up_to_its_rounding(rows, request):

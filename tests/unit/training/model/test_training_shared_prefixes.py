@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from support.adapted import with_lora
+from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import tiny_qwen3
 from support.prefixes import branching_pairs, branching_rows, branching_trajectories
 from unbroken.demo.lookup import JsonStyle, LookupTask, answer_text, call_text, lookup_env
@@ -22,7 +22,7 @@ from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
-from unbroken.training.config import OldLogprobs, OptimizerConfig, Packing, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.config import OldLogprobs, Packing, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind, DpoConfig
 from unbroken.training.model.batch import ScoredRow, collate
 from unbroken.training.model.logprobs import PolicyLogprobs
@@ -36,7 +36,6 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import SamplingParams
 
 CPU = torch.device("cpu")
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 SUBTRACT_MUCH = replace(SUBTRACT_GRADIENT, learning_rate=1000 * SUBTRACT_GRADIENT.learning_rate)
 """A thousandfold gradient, beside which the rounding of the weights that it is read off from is small."""
 ALWAYS, NEVER = SharedPrefixes.ALWAYS, SharedPrefixes.NEVER
@@ -159,10 +158,8 @@ def update(
     """A step's statistics and a multiple of its gradient, read off the update that it made."""
     config = TrainerConfig(optimizer=optimizer, shared_prefixes=shared_prefixes, tokens_per_micro_batch=limit, **others)
     trainer = Trainer(model, config, objective=objective, reference=reference, accelerator=accelerator)
-    before = {name: weight.double().clone() for name, weight in trainer.named_weights()}
-    stats = trainer.step(units)
-    moved = torch.cat([(before[name] - weight.double()).flatten() for name, weight in trainer.named_weights()])
-    return stats, moved
+    stats, gradient = step_gradient(trainer, units)
+    return stats, flatten(gradient)
 
 
 def rows_of(seed: int = 0, num_rows: int = 9):

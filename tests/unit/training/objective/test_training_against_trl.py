@@ -6,7 +6,6 @@ TRL computes its advantages, its correction and its loss by itself, from ids, lo
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.rows import random_rows
 from support.trl_runs import IGNORED_WARNINGS
 from unbroken.demo.model import build_model, build_tokenizer
-from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
@@ -41,8 +41,6 @@ from unbroken.types import TrainingSample
 pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in IGNORED_WARNINGS]
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 GROUP_SIZE = 4
 LONGEST = 20
 REWARDS = [1.0, 0.0, 0.5, 0.25, 0.0, 0.0, 2.0, 1.0]

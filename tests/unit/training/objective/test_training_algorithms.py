@@ -6,7 +6,6 @@ time from the model's own logits, and let autograd differentiate the formula as 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.models import tiny_qwen3
 from support.rows import random_rows
 from support.slow_logprobs import slow_entropies, slow_logprobs
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
@@ -36,8 +36,6 @@ from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 CLIPS = {
     "gspo": ClipConfig(low=0.05, high=0.1),
     "gspo_token": ClipConfig(low=0.05, high=0.1, dual=1.4),

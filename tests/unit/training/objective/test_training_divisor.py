@@ -7,7 +7,6 @@ of -advantage * logprob, so the papers' formulas are written down here by their 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT, flatten, step_gradient
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
@@ -23,14 +23,12 @@ from support.slow_logprobs import slow_logprobs
 from unbroken.counters import Counters
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import KlConfig, KlPlace, TruncatedRows, ZeroVarianceRows
 from unbroken.training.objective.base import UpdateSize
 from unbroken.training.objective.policy_gradient import ALGORITHMS, PolicyGradient
 from unbroken.training.trainer import Trainer
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 REWARDS = ([1.0, 0.0, 1.0, 1.0], [1.0] * 4, [0.0, 0.0, 0.5, 0.0], [0.0] * 4, [1.0] * 4)
 LENGTHS = ([2, 5, 3, 1], [9, 8, 7, 9], [4, 1, 6, 2], [3, 9, 9, 5], [1, 2, 1, 1])
 MOST = 12
@@ -83,9 +81,7 @@ def gradient_of(groups: Sequence[TrajectoryGroup], name: str, **settings: Any) -
     objective = ALGORITHMS[name]
     reference = tiny_qwen3(seed=1) if config.kl_weight else None
     trainer = Trainer(tiny_qwen3(), config, objective=objective, reference=reference)
-    before = torch.cat([weight.clone().flatten() for _, weight in trainer.named_weights()])
-    trainer.step(make_units(objective, config, groups))
-    return before - torch.cat([weight.flatten() for _, weight in trainer.named_weights()])
+    return flatten(step_gradient(trainer, make_units(objective, config, groups))[1]).float()
 
 
 def gradient_by_hand(groups: Sequence[TrajectoryGroup], name: str) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.largest_tensor import LargestTensor
 from support.models import tiny_qwen3
 from support.rows import random_pairs
@@ -31,8 +31,6 @@ from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 
 BETA = 0.3
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 
 
 @pytest.fixture(scope="module")

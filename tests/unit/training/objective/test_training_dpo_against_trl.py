@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.rows import random_rows
 from unbroken.demo.model import build_model, build_tokenizer
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import TrainerConfig
 from unbroken.training.loss_config import DpoConfig
 from unbroken.training.model.lanes import lay_out
 from unbroken.training.objective.online_dpo import OnlineDpo
@@ -23,7 +23,6 @@ from unbroken.training.trainer import Trainer
 
 pytest.importorskip("trl", reason="needs TRL", exc_type=ModuleNotFoundError)
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
 BETA = 0.3
 
 

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from support.gradients import SUBTRACT_GRADIENT
 from support.models import tiny_qwen3
 from support.rows import random_rows, row
 from support.slow_logprobs import slow_logprobs
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import Correction, CorrectionKind, LossNormalization
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
 
-SUBTRACT_GRADIENT = OptimizerConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, max_grad_norm=math.inf)
-"""With no averaging and an eps far above any gradient, AdamW moves a weight by learning rate / eps * gradient."""
 LONGEST = 20
 
 
