@@ -200,6 +200,7 @@ def test_the_time_line_has_turns_and_calls_and_leads_to_their_ids(browser, page)
 
 def test_what_retokenising_would_make_is_shown_or_why_it_is_not_known(browser, page):
     browser.open(f"{page}#rollout/0/1/0")
+    browser.wait("document.querySelector('.retokenised') !== null")
     browser.run("document.querySelector('.retokenised').open = true")
     browser.wait("document.querySelector('.retokenised p')?.innerText.includes('no-such-model are not on')")
     found = """{token_ids: [1, 2, 7, 5], num_ids: 5, num_sampled: 3, num_changed: 2,
@@ -208,9 +209,8 @@ def test_what_retokenising_would_make_is_shown_or_why_it_is_not_known(browser, p
     browser.run(f"showRetokenised(shownRollout, document.querySelector('.retokenised div'), {found}, 0)")
     shown = read(browser, ".retokenised")
     assert "2 of 3 sampled ids would not be trained on: 1 stretch, 4 ids in all instead of 5" in shown
-    assert (
-        "#3|#4 → <img src=x onerror=hacked()>\\u202e the same text in other ids, <img src=x onerror=hacked()>" in shown
-    )
+    causes = "the same text in other ids, <img src=x onerror=hacked()>"
+    assert f"#3|#4 → <img src=x onerror=hacked()>\\u202e {causes}" in shown
     browser.click(".changes button")
     assert selected(browser) == "2"
 
