@@ -18,7 +18,7 @@ class Limit(StrEnum):
     """The limit that cut a turn or ended a rollout. The names are metrics and must stay stable."""
 
     TURN = "turn"
-    """`SamplingParams.max_tokens`, the maximum number of ids of one turn."""
+    """`SamplingParams.max_tokens`, the maximum number of tokens of one turn."""
     TURNS = "turns"
     """`Limits.max_turns`"""
     TOKENS = "tokens"
@@ -31,7 +31,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBudget:
-    """How many ids one turn may sample, and which limit sets that number."""
+    """How many tokens one turn may sample, and which limit sets that number."""
 
     max_tokens: int
     """0 or less if the prompt fills the context."""
@@ -45,7 +45,7 @@ class Limits:
     max_turns: int = 16
     """Maximum number of turns."""
     max_tokens: int = 8192
-    """Maximum number of ids sampled in all turns together."""
+    """Maximum number of tokens sampled in all turns together."""
     timeout_s: float = 600.0
     """Seconds that the environment, its tools and its reward, or an agent, may take for the whole episode. Waiting for
     the engine does not count, however busy it is."""
@@ -80,7 +80,7 @@ class Limits:
         return Limit.TOKENS if num_sampled >= self.max_tokens else None
 
     def compute_turn_budget(self, *, turn_max_tokens: int, num_sampled: int, num_context_left: int) -> TurnBudget:
-        """Compute how many ids the next turn may sample: the least that turn, rollout and context allow."""
+        """Compute how many tokens the next turn may sample: the least that turn, rollout and context allow."""
         return min(
             TurnBudget(max_tokens=self.max_tokens - num_sampled, limit=Limit.TOKENS),
             TurnBudget(max_tokens=num_context_left, limit=Limit.CONTEXT),

@@ -281,7 +281,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLogConfig:
-    """A sample of the rollouts in `rollouts/`: ids, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
+    """A sample of the rollouts in `rollouts/`: tokens, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
 
     groups: int | None = 1
     """Groups of a step that each process keeps, evenly spread; none: all; 0: no files."""
@@ -479,7 +479,7 @@ class RunConfig:
 
     @property
     def max_sampled_tokens(self) -> int:
-        """How many ids a rollout can sample in all of its turns."""
+        """How many tokens a rollout can sample in all of its turns."""
         rollouts = self.rollouts
         return min(rollouts.limits.max_tokens, self.max_turns * rollouts.sampling.max_tokens)
 

@@ -25,7 +25,7 @@ MAX_STRUCTURE = 2**20
 class StructuredOutput:
     """A format that the text of a completion must have; exactly one field is set.
 
-    Ids that would break the format are never sampled; the logprobs are renormalised over the remaining ids.
+    Tokens that would break the format are never sampled; the logprobs are renormalised over the remaining ones.
     """
 
     regex: str | None = None
@@ -94,20 +94,20 @@ class SamplingParams:
     """Parameters that other libraries have, and why they are not here."""
 
     max_tokens: int = 512
-    """Maximum number of ids to sample, stop id included."""
+    """Maximum number of tokens to sample, stop token included."""
     temperature: float = 1.0
     """Within `TEMPERATURE_RANGE`; or 0 for greedy sampling, with the logprobs of temperature 1."""
     top_k: int = 0
-    """Keep the k most likely ids; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely ids whose total probability reaches this."""
+    """Keep the smallest set of most likely tokens whose total probability reaches this."""
     min_p: float = 0.0
-    """Keep ids whose probability is at least this fraction of the highest one."""
+    """Keep tokens whose probability is at least this fraction of the highest one."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of ids in the prompt or completion (CTRL, arXiv:1909.05858);
+    """Divides positive and multiplies negative logits of tokens in the prompt or completion (CTRL, arXiv:1909.05858);
     0.01 to 100."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of ids already in the completion; -100 to 100."""
+    """Subtracted once from the logits of tokens already in the completion; -100 to 100."""
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the completion; -100 to 100."""
     seed: int | None = None
@@ -116,11 +116,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the completion; the sampled one is kept as its last id."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end the completion; the ids that spell them are kept, like all sampled ids."""
+    """Texts that end the completion; the tokens that spell them are kept, like all sampled ones."""
     structured_output: StructuredOutput | None = None
     """A format that the text must have; not every engine supports it."""
     num_top_logprobs: int = 0
-    """How many of the most likely ids to report at each position, in addition to the sampled one."""
+    """How many of the most likely tokens to report at each position, in addition to the sampled one."""
     return_routed_experts: bool = False
     """Return the experts that computed each id (`SampledSequence.routed_experts`), L * K bytes an id; for a model with
     experts in an engine that was started to record them."""

@@ -117,7 +117,9 @@ def test_prompts_above_the_context_are_found_by_their_rows(tmp_path: Path) -> No
     rows.check_prompts([], renderer, max(all_ids) + 1)
     with pytest.raises(InvalidInputError) as raised:
         rows.check_prompts([], renderer, min(all_ids[2], all_ids[4]))
-    expected = f"are too long: 2 ({all_ids[2]} ids), 4 ({all_ids[4]} ids). Leave them out, or take a longer context"
+    expected = (
+        f"are too long: 2 ({all_ids[2]} tokens), 4 ({all_ids[4]} tokens). Leave them out, or take a longer context"
+    )
     assert expected in str(raised.value)
     assert "prompts.jsonl must have prompts shorter than the context" in str(raised.value)
     with pytest.raises(InvalidInputError, match=r"too long: 0 \("):
@@ -148,7 +150,7 @@ def test_prompts_that_are_too_long_by_their_images_are_found_by_the_headers(tmp_
     renderer = TemplateRenderer(tokens, images=inputs)
     rows.check_prompts([], renderer, 5000, inputs)
     assert areas.num_expanded == 0
-    with pytest.raises(InvalidInputError, match=r"too long: 1 \(16\d\d ids\), 3 \(32\d\d ids\)\. Leave"):
+    with pytest.raises(InvalidInputError, match=r"too long: 1 \(16\d\d tokens\), 3 \(32\d\d tokens\)\. Leave"):
         rows.check_prompts([], renderer, 1000, inputs)
     assert areas.num_expanded == 3
 
@@ -167,7 +169,7 @@ def test_what_the_context_cannot_hold_is_refused_before_the_model_is_loaded(tmp_
     assert f"{message}, got {length + 1}" in train("--rollouts.sampling.max-tokens", str(length + 1))
     shorter = ("--engine.embedded.context-length", "64", "--rollouts.sampling.max-tokens", "65")
     assert "rollouts.sampling.max_tokens must be at most 64" in train(*shorter)
-    assert f"shorter than the context of {length} ids, and these rows are too long: 0 (" in train()
+    assert f"shorter than the context of {length} tokens, and these rows are too long: 0 (" in train()
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -152,11 +152,11 @@ class Rows:
             elif num_around is None and not sources:
                 num_around = length
         if too_long:
-            shown = ", ".join(f"{index} ({length} ids)" for index, length in itertools.islice(too_long.items(), 10))
+            shown = ", ".join(f"{index} ({length} tokens)" for index, length in itertools.islice(too_long.items(), 10))
             more = f" and {len(too_long) - 10} more" if len(too_long) > 10 else ""
             raise InvalidInputError(
-                f"{self.name} must have prompts shorter than the context of {context_length} ids, and these rows are "
-                f"too long: {shown}{more}. Leave them out, or take a longer context"
+                f"{self.name} must have prompts shorter than the context of {context_length} tokens, and these rows "
+                f"are too long: {shown}{more}. Leave them out, or take a longer context"
             )
 
     def tools(self, number: int) -> list[str] | None:

@@ -55,7 +55,7 @@ class RewardModel:
         longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         for k, ids in enumerate(rows):
             if longest is not None and len(ids) > longest:
-                raise RewardError(f"messages[{k}] has {len(ids)} ids, and the reward model takes {longest}")
+                raise RewardError(f"messages[{k}] has {len(ids)} tokens, and the reward model takes {longest}")
         # Without an id for padding the classifier cannot tell where a padded row ends.
         size = 1 if self._model.config.get_text_config().pad_token_id is None else self._batch_size
         with self._lock:

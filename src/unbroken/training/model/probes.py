@@ -135,7 +135,7 @@ def find_tree_obstacle(model: Any) -> str | None:
     if unknown := sorted(set(kinds or ()) - {"full_attention"}):
         return f"it has layers of {', '.join(unknown)}"
     if not kinds and getattr(config, "sliding_window", None):
-        return f"its attention has a window of {config.sliding_window} ids"
+        return f"its attention has a window of {config.sliding_window} tokens"
     if getattr(config, "attention_chunk_size", None):
         return "its attention is in chunks"
     if choose_mask(model) is None:

@@ -45,7 +45,7 @@ def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) ->
             "accelerator.parallelism_config must have data parallelism only, because with tensor, context or sequence "
             f"parallelism several processes would train on the same rows, got {parallel}. Context parallelism would "
             "also cut rows between an id and its logprob, and its attention takes neither masks nor borders of rows: "
-            "for long rows set TrainerConfig.gradient_checkpointing (128k ids of a 0.6B model took 31 GiB)"
+            "for long rows set TrainerConfig.gradient_checkpointing (128k tokens of a 0.6B model took 31 GiB)"
         )
     if kind is not DistributedType.FSDP:
         return

@@ -79,5 +79,5 @@ def test_a_model_that_does_not_exist_is_named(tmp_path):
 
 def test_a_conversation_beyond_the_context_is_refused_and_not_cut(tmp_path):
     folder = save_model(tmp_path, max_position_embeddings=16)
-    with pytest.raises(RewardError, match=r"messages\[0\] has \d+ ids, and the reward model takes 16"):
+    with pytest.raises(RewardError, match=r"messages\[0\] has \d+ tokens, and the reward model takes 16"):
         RewardModel(folder)(CONVERSATIONS)

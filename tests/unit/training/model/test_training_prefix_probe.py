@@ -19,7 +19,7 @@ from unbroken.training.trainer import Trainer
 WINDOW = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}
 REFUSED = {
     "a window in one layer": ("Qwen2Config", {"use_sliding_window": True, **WINDOW}, "layers of sliding_attention"),
-    "a window in all layers": ("MistralConfig", {"sliding_window": 4096}, "a window of 4096 ids"),
+    "a window in all layers": ("MistralConfig", {"sliding_window": 4096}, "a window of 4096 tokens"),
     "windows and two rotary bases": ("Gemma3TextConfig", WINDOW, "layers of sliding_attention"),
     "state space": (
         "Mamba2Config",
@@ -79,7 +79,7 @@ def test_a_window_that_only_the_config_would_show_is_refused_by_rule():
     model = tiny_qwen3()
     model.config.layer_types = None
     model.config.sliding_window = 8192
-    assert find_tree_obstacle(model) == "its attention has a window of 8192 ids"
+    assert find_tree_obstacle(model) == "its attention has a window of 8192 tokens"
 
 
 def test_chunks_are_refused_by_rule():
