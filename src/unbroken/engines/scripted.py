@@ -30,7 +30,7 @@ from unbroken.engines.checks import (
     check_unused,
     check_version_rises,
 )
-from unbroken.engines.receiving import LocalReceivers
+from unbroken.engines.receivers import LocalReceivers
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (

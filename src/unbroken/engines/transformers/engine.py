@@ -34,7 +34,7 @@ from unbroken.engines.checks import (
     check_unused,
     check_version_rises,
 )
-from unbroken.engines.receiving import LocalReceivers
+from unbroken.engines.receivers import LocalReceivers
 from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.config import TransformersEngineConfig

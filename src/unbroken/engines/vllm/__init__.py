@@ -3,9 +3,9 @@
     engine = await VllmEngine.start(parse_engine_args(["--model", "Qwen/Qwen3-0.6B", "--tensor-parallel-size", "2"]))
 
 From the outside in: `engine` checks requests and scores, and runs them through `requests` and `prompts`; `control`
-acts on the whole engine (pause, sleep, update, close). `starting` reads vLLM's options, starts its processes and ends
-them; `calls` waits for them, `failures` translates their errors, `conversion` parameters and outputs. `weights` brings
-new weights to the workers, `sleeping` gives the GPU's memory back in between, `scoring` is a patch of vLLM's workers.
+acts on the whole engine (pause, sleep, update, close). `startup` reads vLLM's options, starts its processes and ends
+them; `calls` waits for them and translates their errors, `conversion` parameters and outputs. `weights` brings new
+weights to the workers, `score_patch` is a patch of vLLM's workers.
 
 Importing the package does not import vLLM; its two names do, at their first use.
 """
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unbroken.engines.vllm.engine import VllmEngine
-    from unbroken.engines.vllm.starting import parse_engine_args
+    from unbroken.engines.vllm.startup import parse_engine_args
 else:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from unbroken.engines.vllm import engine, starting
+        from unbroken.engines.vllm import engine, startup
 
-        return {"VllmEngine": engine.VllmEngine, "parse_engine_args": starting.parse_engine_args}[name]
+        return {"VllmEngine": engine.VllmEngine, "parse_engine_args": startup.parse_engine_args}[name]
 
 
 __all__ = ["VllmEngine", "parse_engine_args"]

@@ -1,22 +1,23 @@
-"""Calls of vLLM and its workers that return even if vLLM dies meanwhile."""
+"""Calls of vLLM and its workers that return even if vLLM dies meanwhile; vLLM's errors become ours."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from unbroken.engines.vllm.failures import translate_errors
 from unbroken.errors import EngineError, SamplingError
 
 _T = TypeVar("_T")
 
 
-class Calls:
-    """Calls of one engine."""
+class WorkerCalls:
+    """WorkerCalls of one engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -39,3 +40,19 @@ class Calls:
         """Call a method of `WorkerExtension` in every worker; returns each one's answer. Raises as `wait`."""
         answers: list[Any] = await self.wait(self._llm.collective_rpc(method, args=args))
         return answers
+
+
+@contextmanager
+def translate_errors(llm: AsyncLLM | None = None) -> Iterator[None]:
+    """Raise our errors for vLLM's. While `llm` lives, a ValueError is about the request."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineError("vLLM's engine is dead; its log has the reason. Start another") from error
+    except (VLLMClientError, ValueError) as error:
+        raise SamplingError(f"vLLM refuses the request: {error}") from error
+    except (EngineGenerateError, GenerationError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ValueError) and llm is not None and not llm.errored:
+            raise SamplingError(f"vLLM refuses the request: {cause}") from error
+        raise EngineError(f"vLLM failed on the request: {type(cause).__name__}: {cause}") from error

@@ -5,17 +5,24 @@ update    stop the steps, receive ──► (wake) ──► load ──► the 
               ▼                                   ▼
           resume with the old weights         the engine has failed, and answers nothing more
 adapter   receive ──► room for a version ──► (wake) ──► load, while requests run ──► used by new requests
+
+Sleep is at vLLM's level 2, at which weights and KV are dropped, and buffers wait in the CPU's memory; with LoRA at
+level 1, which keeps weights and adapters there: an adapter that wakes the engine does not bring the weights below it.
+vLLM wakes in two parts, and resumes as soon as it has both. So it first gets the memory of the weights, which is
+filled, and then that of the KV.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.checks import (
@@ -26,12 +33,11 @@ from unbroken.engines.checks import (
     check_source,
     check_version_rises,
 )
-from unbroken.engines.vllm.calls import Calls
+from unbroken.engines.vllm.calls import WorkerCalls
 from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
-from unbroken.engines.vllm.sleeping import check_can_sleep, fall_asleep, wake_for_requests, wake_for_weights
-from unbroken.engines.vllm.starting import shut_down
+from unbroken.engines.vllm.startup import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
 from unbroken.engines.vllm.weights.packed import WorkerTransfer
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
@@ -42,6 +48,11 @@ from unbroken.transfer.sources import WeightSource
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
 
 _T = TypeVar("_T")
+_KEEP_WEIGHTS, _DISCARD_ALL = 1, 2
+_WEIGHTS, _KV = "weights", "kv_cache"
+
+Call = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Waits for vLLM, and raises our errors for its own."""
 
 
 class ControlledEngine:
@@ -51,7 +62,7 @@ class ControlledEngine:
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, transfer_dir: Path | None) -> None:
         self._llm = llm
-        self._calls = Calls(llm)
+        self._calls = WorkerCalls(llm)
         self._prompts = prompts
         self._requests = Requests(llm, prompts, check=self._check_not_failed)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
@@ -348,3 +359,37 @@ class ControlledEngine:
     def _check_not_failed(self) -> None:
         if self._failure is not None:
             raise EngineError(self._failure)
+
+
+def check_can_sleep(llm: AsyncLLM) -> None:
+    """Raise `EngineError` if vLLM cannot sleep. On a CPU it can, but drops nothing."""
+    if not current_platform.is_sleep_mode_available():
+        return
+    if not llm.model_config.enable_sleep_mode:
+        raise EngineError("vLLM can give its memory back only if it was started with --enable-sleep-mode")
+
+
+async def fall_asleep(llm: AsyncLLM, call: Call) -> None:
+    """Give back the memory of weights and KV."""
+    level = _DISCARD_ALL if llm.vllm_config.lora_config is None else _KEEP_WEIGHTS
+    await call(llm.sleep(level=level, mode="wait"))
+
+
+async def wake_for_weights(llm: AsyncLLM, call: Call) -> None:
+    """Allocate the memory of the weights, whose contents are undefined unless vLLM has LoRA."""
+    _free_unused()
+    await call(llm.wake_up(tags=[_WEIGHTS]))
+
+
+async def wake_for_requests(llm: AsyncLLM, call: Call) -> None:
+    """Allocate the memory of the KV, and resume; `EngineError` if vLLM still sleeps."""
+    _free_unused()
+    if not await call(llm.wake_up(tags=[_KV])):
+        raise EngineError("vLLM did not wake")
+
+
+def _free_unused() -> None:
+    """Free GPU memory that torch in this process keeps unused: vLLM runs in other processes."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from unbroken.engines.vllm.failures import translate_errors
+from unbroken.engines.vllm.calls import translate_errors
 from unbroken.errors import EngineError
 from unbroken.types import (
     FinishReason,

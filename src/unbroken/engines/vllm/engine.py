@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -23,12 +24,11 @@ from unbroken.engines.checks import (
     check_top_logprobs,
     check_unused,
 )
-from unbroken.engines.ranks import RankAffinity
 from unbroken.engines.registry import EngineOptions
 from unbroken.engines.vllm import conversion
 from unbroken.engines.vllm.control import ControlledEngine
 from unbroken.engines.vllm.prompts import PromptMaker
-from unbroken.engines.vllm.starting import (
+from unbroken.engines.vllm.startup import (
     SampledCounter,
     load_adapter,
     load_adapters,
@@ -40,6 +40,8 @@ from unbroken.engines.vllm.starting import (
 from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.images.decoder import ImageLimits
 from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+
+_MAX_SESSIONS = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,3 +282,42 @@ async def open_engine(options: EngineOptions) -> VllmEngine:
     lora = ["--enable-lora"] if options.adapters else []
     arguments = parse_engine_args([*own, *lora, *words])
     return await VllmEngine.start(arguments, adapters=options.adapters, image_limits=options.image_limits)
+
+
+class RankAffinity:
+    """Keeps each conversation on one data-parallel rank, whose prefix cache has its earlier turns.
+
+    A new session gets the rank with the fewest requests of sessions in flight. vLLM itself sends every request to the
+    rank with the fewest, wherever the prefix is cached.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_in_flight = [0] * num_ranks
+        self._num_sessions = [0] * num_ranks
+        self._ranks: OrderedDict[str, int] = OrderedDict()
+        """By session, the least recently used one first."""
+
+    @contextmanager
+    def choose(self, session_id: str | None) -> Iterator[int | None]:
+        """The rank of a request while it runs; None leaves the choice to vLLM."""
+        if session_id is None or len(self._num_in_flight) == 1:
+            yield None
+            return
+        rank = self._find(session_id)
+        self._num_in_flight[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._num_in_flight[rank] -= 1
+
+    def _find(self, session_id: str) -> int:
+        if session_id not in self._ranks:
+            ranks = range(len(self._num_in_flight))
+            rank = min(ranks, key=lambda rank: (self._num_in_flight[rank], self._num_sessions[rank]))
+            self._ranks[session_id] = rank
+            self._num_sessions[rank] += 1
+            if len(self._ranks) > _MAX_SESSIONS:
+                _, dropped = self._ranks.popitem(last=False)
+                self._num_sessions[dropped] -= 1
+        self._ranks.move_to_end(session_id)
+        return self._ranks[session_id]

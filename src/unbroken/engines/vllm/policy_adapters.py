@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from unbroken.engines.vllm.starting import MIN_POLICY_ADAPTERS, POLICY_ADAPTER
+from unbroken.engines.vllm.startup import MIN_POLICY_ADAPTERS, POLICY_ADAPTER
 from unbroken.engines.vllm.weights.delivery import Delivery
 from unbroken.errors import EngineError, SamplingError
 from unbroken.transfer.adapters import AdaptedWeight
@@ -134,7 +134,7 @@ class PolicyAdapters:
 
     def _max_kept(self, num_others: int) -> int:
         config = self._llm.vllm_config.lora_config
-        if current_platform.is_cpu():  # the last slot stays empty (`starting.require_exactness`)
+        if current_platform.is_cpu():  # the last slot stays empty (`startup.require_exactness`)
             return int(config.max_loras) - 1 - num_others
         return int(config.max_cpu_loras or config.max_loras) - num_others
 

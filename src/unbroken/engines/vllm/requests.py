@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.vllm import conversion
-from unbroken.engines.vllm.failures import translate_errors
+from unbroken.engines.vllm.calls import translate_errors
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.types import SampleRequest
 

@@ -21,7 +21,7 @@ async def test_engines_on_other_gpus_have_a_compile_cache_of_their_own(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from unbroken.engines.vllm.starting import SampledCounter, start_llm
+    from unbroken.engines.vllm.startup import SampledCounter, start_llm
 
     root = str(tmp_path / "vllm")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -67,7 +67,7 @@ def test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves():
 def test_the_engine_starts_with_the_joining_scheduler_unless_another_is_given(tmp_path):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from unbroken.engines.vllm.starting import require_exactness
+    from unbroken.engines.vllm.startup import require_exactness
     from unbroken.engines.vllm.step_logprobs import SCHEDULER
 
     args = require_exactness(AsyncEngineArgs(model=str(tmp_path)), num_adapters=0)

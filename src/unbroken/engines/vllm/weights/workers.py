@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from unbroken.engines.vllm.pools import map_on_free
-from unbroken.engines.vllm.scoring import patch_prompt_logprobs
+from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
 from unbroken.engines.vllm.weights.checkpoint import ExpertNames
 from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
 from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource

@@ -1,13 +1,20 @@
 """Conversations stay on one data-parallel rank."""
 
+from typing import Any
+
 import pytest
 
-from unbroken.engines import ranks
-from unbroken.engines.ranks import RankAffinity
+
+@pytest.fixture
+def engine() -> Any:
+    """The module, which imports vLLM."""
+    from unbroken.engines.vllm import engine
+
+    return engine
 
 
-def test_a_session_keeps_its_rank_and_new_ones_go_to_the_emptiest() -> None:
-    affinity = RankAffinity(3)
+def test_a_session_keeps_its_rank_and_new_ones_go_to_the_emptiest(engine: Any) -> None:
+    affinity = engine.RankAffinity(3)
     with affinity.choose("a") as a, affinity.choose("b") as b, affinity.choose("c") as c, affinity.choose("a") as again:
         assert sorted([a, b, c]) == [0, 1, 2]
         assert again == a
@@ -17,8 +24,8 @@ def test_a_session_keeps_its_rank_and_new_ones_go_to_the_emptiest() -> None:
         assert later == a
 
 
-def test_many_sessions_spread_evenly_even_one_after_the_other() -> None:
-    affinity = RankAffinity(4)
+def test_many_sessions_spread_evenly_even_one_after_the_other(engine: Any) -> None:
+    affinity = engine.RankAffinity(4)
     chosen = []
     for number in range(40):
         with affinity.choose(str(number)) as rank:
@@ -27,14 +34,14 @@ def test_many_sessions_spread_evenly_even_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "session"), [(1, "a"), (4, None)])
-def test_without_a_session_or_other_ranks_vllm_chooses(num_ranks: int, session: str | None) -> None:
-    with RankAffinity(num_ranks).choose(session) as rank:
+def test_without_a_session_or_other_ranks_vllm_chooses(engine: Any, num_ranks: int, session: str | None) -> None:
+    with engine.RankAffinity(num_ranks).choose(session) as rank:
         assert rank is None
 
 
-def test_old_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_MAX_SESSIONS", 2)
-    affinity = RankAffinity(2)
+def test_old_sessions_are_forgotten(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_MAX_SESSIONS", 2)
+    affinity = engine.RankAffinity(2)
     for session in ("a", "b", "c"):
         with affinity.choose(session):
             pass
