@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 from unbroken.audit.checks.bridges import find_bridges
 from unbroken.audit.checks.side_by_side import find_side_by_side
-from unbroken.audit.checks.template import find_arguments, find_kind, find_max_calls, find_rendering, find_traits
-from unbroken.audit.checks.tokenizer import find_drift, find_forgery
+from unbroken.audit.checks.template import (
+    find_arguments,
+    find_drift,
+    find_forgery,
+    find_kind,
+    find_max_calls,
+    find_rendering,
+    find_traits,
+)
 from unbroken.audit.checks.turns import find_boundaries, find_round_trip, find_turn_ends
 from unbroken.audit.config import AuditConfig
 from unbroken.audit.report import (
