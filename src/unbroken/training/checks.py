@@ -11,12 +11,43 @@ from accelerate import Accelerator
 
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.training.config import Reference
-from unbroken.training.model.adapters import check_base
+from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
+from unbroken.training.model.adapters import causal_lm, check_adapter_alone, check_adapters, check_base
 from unbroken.training.model.images import RowImages
+from unbroken.training.model.routing import check_recomputation
+from unbroken.training.model.sharding import check_sharding
 from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
 from unbroken.types import TrainingSample
+
+
+def check_parts(
+    model: Any,
+    config: TrainerConfig,
+    objective: Objective[Any],
+    *,
+    accelerator: Accelerator,
+    has_images: bool,
+    reference: Any | Reference | None,
+) -> None:
+    """Check that a trainer can be made of these, before anything is changed.
+
+    Raises:
+        InvalidInputError: the config has settings that the objective does not use, the accelerator accumulates
+            gradients or scales the loss, trainable parameters are not float32, the reference is missing, not used or
+            not a copy, or the sharding or the adapters are not supported.
+    """
+    objective.check_config(config)
+    check_accelerator(accelerator)
+    check_adapters(model)
+    if config.lora_updates is LoraUpdates.ADAPTER:
+        check_adapter_alone(model)
+    if config.routing_replay:
+        check_recomputation(accelerator)
+    check_parameters(model)
+    check_sharding(accelerator, causal_lm(model), has_images=has_images)
+    is_needed = objective.needs_reference(config)
+    check_reference(reference, model, is_needed=is_needed, follows=config.reference_sync is not None)
 
 
 def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: RowImages | None) -> None:

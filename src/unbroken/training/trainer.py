@@ -22,15 +22,7 @@ from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.routing import Routers
-from unbroken.training.checks import (
-    check_accelerator,
-    check_lengths,
-    check_parameters,
-    check_reference,
-    check_rows,
-    check_trainable,
-    check_units,
-)
+from unbroken.training.checks import check_lengths, check_parts, check_rows, check_trainable, check_units
 from unbroken.training.config import (
     LoraUpdates,
     OldLogprobs,
@@ -43,8 +35,6 @@ from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
 from unbroken.training.model.adapters import (
     BasePolicy,
     causal_lm,
-    check_adapter_alone,
-    check_adapters,
     checksum_of_frozen,
     is_adapted,
 )
@@ -61,10 +51,9 @@ from unbroken.training.model.pretrained import (
     gather_form,
     write_pretrained,
 )
-from unbroken.training.model.routing import check_experts, check_recomputation, check_same_experts
+from unbroken.training.model.routing import check_experts, check_same_experts
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.model.sharding import (
-    check_sharding,
     fail_together,
     gather_optimizer_state,
     gather_rest,
@@ -123,32 +112,22 @@ class Trainer:
         adapters. `images` is the model's own processor; without it, rows with images are refused.
 
         Raises:
-            InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`),
-                trainable parameters are not float32, the reference is missing, not used or not a copy, the accelerator
-                accumulates gradients or scales the loss, the config has settings that the objective does not use,
-                the layers cannot be compiled (`compile_blocks`), or the sharding or the adapters are not supported
-                (`check_sharding`, `check_adapters`).
+            InvalidInputError: the logprobs of the model or the reference would not be exact (`PolicyLogprobs`), the
+                layers cannot be compiled (`compile_blocks`), or these cannot train together (`check_parts`).
         """
         self.objective = objective or PolicyGradient()
-        self.objective.check_config(config)
         self.policy_version = policy_version
         self._config = config
         self._accelerator = accelerator or Accelerator()
-        check_accelerator(self._accelerator)
+        check_parts(
+            model, config, self.objective, accelerator=self._accelerator, has_images=images is not None,
+            reference=reference,
+        )  # fmt: skip
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
-        check_adapters(model)
-        if config.lora_updates is LoraUpdates.ADAPTER:
-            check_adapter_alone(model)
         self._routers = self._find_routers(model)
-        if self._routers is not None:
-            check_recomputation(self._accelerator)
         if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
             enable_checkpointing(causal_lm(model), routers=self._routers)
         policy = self._logprobs_of(model, self._routers)
-        check_parameters(model)
-        check_sharding(self._accelerator, causal_lm(model), has_images=images is not None)
-        is_needed = self.objective.needs_reference(config)
-        check_reference(reference, model, is_needed=is_needed, follows=config.reference_sync is not None)
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._origin = ModelOrigin.of(model)
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None

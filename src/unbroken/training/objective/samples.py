@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,8 @@ class PunishmentReason(StrEnum):
 
 FAILED = frozenset({TrajectoryStatus.FAILED})
 """Endings that `FailedRows` is about."""
+UNSCORED = frozenset({TrajectoryStatus.UNSCORED})
+"""Endings without a reward, which are not compared."""
 CUT_BY_LENGTH = frozenset({TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TOKENS})
 """Endings that `TruncatedRows.MASK` leaves out."""
 
@@ -94,6 +97,18 @@ class TrajectoryRows:
     """The id of its group."""
     reward: float | None = None
     """What it was compared by. None: it was not compared."""
+
+
+class RowUse(StrEnum):
+    """What becomes of the rows of one trajectory."""
+
+    TRAIN = "train"
+    IDLE = "idle"
+    """They have no gradient, and only count in the divisor of the loss."""
+    EMPTY = "empty"
+    """It counts as a trajectory in the divisor, its ids do not."""
+    NONE = "none"
+    """Only its reward counts, for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +132,21 @@ class RowPolicy:
             replace(each, reward=self.failed_reward) if each.status in FAILED else each for each in group.trajectories
         )
         return replace(group, trajectories=tuple(members))
+
+    def choose_use(self, status: TrajectoryStatus, *, is_equal: bool) -> tuple[RowUse, DropReason | TrajectoryStatus]:
+        """The use of a trajectory's rows, and the reason that it is counted under if it has none to train.
+
+        `is_equal` says whether all advantages of its group are zero. The first rule that applies holds.
+        """
+        rules = (
+            (status in CUT_BY_LENGTH and self.truncated is TruncatedRows.MASK, RowUse.EMPTY, DropReason.MASKED),
+            (status in FAILED and self.failed is FailedRows.BASELINE, RowUse.NONE, status),
+            (status in UNSCORED and not self.keep_unscored, RowUse.IDLE, status),
+            (is_equal and not self.keep_equal, RowUse.IDLE, DropReason.NO_VARIANCE),
+        )
+        return next(
+            ((use, reason) for applies, use, reason in rules if applies), (RowUse.TRAIN, DropReason.NOTHING_SAMPLED)
+        )
 
     @property
     def compared(self) -> frozenset[TrajectoryStatus]:
@@ -151,36 +181,36 @@ def build_trajectories(
             number per reward, or needs the rewards of turns, which the trajectories do not have.
     """
     policy = policy or RowPolicy()
-    also_kept = frozenset({TrajectoryStatus.UNSCORED})
-    min_size = get_min_group_size(advantages)
-
-    def compare() -> list[ComparedGroup]:
-        scored = [policy.score_failed(group) for group in groups]
-        kept = [
-            (group.group_id, keep_comparable(group, counters, also_kept, policy.compared, min_size=min_size))
-            for group in scored
-        ]
-        return [
-            ComparedGroup(name=name, members=members, rewards=get_rewards(name, members, policy, counters))
-            for name, members in kept
-            if members
-        ]
-
+    compare = partial(_compare_members, groups, policy, counters, min_size=get_min_group_size(advantages))
     comparison = compute_advantages(compare, advantages, processes)
     units: list[TrajectoryRows] = []
     for group, of_group in zip(comparison.groups, comparison.advantages, strict=True):
-        idle = None if policy.keep_equal or any_nonzero(of_group) else DropReason.NO_VARIANCE
+        is_equal = not any_nonzero(of_group)
         for member, reward, of_member in zip(group.members, group.rewards, of_group, strict=True):
-            if policy.truncated is TruncatedRows.MASK and member.status in CUT_BY_LENGTH:
-                counters.count(Event.DROPPED_ROW, DropReason.MASKED)
-                units.append(TrajectoryRows(rows=()))  # it counts as a trajectory, its ids do not
-            elif policy.failed is FailedRows.BASELINE and member.status in FAILED:
-                counters.count(Event.DROPPED_ROW, member.status)
-            else:
-                units += _export_rows(member, of_member, counters, idle, group=group.name, reward=float(reward))
-    unscored = [each for group in groups for each in group.trajectories if each.status in also_kept]
-    idle_unscored = None if policy.keep_unscored else TrajectoryStatus.UNSCORED
-    return units + [unit for member in unscored for unit in _export_rows(member, 0.0, counters, idle_unscored)]
+            use, reason = policy.choose_use(member.status, is_equal=is_equal)
+            units += _make_unit(member, of_member, use, reason, counters, group=group.name, reward=float(reward))
+    for member in (each for group in groups for each in group.trajectories if each.status in UNSCORED):
+        use, reason = policy.choose_use(member.status, is_equal=False)
+        units += _make_unit(member, 0.0, use, reason, counters)
+    return units
+
+
+def _compare_members(
+    groups: Sequence[TrajectoryGroup], policy: RowPolicy, counters: Counters, *, min_size: int
+) -> list[ComparedGroup]:
+    """The members of each group that are compared with each other, with their rewards."""
+    kept = [
+        (
+            group.group_id,
+            keep_comparable(policy.score_failed(group), counters, UNSCORED, policy.compared, min_size=min_size),
+        )
+        for group in groups
+    ]
+    return [
+        ComparedGroup(name=name, members=members, rewards=get_rewards(name, members, policy, counters))
+        for name, members in kept
+        if members
+    ]
 
 
 def has_variance(group: TrajectoryGroup, advantages: Advantages, policy: RowPolicy) -> bool:
@@ -255,25 +285,32 @@ def get_rewards(
     return left
 
 
-def _export_rows(
+def _make_unit(
     member: Trajectory,
     advantages: float | NDArray[np.float64],
+    use: RowUse,
+    reason: DropReason | TrajectoryStatus,
     counters: Counters,
-    idle: DropReason | TrajectoryStatus | None,
     *,
     group: str = "",
     reward: float | None = None,
 ) -> list[TrajectoryRows]:
-    """The member's rows, with one advantage or with one for each turn, or why they are idle; none if it sampled
-    nothing.
+    """The member's rows, with one advantage or with one for each turn; none if it sampled nothing. It is counted if it
+    has none to train.
     """
+    if use in (RowUse.NONE, RowUse.EMPTY):
+        counters.count(Event.DROPPED_ROW, reason)
+        return [TrajectoryRows(rows=())] if use is RowUse.EMPTY else []
     by_turn: float | dict[int, float] = (
         float(advantages)
         if np.ndim(advantages) == 0
         else {turn.end.node: float(of_turn) for turn, of_turn in zip(member.turns, np.asarray(advantages), strict=True)}
     )
     rows = tuple(export_samples(member.tree, by_turn))
-    if not rows or idle is not None:
-        counters.count(Event.DROPPED_ROW, (rows and idle) or DropReason.NOTHING_SAMPLED)
-        return [TrajectoryRows(rows=(), idle_rows=rows)] if rows else []
+    if not rows:
+        counters.count(Event.DROPPED_ROW, DropReason.NOTHING_SAMPLED)
+        return []
+    if use is RowUse.IDLE:
+        counters.count(Event.DROPPED_ROW, reason)
+        return [TrajectoryRows(rows=(), idle_rows=rows)]
     return [TrajectoryRows(rows=rows, group=group, reward=reward)]
