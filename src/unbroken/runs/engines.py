@@ -45,7 +45,7 @@ from unbroken.runs.processes import Rank, without_launcher
 from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
-from unbroken.training.waiting import log_waiting
+from unbroken.training.waits import log_waiting
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 

@@ -27,7 +27,6 @@ from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, InvalidInputError, OutageError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
-from unbroken.training.agreement import fail_together
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import FindsLoss, GroupNumbers, GroupSampler, GroupSource, TakenGroups
@@ -37,6 +36,7 @@ from unbroken.training.outages import Outages, format_loss
 from unbroken.training.publication import Notices, Snapshots, publish_together
 from unbroken.training.steps import Steps
 from unbroken.training.trainer import Trainer
+from unbroken.training.waits import fail_together
 from unbroken.weights.base import WeightPublisher
 
 _logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from typing import TypeVar
 from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import EngineError, OutageError, ServerBehindError, ServerUnreachableError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.training.agreement import in_any_process
 from unbroken.training.config import LoopConfig
 from unbroken.training.trainer import Trainer
+from unbroken.training.waits import in_any_process
 from unbroken.weights.base import WeightUpdate
 
 _GONE = (ServerUnreachableError, ServerBehindError)

@@ -20,9 +20,8 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from unbroken.errors import EngineError
-from unbroken.training.agreement import from_all_processes
 from unbroken.training.trainer import Trainer
-from unbroken.training.waiting import log_waiting
+from unbroken.training.waits import from_all_processes, log_waiting
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 Snapshot: TypeAlias = Sequence[tuple[str, torch.Tensor]]

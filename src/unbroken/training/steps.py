@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from functools import partial, reduce
 from operator import add
 from typing import Any
 
+import numpy as np
 from torch.profiler import record_function
 
 from unbroken.counters import Counters, Event
@@ -23,11 +25,11 @@ from unbroken.errors import EngineError, InvalidInputError, OutageError, Rollout
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
-from unbroken.training.agreement import fail_together, from_all_processes, in_any_process, raise_together
 from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import TakenGroups
+from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
@@ -36,8 +38,8 @@ from unbroken.training.observer import IdleTimes, LoopEvent, RunObserver, StepRo
 from unbroken.training.outages import Outages
 from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
-from unbroken.training.waiting import log_waiting
-from unbroken.training.zero_variance import compare_zero_variance
+from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
+from unbroken.types import TrainingSample
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 _logger = logging.getLogger(__name__)
@@ -368,3 +370,54 @@ async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, tra
         raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
     if trainer.is_main_process:
         _logger.warning("%d of %d rollouts of step %d failed, the first with %s", num_failed, num_rollouts, step, first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroVariance:
+    """The mismatch of rows that are sampled but not trained on, because every advantage of their group is zero.
+
+    The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other
+    groups are scored before the update, and count in `mismatch/kl` by the number of ids, over all processes:
+
+        trained          300 ids, k3 2e-7
+        zero variance    100 ids, of which 40 were scored: k3 6e-7
+        mismatch/kl      (300 * 2e-7 + 100 * 6e-7) / 400 = 3e-7
+    """
+
+    num_tokens: int
+    """Their loss tokens."""
+    scored: Mismatch | None
+    """Trainer against sampler on the rows that were scored; None if there were none."""
+
+    def get_metrics(self, trained: Metrics) -> Metrics:
+        """The metrics to log beside those of the rows that were trained on."""
+        num_trained, k3 = trained["train/num_loss_tokens"] or 0, trained["mismatch/k3"] or 0.0
+        all_k3: float | None = k3
+        if self.num_tokens > 0:
+            all_k3 = None
+            if self.scored is not None:
+                all_k3 = (num_trained * k3 + self.num_tokens * self.scored.k3) / (num_trained + self.num_tokens)
+        return {
+            "mismatch/kl": all_k3,
+            "mismatch/num_zero_variance_tokens": self.num_tokens,
+            "mismatch/zero_variance_k3": None if self.scored is None else self.scored.k3,
+            "mismatch/zero_variance_max_abs": None if self.scored is None else self.scored.max_abs,
+        }
+
+
+def compare_zero_variance(
+    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
+) -> ZeroVariance:
+    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`. Blocks; every process calls it."""
+    evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
+    chosen = [row for of_member in evenly_spread for row in of_member]
+    logprobs = trainer.logprobs(chosen) if trainer.in_any_process(bool(chosen)) else []
+    pairs = [
+        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask])
+        for row, of_row in zip(chosen, logprobs, strict=True)
+    ]
+    num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
+    everyone = trainer.from_all_processes((num_tokens, pairs))
+    seen = [pair for _, of_process in everyone for pair in of_process]
+    scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
+    return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)

@@ -25,11 +25,10 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.evaluation.evaluator import Evaluator
 from unbroken.runs.evaluation.schedule import Evaluations
 from unbroken.timeline import Timeline, Track
-from unbroken.training.agreement import fail_together, in_any_process
 from unbroken.training.config import OutageConfig
 from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
-from unbroken.training.waiting import log_waiting
+from unbroken.training.waits import fail_together, in_any_process, log_waiting
 from unbroken.weights.base import WeightPublisher
 
 _log = logging.getLogger(__name__)

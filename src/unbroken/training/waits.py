@@ -1,8 +1,10 @@
-"""Meetings of the processes of a run, in a thread: the event loop of one that waits for the others goes on."""
+"""What a run waits for: its other processes, in a thread, so its event loop goes on; what takes long, in the log."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -10,6 +12,9 @@ from typing import TypeVar
 from unbroken.training.trainer import Trainer
 
 _T = TypeVar("_T")
+_AFTER_S = 10.0
+_EVERY_S = 60.0
+_logger = logging.getLogger(__name__)
 
 
 async def in_any_process(trainer: Trainer, flag: bool) -> bool:
@@ -36,3 +41,21 @@ async def fail_together(trainer: Trainer) -> AsyncIterator[None]:
     except Exception as error:
         failure = error
     await raise_together(trainer, failure)
+
+
+@asynccontextmanager
+async def log_waiting(purpose: str) -> AsyncIterator[None]:
+    """Log a warning once the block has taken 10 s, and every minute from then on: "waiting for PURPOSE"."""
+    warn = asyncio.create_task(_warn(purpose))
+    try:
+        yield
+    finally:
+        warn.cancel()
+
+
+async def _warn(purpose: str) -> None:
+    started = time.monotonic()
+    await asyncio.sleep(_AFTER_S)
+    while True:
+        _logger.warning("waiting for %s, for %.0f s so far", purpose, time.monotonic() - started)
+        await asyncio.sleep(_EVERY_S)

@@ -11,18 +11,18 @@ from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.training import waiting
+from unbroken.training import waits
 from unbroken.training.config import LoopConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.trainer import Trainer
-from unbroken.training.waiting import log_waiting
+from unbroken.training.waits import log_waiting
 from unbroken.weights.base import WeightUpdate
 
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch):
-    monkeypatch.setattr(waiting, "_AFTER_S", 0.05)
-    monkeypatch.setattr(waiting, "_EVERY_S", 0.05)
+    monkeypatch.setattr(waits, "_AFTER_S", 0.05)
+    monkeypatch.setattr(waits, "_EVERY_S", 0.05)
 
 
 async def test_a_wait_is_logged_once_it_takes_long_and_then_now_and_again(caplog):
