@@ -41,7 +41,9 @@ def main() -> int:
 
 def find_changes() -> set[Path]:
     """The Python files that differ from main."""
-    base = _run_git("merge-base", "HEAD", "main").strip()
+    branches = _run_git("branch", "--all", "--format=%(refname:short)").split()
+    main_branch = "main" if "main" in branches else "origin/main"
+    base = _run_git("merge-base", "HEAD", main_branch).strip()
     names = _run_git("diff", "--name-only", base) + _run_git("ls-files", "--others", "--exclude-standard")
     return {ROOT / name for name in names.splitlines() if name.endswith(".py")}
 
