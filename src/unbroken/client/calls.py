@@ -284,7 +284,7 @@ class Connections(httpx.AsyncBaseTransport):
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx."""
+        """Send a request over a kept connection, or a new one."""
         connection = self._idle.pop()[1] if self._idle else self._connect()
         try:
             response = await connection.handle_async_request(request)

@@ -51,33 +51,33 @@ class Client:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> list[SampleResult]:
-        """See `AsyncClient.generate`."""
+        """Continue prompts, all texts or all ids."""
         return self._run(lambda: self._client.generate(prompts, params, **options))
 
     def score(self, sequences: Sequence[Sequence[int] | TokenIds], **options: Any) -> list[ScoredSequence]:
-        """See `AsyncClient.score`."""
+        """Compute the logprobs of sequences, their images expanded."""
         return self._run(lambda: self._client.score(sequences, **options))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """See `AsyncClient.chat`."""
+        """Make an OpenAI chat completion with ids; `fields` are other fields of the body."""
         return self._run(lambda: self._client.chat(messages, **fields))
 
     def chat_tokens(
         self, tokens: Sequence[int] | TokenIds, messages: Sequence[Mapping[str, Any]], **fields: Any
     ) -> dict[str, Any]:
-        """See `AsyncClient.chat_tokens`."""
+        """Make a chat completion that continues exactly these ids."""
         return self._run(lambda: self._client.chat_tokens(tokens, messages, **fields))
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **fields: Any) -> TokenIds:
-        """See `AsyncClient.tokenize`."""
+        """Encode a text, or render messages with their images expanded, on the server."""
         return self._run(lambda: self._client.tokenize(prompt, **fields))
 
     def health(self) -> bool:
-        """See `AsyncClient.health`."""
+        """Whether the server answers and its engine works; never retried."""
         return self._run(self._client.health)
 
     def models(self) -> list[dict[str, Any]]:
-        """See `AsyncClient.models`."""
+        """The server's models, at least one; `max_model_len` is the context length."""
         return self._run(self._client.models)
 
     def _run(self, call: Callable[[], Awaitable[_T]]) -> _T:
@@ -96,33 +96,33 @@ class BlockingSessionCalls:
         self._run = run
 
     def create(self, settings: Mapping[str, Any] | None = None) -> CreatedSession:
-        """See `SessionCalls.create`."""
+        """Create a session."""
         return self._run(lambda: self._calls.create(settings))
 
     def get(self, session_id: str) -> SessionView:
-        """See `SessionCalls.get`."""
+        """Status, settings, outcome, counters and forks."""
         return self._run(lambda: self._calls.get(session_id))
 
     def samples(self, session_id: str, *, advantage: float | None = None) -> list[TrainingSample]:
-        """See `SessionCalls.samples`."""
+        """The rows to train on, one for each branch, with their images; each sampled id is trained once."""
         return self._run(lambda: self._calls.samples(session_id, advantage=advantage))
 
     def tree(self, session_id: str) -> SessionTree:
-        """See `SessionCalls.tree`."""
+        """All that is recorded: messages, tools, turns, and the nodes of the token tree with arrays."""
         return self._run(lambda: self._calls.tree(session_id))
 
     def image(self, session_id: str, sha256: str) -> bytes:
-        """See `SessionCalls.image`."""
+        """The file of an image in the session."""
         return self._run(lambda: self._calls.image(session_id, sha256))
 
     def finish(self, session_id: str, outcome: Mapping[str, Any] | None = None) -> SessionSummary:
-        """See `SessionCalls.finish`."""
+        """End a session with its `reward`, `metrics` and `status`; returns the session."""
         return self._run(lambda: self._calls.finish(session_id, outcome))
 
     def delete(self, session_id: str) -> None:
-        """See `SessionCalls.delete`."""
+        """Delete a session and all that it recorded."""
         return self._run(lambda: self._calls.delete(session_id))
 
     def list(self, *, status: SessionStatus | None = None) -> list[SessionSummary]:
-        """See `SessionCalls.list`."""
+        """All sessions, oldest first, or those of one status."""
         return self._run(lambda: self._calls.list(status=status))

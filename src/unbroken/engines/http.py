@@ -125,11 +125,11 @@ class HttpEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`: the newest version in an answer so far."""
+        """The newest version in an answer so far."""
         return self._policy_version
 
     def require_version(self, policy_version: int) -> None:
-        """See `RequiresVersion`."""
+        """From now on, refuse samples of older weights, and send the request to another server."""
         self._required_version = policy_version
         self._failover.require_newer()
         for follower in self.followers:
@@ -142,7 +142,7 @@ class HttpEngine:
             raise EngineError(f"none of {[client.base_url for client in self._clients]} is healthy")
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """See `Engine`."""
+        """Sample `request.n` completions."""
         self._check_open()
         self._check(request)
         task = asyncio.ensure_future(self._sample(request))
@@ -164,7 +164,9 @@ class HttpEngine:
             self._aborted.discard(request.request_id)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`. There is failover until the first chunk; later, a server that goes away ends it with an error.
+        """Yield the completions in chunks.
+
+        There is failover until the first chunk; later, a server that goes away ends it with an error.
 
         `EngineError` if the request is aborted when there are ids already: only a stream's end has their versions.
         """
@@ -196,7 +198,7 @@ class HttpEngine:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """See `Engine`."""
+        """Return the logprob of each of T ids after the first, given the ids before it."""
         self._check_open()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
@@ -214,28 +216,28 @@ class HttpEngine:
         raise self._failover.to_error(last)
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine`."""
+        """End a request: its call returns what was sampled so far, with ABORT."""
         if request_id in self._in_flight:
             self._aborted.add(request_id)
             self._in_flight[request_id]()
 
     async def pause(self) -> None:
-        """See `Engine`: all servers."""
+        """Pause all servers."""
         self._check_open()
         await asyncio.gather(*(client.pause() for client in self._clients))
 
     async def resume(self) -> None:
-        """See `Engine`: all servers."""
+        """Resume all servers."""
         self._check_open()
         await asyncio.gather(*(client.resume() for client in self._clients))
 
     async def reset_prefix_cache(self) -> None:
-        """See `Engine`: all servers."""
+        """Drop the KV of finished requests on all servers."""
         self._check_open()
         await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients))
 
     async def close(self) -> None:
-        """See `Engine`: close the connections; the servers keep running."""
+        """Close the connections; the servers keep running."""
         self._closed = True
         for request_id in list(self._in_flight):
             await self.abort(request_id)

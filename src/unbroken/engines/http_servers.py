@@ -31,7 +31,7 @@ class EngineServer(Protocol):
         adapter: str | None,
         session_id: str | None,
     ) -> list[SampleResult]:
-        """See `AsyncClient`."""
+        """Continue prompts, all texts or all ids."""
         ...
 
     def stream(
@@ -44,7 +44,7 @@ class EngineServer(Protocol):
         adapter: str | None,
         session_id: str | None,
     ) -> AsyncGenerator[SampleChunk]:
-        """See `AsyncClient`."""
+        """Continue one prompt, in chunks as they are sampled; see `Engine.stream`."""
         ...
 
     async def score(
@@ -55,27 +55,27 @@ class EngineServer(Protocol):
         temperature: float,
         num_top_logprobs: int,
     ) -> list[ScoredSequence]:
-        """See `AsyncClient`."""
+        """Compute the logprobs of sequences, their images expanded."""
         ...
 
     async def health(self) -> bool:
-        """See `AsyncClient`."""
+        """Whether the server answers and its engine works; never retried."""
         ...
 
     async def pause(self) -> None:
-        """See `AsyncClient`."""
+        """Stop sampling after the current step, for all clients: requests wait."""
         ...
 
     async def resume(self) -> None:
-        """See `AsyncClient`."""
+        """Continue after `pause`."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """See `AsyncClient`."""
+        """Drop keys and values of finished requests."""
         ...
 
     async def close(self) -> None:
-        """See `AsyncClient`."""
+        """Close the connections."""
         ...
 
 

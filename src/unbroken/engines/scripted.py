@@ -194,19 +194,22 @@ class ScriptedEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`."""
+        """The version of the weights in use; 0 before the first update (I6)."""
         return self._policy_version
 
     async def weight_placement(self) -> WeightPlacement:
-        """See `Engine`: every dtype is taken as it comes."""
+        """Every dtype is taken as it comes."""
         return WeightPlacement(dtype=None, device="cpu")
 
     async def check_health(self) -> None:
-        """See `Engine`."""
+        """Return at once; raises `EngineError` if the engine is closed or has failed."""
         self._check_open()
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """See `Engine`. `InvariantError` if the prompt breaks I1, `EngineError` if the script has no reply left."""
+        """Sample `request.n` completions.
+
+        `InvariantError` if the prompt breaks I1, `EngineError` if the script has no reply left.
+        """
         chunks: list[list[SampleChunk]] = [[] for _ in range(request.n)]
         async with aclosing(self._answer(request)) as answer:
             async for chunk in answer:
@@ -217,7 +220,10 @@ class ScriptedEngine:
         return self._result(request, sequences)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`. The completions come one after the other."""
+        """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
+
+        The completions come one after the other.
+        """
         async with aclosing(self._answer(request)) as answer:
             async for chunk in answer:
                 yield chunk
@@ -231,7 +237,7 @@ class ScriptedEngine:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """See `Engine`: `logprob` for every id, which is the most likely one."""
+        """Return `logprob` for every id, which is the most likely one."""
         self._check_awake()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self.vocab_size, context_length=self.context_length
@@ -241,18 +247,18 @@ class ScriptedEngine:
         return ScoredSequence(logprobs=logprobs, top_logprobs=self._tops(ids, logprobs, num_top_logprobs))
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine`."""
+        """End a request: its call returns what was sampled so far, with ABORT."""
         self._check_open()
         if request_id in self._running:
             self._abort(self._running[request_id])
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Stop sampling after the current step; requests wait and keep what they have."""
         self._check_awake()
         self._paused = True
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """Continue after `pause`."""
         self._check_awake()
         self._paused = False
         for running in self._running.values():
@@ -266,7 +272,7 @@ class ScriptedEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> WeightReceipt:
-        """See `Engine`: any names and shapes are taken."""
+        """Take new weights; any names and shapes are taken."""
         check_source(source, self.weight_sources)
         self._check_open()
         check_version_rises(policy_version, current=self._policy_version)
@@ -288,16 +294,16 @@ class ScriptedEngine:
         return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
-        """See `Engine`."""
+        """Drop the KV of finished requests."""
         self._check_awake()
 
     @property
     def is_asleep(self) -> bool:
-        """See `SleepingEngine`."""
+        """Whether the memory was given back."""
         return self._asleep
 
     async def sleep(self) -> None:
-        """See `SleepingEngine`."""
+        """Finish the requests in flight, then give back the memory of weights, keys and values."""
         self._check_open()
         check_not_paused(self._paused)
         self._asleep = True
@@ -310,7 +316,7 @@ class ScriptedEngine:
             raise
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Abort all requests and free the model."""
         self._closed = True
         for running in self._running.values():
             self._abort(running)

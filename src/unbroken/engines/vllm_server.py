@@ -102,7 +102,7 @@ class VllmServer:
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> list[SampleResult]:
-        """See `AsyncClient.generate`; exactly one prompt, of ids. A call that is cancelled is aborted there."""
+        """Continue exactly one prompt, of ids. A call that is cancelled is aborted there."""
         (prompt_ids,) = prompts
         body = self._make_body(prompt_ids, params, images=images, n=n, adapter=adapter)
         answer = await self._calls.post_again(_GENERATE, body, session_id=session_id)
@@ -125,7 +125,7 @@ class VllmServer:
         adapter: str | None = None,
         session_id: str | None = None,
     ) -> AsyncGenerator[SampleChunk]:
-        """See `AsyncClient.stream`."""
+        """Continue one prompt, in chunks as they are sampled; see `Engine.stream`."""
         body = self._make_body(prompt, params, images=[images], n=n, adapter=adapter)
         events = await self._calls.open_stream(_GENERATE, {**body, "stream": True}, session_id=session_id)
         num_ids = [0] * n
@@ -147,7 +147,7 @@ class VllmServer:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> list[ScoredSequence]:
-        """See `AsyncClient.score`; exactly one sequence, at temperature 1: vLLM applies no temperature to a prompt."""
+        """Compute the logprobs of exactly one sequence, at temperature 1: vLLM applies no temperature to a prompt."""
         (ids,) = sequences
         _refuse_images(images)
         if temperature != 1.0:

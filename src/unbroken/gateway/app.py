@@ -85,7 +85,7 @@ class SessionGate:
         self._find_by_key = find_by_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one request, as ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -168,7 +168,7 @@ class SessionTurns:
         self._plain = PlainTurns(context)
 
     async def open(self, request: Request, question: Question, *, id_prefix: str) -> OpenTurn:
-        """See `TurnOpener`."""
+        """Open the turn that answers a question; nothing is sampled yet."""
         session_id = request.scope.get(SESSION)
         if session_id is None:
             return await self._plain.open(request, question, id_prefix=id_prefix)
@@ -178,5 +178,5 @@ class SessionTurns:
         return turn
 
     async def close(self) -> None:
-        """See `TurnOpener`."""
+        """End what is kept between turns, when the server stops."""
         await self.sessions.close()

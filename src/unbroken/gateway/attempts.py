@@ -70,7 +70,7 @@ class PendingTurn:
         return self._num_sampled.total()
 
     async def sample(self) -> SampleResult:
-        """See `OpenTurn`."""
+        """Sample the whole reply."""
         self._start(self._sample_streamed if self._counts else self._sample_whole)
         async with aclosing(self._read()) as chunks:
             async for _ in chunks:
@@ -82,7 +82,7 @@ class PendingTurn:
         )
 
     async def stream(self) -> AsyncGenerator[SampleChunk]:
-        """See `OpenTurn`."""
+        """Yield the reply as it is sampled."""
         self._start(self._sample_streamed)
         async with aclosing(self._read()) as chunks:
             async for chunk in chunks:
@@ -266,7 +266,7 @@ class RecordedAnswer:
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:
-        """See `OpenTurn`."""
+        """Sample the whole reply."""
         return SampleResult(
             prompt_ids=self.request.prompt_ids,
             sequences=self.sequences,
@@ -274,6 +274,6 @@ class RecordedAnswer:
         )
 
     async def stream(self) -> AsyncGenerator[SampleChunk]:
-        """See `OpenTurn`."""
+        """Yield the reply as it is sampled."""
         for index, sequence in enumerate(self.sequences):
             yield SampleChunk.from_sequence(index, sequence)

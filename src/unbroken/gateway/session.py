@@ -260,7 +260,9 @@ class Session:
                 settings=placed.settings,
                 retry=question.retry,
             )
-            attempt.numbers.append(await self._record(answered, attempt))
+            # An abort in between changes nothing: what is written is applied.
+            written = asyncio.create_task(self._write(answered, attempt))
+            attempt.numbers.append(await asyncio.shield(written))
             return reply
 
         return PendingTurn(
@@ -273,11 +275,8 @@ class Session:
             counts=self.settings.limits.tokens is not None,
         )
 
-    async def _record(self, answered: Answered, attempt: Attempt) -> int:
-        """Write a turn and apply it. An abort in between changes nothing: what is written is applied."""
-        return await asyncio.shield(asyncio.create_task(self._write(answered, attempt)))
-
     async def _write(self, answered: Answered, attempt: Attempt) -> int:
+        """Write a turn and apply it; returns its number."""
         async with self._recording:  # also when the session is being finished: its end waits for its turns
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
             try:

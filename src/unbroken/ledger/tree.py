@@ -351,7 +351,7 @@ class BranchIndex:
             self._differing[parent, start].append(number)
 
     def find_longest_prefix(self, prompt_ids: TokenIds, images: Sequence[ImageSpan]) -> tuple[Position | None, int]:
-        """See `TokenTree.find_longest_prefix`."""
+        """Find the longest recorded prefix of a prompt: the position after it, and its number of ids."""
         prompt = _Prompt(prompt_ids, images)
         best: tuple[int, int, Position | None] = (0, 0, None)
         waiting = [(number, 0) for number in self._differing.get((None, prompt.get_start(0)), ())]

@@ -57,7 +57,7 @@ class MakeApp(Protocol):
         image_limits: ImageLimits,
         no_images_because: str,
     ) -> FastAPI:
-        """See `create_app`."""
+        """Make the application."""
         ...
 
 
@@ -260,7 +260,7 @@ class HttpServer(uvicorn.Server):
         """The last request of each connection that has none at work, and since when that is known."""
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn: called ten times a second."""
+        """Look at idle connections; uvicorn calls it ten times a second."""
         if counter % 10 == 0:
             self._close_waiting()
         return await super().on_tick(counter)
@@ -279,7 +279,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn."""
+        """Leave signals to us."""
         yield
 
 

@@ -118,12 +118,12 @@ class PlainTurn:
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:
-        """See `OpenTurn`."""
+        """Sample the whole reply."""
         (result,) = await self.service.sample([self.request])
         return result
 
     async def stream(self) -> AsyncGenerator[SampleChunk]:
-        """See `OpenTurn`."""
+        """Yield the reply as it is sampled."""
         async with aclosing(self.service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 yield chunk
@@ -136,12 +136,12 @@ class PlainTurns:
         self._context = context
 
     async def open(self, request: Request, question: Question, *, id_prefix: str) -> OpenTurn:
-        """See `TurnOpener`."""
+        """Open the turn that answers a question; nothing is sampled yet."""
         renderer, prompt = await render_question(self._context, question)
         return await continue_prompt(self._context, question, renderer, prompt, id_prefix=id_prefix)
 
     async def close(self) -> None:
-        """See `TurnOpener`: nothing is kept."""
+        """Nothing is kept."""
 
 
 async def render_question(context: ServerContext, question: Question) -> tuple[Renderer, RequestPrompt]:

@@ -118,23 +118,23 @@ class TransformersEngine:
 
     @property
     def vocab_size(self) -> int:
-        """See `Engine`."""
+        """Prompt ids and stop ids lie in [0, vocab_size)."""
         return self._forward.vocab_size
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`."""
+        """The version of the weights in use; 0 before the first update (I6)."""
         return self._batch.policy_version
 
     async def weight_placement(self) -> WeightPlacement:
-        """See `Engine`."""
+        """Return dtype and devices of the weights, for a sender of new ones."""
         device = self._forward.device
         uuids = (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
         dtype = str(self._forward.model.dtype).removeprefix("torch.")
         return WeightPlacement(dtype=dtype, device=device.type, gpu_uuids=uuids)
 
     async def check_health(self) -> None:
-        """See `Engine`."""
+        """Return at once; raises `EngineError` if the engine is closed or has failed."""
         self._worker.check_health()
 
     @property
@@ -143,7 +143,7 @@ class TransformersEngine:
         return replace(self._batch.stats)
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """See `Engine`."""
+        """Sample `request.n` completions."""
         # One message there and one back: on a small model, more of them would cost as much as sampling.
         job = await self._begin(request)
         try:
@@ -153,7 +153,7 @@ class TransformersEngine:
             raise
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`: one chunk for each id."""
+        """Yield a chunk for each id."""
         feed: Feed[SampleChunk | None] = self._worker.new_feed()
         job = await self._begin(request, feed)
         job.answer.future.add_done_callback(lambda _: feed.items.put_nowait(None))
@@ -173,7 +173,10 @@ class TransformersEngine:
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """See `Engine`. One forward pass without a cache, between two steps; a pause does not delay it."""
+        """Return the logprob of each of T ids after the first, given the ids before it.
+
+        One forward pass without a cache, between two steps; a pause does not delay it.
+        """
         check_scorable(
             token_ids,
             temperature=temperature,
@@ -188,26 +191,29 @@ class TransformersEngine:
         return await self._call_awake(lambda: self._score(token_ids, temperature, num_top_logprobs, inputs))
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine`."""
+        """End a request: its call returns what was sampled so far, with ABORT."""
         if request_id in self._preparing:
             self._preparing[request_id] = True
         await self._worker.call(lambda: self._batch.abort(request_id))
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Stop sampling after the current step; requests wait and keep what they have."""
         await self._call_awake(self._worker.pause)
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """Continue after `pause`."""
         await self._call_awake(self._worker.resume)
 
     @property
     def is_asleep(self) -> bool:
-        """See `SleepingEngine`."""
+        """Whether the memory was given back."""
         return self._asleep
 
     async def sleep(self) -> None:
-        """See `SleepingEngine`. Keys and values are dropped, and the weights wait in the CPU's memory."""
+        """Finish the requests in flight, then give back the memory of weights, keys and values.
+
+        Keys and values are dropped, and the weights wait in the CPU's memory.
+        """
         await self._worker.call(self._refuse_requests)
         try:
             while not await self._worker.call(self._fall_asleep):  # noqa: ASYNC110  # it lives in another thread
@@ -225,7 +231,7 @@ class TransformersEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> WeightReceipt:
-        """See `Engine`. Weights left out keep their values; all given ones are held until the copy is done.
+        """Take new weights. Those left out keep their values; all given ones are held until the copy is done.
 
         An adapter is merged into the weights of the start, so running requests go on with it, as with whole weights.
         """
@@ -242,11 +248,11 @@ class TransformersEngine:
         return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
-        """See `Engine`."""
+        """Drop the KV of finished requests."""
         await self._call_awake(self._batch.reset_prefix_cache)
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Abort all requests and free the model."""
         with suppress(EngineError):  # closed before, or failed
             await self._worker.call(self._close)
 

@@ -96,17 +96,17 @@ class ControlledEngine:
 
     @property
     def policy_version(self) -> int:
-        """See `Engine`."""
+        """The version of the weights in use; 0 before the first update (I6)."""
         return self._policy_version
 
     @property
     def world_size(self) -> int:
-        """See `Engine`: tensor times pipeline times data parallelism."""
+        """Tensor times pipeline times data parallelism."""
         size: int = self._llm.vllm_config.parallel_config.world_size_across_dp
         return size
 
     async def weight_placement(self) -> WeightPlacement:
-        """See `Engine`; of data-parallel copies, the GPUs of the first."""
+        """Return dtype and devices; of data-parallel copies, the GPUs of the first."""
         return WeightPlacement(
             dtype=str(self._llm.model_config.dtype).removeprefix("torch."),
             device=str(self._llm.vllm_config.device_config.device_type),
@@ -114,18 +114,18 @@ class ControlledEngine:
         )
 
     async def check_health(self) -> None:
-        """See `Engine`."""
+        """Return at once; raises `EngineError` if the engine is closed or has failed."""
         self._check_open()
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Stop sampling after the current step; requests wait and keep what they have."""
         async with self._lock:
             self._check_awake()
             await self._stop_steps("keep")
             self._paused = True
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """Continue after `pause`."""
         async with self._lock:
             self._check_awake()
             await self._calls.wait(self._llm.resume_generation())
@@ -133,11 +133,14 @@ class ControlledEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """See `SleepingEngine`."""
+        """Whether the memory was given back."""
         return self._asleep
 
     async def sleep(self) -> None:
-        """See `SleepingEngine`. On a CPU, where vLLM has no sleep mode, nothing is given back."""
+        """Finish the requests in flight, then give back the memory of weights, keys and values.
+
+        On a CPU, where vLLM has no sleep mode, nothing is given back.
+        """
         self._check_open()
         check_can_sleep(self._llm)
         check_not_paused(self._paused)
@@ -149,7 +152,7 @@ class ControlledEngine:
             self._refusing = self._asleep
 
     async def reset_prefix_cache(self) -> None:
-        """See `Engine`. vLLM drops all or nothing: the KV of running requests is computed anew."""
+        """Drop the KV of finished requests. vLLM drops all or nothing: the KV of running requests is computed anew."""
         self._check_awake()
         if not await self._calls.wait(self._llm.reset_prefix_cache()):
             await self._drop_all_kv()
@@ -162,7 +165,7 @@ class ControlledEngine:
         reuse_kv: bool = False,
         in_flight: InFlight = InFlight.PAUSE,
     ) -> WeightReceipt:
-        """See `Engine`. All of the model's weights must come, under the names of its checkpoint, or an adapter.
+        """Take new weights. All of the model's must come, under the names of its checkpoint, or an adapter.
 
         Requests in flight keep the adapter that they have, so `in_flight` and `reuse_kv` do not matter for an adapter.
         It waits for requests if there is no room for one more version (`--max-loras`, `--max-cpu-loras`).
@@ -180,7 +183,7 @@ class ControlledEngine:
         return await self._run_to_end(self._update(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Abort all requests and free the model."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)

@@ -120,22 +120,25 @@ class VllmEngine(ControlledEngine):
 
     @property
     def context_length(self) -> int:
-        """See `Engine`."""
+        """Maximum number of ids in a sequence, prompt and completion together."""
         return self._context_length
 
     @property
     def vocab_size(self) -> int:
-        """See `Engine`. Ids between the tokenizer's and the model's padded vocabulary have embeddings, but no text."""
+        """Prompt ids and stop ids lie in [0, vocab_size).
+
+        Ids between the tokenizer's and the model's padded vocabulary have embeddings, but no text.
+        """
         return self._vocab_size
 
     @property
     def takes_images(self) -> bool:
-        """See `Engine`."""
+        """Whether requests may have images."""
         return self._takes_images
 
     @property
     def takes_structured_output(self) -> bool:
-        """See `Engine`: it needs the tokenizer's texts."""
+        """Whether there is a tokenizer, whose texts it needs."""
         return self._has_tokenizer
 
     @property
@@ -144,7 +147,7 @@ class VllmEngine(ControlledEngine):
         return tuple(self._adapters)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """See `AdapterEngine`."""
+        """Load an adapter; `InvalidInputError` if the name is in use, or the adapter cannot be loaded."""
         async with self._lock:
             self._check_awake()
             if name in self._adapters:
@@ -153,7 +156,10 @@ class VllmEngine(ControlledEngine):
             self._num_adapters += 1
 
     async def unload_adapter(self, name: str) -> None:
-        """See `AdapterEngine`. vLLM keeps its weights until others need their place."""
+        """Take no more requests for an adapter, and drop its KV; `InvalidInputError` for an unknown one.
+
+        vLLM keeps its weights until others need their place.
+        """
         if self._adapters.pop(name, None) is None:
             raise InvalidInputError(f"adapter must be one of {sorted(self._adapters)} to be unloaded, got {name!r}")
         await self.reset_prefix_cache()  # it knows adapters by name
@@ -170,7 +176,7 @@ class VllmEngine(ControlledEngine):
         return number
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """See `Engine`."""
+        """Sample `request.n` completions."""
         last: RequestOutput | None = None
         with self._choose_adapter(request) as adapter:
             async with aclosing(self._answer(request, RequestOutputKind.FINAL_ONLY, adapter)) as outputs:
@@ -180,7 +186,10 @@ class VllmEngine(ControlledEngine):
             return conversion.convert_result(last, request, adapter.policy_version)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
-        """See `Engine`. A chunk holds the ids of one or more steps."""
+        """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
+
+        A chunk holds the ids of one or more steps.
+        """
         ended: set[int] = set()
         with self._choose_adapter(request) as adapter:
             async with aclosing(self._answer(request, RequestOutputKind.DELTA, adapter)) as outputs:
@@ -202,7 +211,10 @@ class VllmEngine(ControlledEngine):
         temperature: float = 1.0,
         num_top_logprobs: int = 0,
     ) -> ScoredSequence:
-        """See `Engine`. Computed without the prefix cache, which holds no logits."""
+        """Return the logprob of each of T ids after the first, given the ids before it.
+
+        Computed without the prefix cache, which holds no logits.
+        """
         self._check_awake()
         check_scorable(
             token_ids, temperature=temperature, vocab_size=self._vocab_size, context_length=self._context_length - 1
@@ -221,7 +233,7 @@ class VllmEngine(ControlledEngine):
         return conversion.convert_scores(last, len(token_ids), num_top_logprobs)
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine`."""
+        """End a request: its call returns what was sampled so far, with ABORT."""
         await self._requests.end(request_id)
 
     @contextmanager

@@ -108,32 +108,32 @@ class _PostgresDatabase:
             raise
 
     def write(self, work: Callable[[Cursor], T]) -> T:
-        """See `Database`."""
+        """Call `work` in one transaction, which is on disk when this returns."""
         return self._writer.run(work)
 
     def read(self, work: Callable[[Cursor], T]) -> T:
-        """See `Database`."""
+        """Call `work`, whose statements all see the data of one moment."""
         return self._reader.run(work, begin=_SNAPSHOT)
 
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
-        """See `Database`."""
+        """Whether the process of another `owner` still runs."""
         cursor.execute(f"SELECT pg_try_advisory_xact_lock_shared({_LOCKS}, ?::int)", (owner,))
         return not cursor.fetch_one()[0]
 
     def close(self) -> None:
-        """See `Database`."""
+        """Disconnect."""
         self._writer.close()
         self._reader.close()
 
 
 class _PostgresSnapshots:
-    """Implements `Snapshots`; between two calls there is no connection."""
+    """Implements `StoreSnapshots`; between two calls there is no connection."""
 
     def __init__(self, url: str) -> None:
         self._place = _parse(url)
 
     def read(self, work: Callable[[Cursor], T]) -> T:
-        """See `Snapshots`."""
+        """Call `work`, whose statements all see the data of one moment."""
         connection = _Connection(self._place)
 
         def check_and_work(cursor: Cursor) -> T:
@@ -150,7 +150,7 @@ class _PostgresSnapshots:
             connection.close()
 
     def find_state(self) -> StoreState:
-        """See `Snapshots`. Which gateway died is not known: its sessions are taken over."""
+        """Whether a gateway works on it. Which gateway died is not known: its sessions are taken over."""
 
         def select(cursor: Cursor) -> StoreState:
             cursor.execute(
@@ -164,7 +164,7 @@ class _PostgresSnapshots:
         return self.read(select)
 
     def find_revision(self) -> str:
-        """See `Snapshots`."""
+        """A text that is another one after a change."""
 
         def select(cursor: Cursor) -> str:
             cursor.execute(

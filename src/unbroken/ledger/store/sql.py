@@ -111,28 +111,28 @@ class SqlSessionStore:
         self._database = database
 
     def create(self, record: SessionRecord) -> None:
-        """See `SessionStore`."""
+        """Store a new session, which this store then owns."""
         values = (*encode_session(record), self._database.owner)
         statement = _insert("sessions", (*SESSION_COLUMNS, "owner"))
         self._database.write(lambda cursor: cursor.execute(statement, values))
 
     def load(self, session_id: str) -> StoredSession | None:
-        """See `SessionStore`."""
+        """Load a session as of one moment; None if it is unknown."""
         if not _is_storable(session_id):
             return None
         return self._database.read(functools.partial(load_session, session_id))
 
     def load_record(self, session_id: str) -> SessionRecord | None:
-        """See `SessionStore`."""
+        """Load a session without its turns; None if it is unknown."""
         row = self._read_one(f"SELECT {_SESSION} FROM sessions WHERE session_id = ?", session_id)
         return None if row is None else decode_session(row)
 
     def load_image(self, sha256: str) -> bytes | None:
-        """See `SessionStore`."""
+        """Load the file of an image of any session; None if no session has it."""
         return self._database.read(functools.partial(load_image, sha256))
 
     def has_image(self, session_id: str, sha256: str) -> bool:
-        """See `SessionStore`."""
+        """Whether a session refers to an image; false for an unknown session."""
         if not (_is_storable(session_id) and _is_storable(sha256)):
             return False
 
@@ -145,14 +145,14 @@ class SqlSessionStore:
         return self._database.read(select)
 
     def find_by_key(self, key_digest: bytes) -> str | None:
-        """See `SessionStore`."""
+        """Find the session that the SHA-256 of an API key belongs to."""
         row = self._read_one("SELECT session_id FROM sessions WHERE key_digest = ?", key_digest)
         return None if row is None else row[0]
 
     def list_sessions(
         self, *, status: SessionStatus | None = None, after: str | None = None, limit: int | None = None
     ) -> list[SessionRecord]:
-        """See `SessionStore`."""
+        """List sessions in the order in which they were created: those after session `after`, at most `limit`."""
 
         def select(cursor: Cursor) -> list[SessionRecord]:
             number = 0 if after is None else _find(cursor, after, "session")[0]
@@ -169,7 +169,7 @@ class SqlSessionStore:
         return self._database.read(select)
 
     def commit(self, commits: Sequence[TurnCommit]) -> None:
-        """See `SessionStore`."""
+        """Store new turns of any sessions in one transaction; if one cannot be stored, none is."""
         encoded = [_EncodedCommit(commit) for commit in commits]
         # All transactions use this order, so that no two wait for each other.
         blobs = sorted({digest: data for each in encoded for digest, data in each.blobs.items()}.items())
@@ -188,7 +188,7 @@ class SqlSessionStore:
             self._database.write(write)
 
     def finish(self, session_id: str, status: SessionStatus, outcome: Mapping[str, Any] | None = None) -> None:
-        """See `SessionStore`."""
+        """End an open session."""
         if status is SessionStatus.OPEN:
             raise InvariantError("status must be finished or expired, got open: a session is open from the start")
         values = (status.value, None if outcome is None else encode_json(outcome))
@@ -206,7 +206,7 @@ class SqlSessionStore:
         self._database.write(write)
 
     def expire(self, now_s: float) -> list[str]:
-        """See `SessionStore`."""
+        """End the open sessions whose time is over, and return their ids."""
         is_over = "status = 'open' AND expires_s <= ?"
         if self._read_one(f"SELECT 1 FROM sessions WHERE {is_over} LIMIT 1", now_s) is None:
             return []
@@ -218,7 +218,7 @@ class SqlSessionStore:
         return self._database.write(write)
 
     def find_ended(self, session_ids: Sequence[str]) -> list[str]:
-        """See `SessionStore`."""
+        """Find those of these sessions that have ended or were deleted, by any gateway, in the same order."""
 
         def select(cursor: Cursor) -> set[str]:
             found: set[str] = set()
@@ -233,13 +233,13 @@ class SqlSessionStore:
         return [session_id for session_id in session_ids if session_id not in is_open]
 
     def delete(self, session_id: str) -> bool:
-        """See `SessionStore`."""
+        """Remove a session, with the images that no other session has; returns whether there was one."""
         if self._read_one("SELECT 1 FROM sessions WHERE session_id = ?", session_id) is None:
             return False
         return self._database.write(functools.partial(_delete, session_id, self._database.lock))
 
     def acquire(self, session_id: str) -> bool:
-        """See `SessionStore`."""
+        """Become or stay the owner of a session; False if another gateway that runs owns it."""
         me = self._database.owner
         if self._database.read(lambda cursor: _find(cursor, session_id, "owner"))[0] == me:
             return True
@@ -255,7 +255,7 @@ class SqlSessionStore:
         return self._database.write(write)
 
     def release(self, session_id: str) -> None:
-        """See `SessionStore`."""
+        """Give up a session."""
         if not _is_storable(session_id):
             return
         values = (_NO_OWNER, session_id, self._database.owner)
@@ -263,7 +263,7 @@ class SqlSessionStore:
         self._database.write(lambda cursor: cursor.execute(statement, values))
 
     def close(self) -> None:
-        """See `SessionStore`."""
+        """Release all sessions and disconnect."""
         self._database.close()
 
     def _read_one(self, statement: str, value: Any) -> Any:

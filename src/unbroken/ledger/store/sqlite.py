@@ -83,21 +83,21 @@ class _SqliteDatabase:
             raise
 
     def write(self, work: Callable[[Cursor], T]) -> T:
-        """See `Database`."""
+        """Call `work` in one transaction, which is on disk when this returns."""
         with self._writer.transaction("BEGIN IMMEDIATE") as cursor:
             return work(cursor)
 
     def read(self, work: Callable[[Cursor], T]) -> T:
-        """See `Database`."""
+        """Call `work`, whose statements all see the data of one moment."""
         with self._reader.transaction("BEGIN") as cursor:
             return work(cursor)
 
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
-        """See `Database`."""
+        """Whether the process of another `owner` still runs."""
         return False
 
     def close(self) -> None:
-        """See `Database`."""
+        """Disconnect."""
         while self._connections:
             self._connections.pop().close()
         if self._lock is not None:
@@ -214,7 +214,7 @@ class _ChangedError(Exception):
 
 
 class _SqliteSnapshots:
-    """Implements `Snapshots`; between two calls nothing is open."""
+    """Implements `StoreSnapshots`; between two calls nothing is open."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = folder / LOCK_FILE
@@ -223,7 +223,7 @@ class _SqliteSnapshots:
         self._index = self._path.with_name(f"{DATABASE_FILE}-shm")
 
     def read(self, work: Callable[[Cursor], T]) -> T:
-        """See `Snapshots`."""
+        """Call `work`, whose statements all see the data of one moment."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 with self._open() as connection:
@@ -236,7 +236,10 @@ class _SqliteSnapshots:
         raise AssertionError("the last attempt returns or raises")
 
     def find_state(self) -> StoreState:
-        """See `Snapshots`. A gateway that ends removes the log; the lock has the number of the last one's process."""
+        """Whether a gateway works on it.
+
+        A gateway that ends removes the log; the lock has the number of the last one's process.
+        """
         if not self._log.exists():
             return StoreState.ENDED
         try:
@@ -248,7 +251,7 @@ class _SqliteSnapshots:
         )
 
     def find_revision(self) -> str:
-        """See `Snapshots`."""
+        """A text that is another one after a change."""
         return repr((_sign(self._path), _sign(self._log), self.find_state().value))
 
     @contextmanager

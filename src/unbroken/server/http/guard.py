@@ -43,7 +43,7 @@ class Guard:
         self._origins = OriginCheck(hosts=config.hosts) if config.checks_origin else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one request, as ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -141,7 +141,7 @@ class ReplayBody:
         self._body: bytes | None = body
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """See ASGI."""
+        """Handle one request, as ASGI has it."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}

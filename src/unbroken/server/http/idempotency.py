@@ -68,7 +68,7 @@ class Idempotency:
         self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle one request, as ASGI has it."""
         key = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
         if key is None or scope.get(KNOWS_RETRIES):
             await self._app(scope, receive, send)

@@ -47,7 +47,7 @@ class OrjsonRoute(APIRoute):
     """A route whose body is read by orjson, and whose answer names the fields that it ignores."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
+        """Make the handler, which reads bodies by orjson."""
         handle = super().get_route_handler()
 
         async def handle_with_orjson(request: Request) -> Response:

@@ -41,7 +41,7 @@ router = Routes(Access.CLIENT)
 
 
 class StructuredOutputBody(StrictBody):
-    """See `StructuredOutput`."""
+    """A constraint on the text, as in `StructuredOutput`."""
 
     regex: str | None = None
     json_schema: str | None = None
