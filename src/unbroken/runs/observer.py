@@ -15,7 +15,7 @@ from rich.text import Text
 
 from unbroken.runs.config import RunConfig
 from unbroken.runs.engines import RunEngine
-from unbroken.runs.evaluation.beside import EvaluationsBeside
+from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.schedule import Evaluations
 from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.profiler import StepProfiler
@@ -73,20 +73,20 @@ class TrainingObserver(RunObserver):
         evaluation_engine: RunEngine | None,
         models: KeptModels,
         evaluations: Evaluations,
-        beside: EvaluationsBeside | None,
+        background: BackgroundEvaluations | None,
         recorder: Recorder,
         progress: RunProgress,
         metrics: MetricsWriter | None,
         profiler: StepProfiler,
     ) -> None:
-        """`beside` is there with `loop.max_staleness` or `evaluation.engine`, instead of evaluations between steps."""
+        """With `loop.max_staleness` or `evaluation.engine`, `background` is there: it evaluates while steps go on."""
         self.before_update = engine.before_update
         self._config = config
         self._trainer = trainer
         self._evaluation_engine = evaluation_engine
         self._models = models
         self._evaluations = evaluations
-        self._beside = beside
+        self._background = background
         self._recorder = recorder
         self._progress = progress
         self._metrics = metrics
@@ -114,15 +114,15 @@ class TrainingObserver(RunObserver):
     async def after_step(self, num_steps: int) -> None:
         """Write the model and evaluate it, where that is due."""
         await asyncio.to_thread(self._models.write_step, num_steps)
-        if self._beside is not None:
-            await self._beside.after_step(num_steps)
+        if self._background is not None:
+            await self._background.after_step(num_steps)
         elif self.needs_engine(num_steps):
             await self._evaluations.evaluate(num_steps, f"after step {num_steps}")
 
     def needs_engine(self, num_steps: int) -> bool:
         """Whether an evaluation on the training's engine begins after this number of steps."""
-        if self._beside is not None:
-            return self._beside.needs_engine(num_steps)
+        if self._background is not None:
+            return self._background.needs_engine(num_steps)
         return self._evaluations.is_due(num_steps, last=self._config.loop.num_steps)
 
     def get_newest_version(self) -> int:

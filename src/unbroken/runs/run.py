@@ -26,7 +26,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems, Sampler, make_collector
 from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.engines import RunEngine, open_engine
-from unbroken.runs.evaluation.beside import EvaluationsBeside, EvaluationServers
+from unbroken.runs.evaluation.background import BackgroundEvaluations, EvaluationServers
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.files import create_repository, upload
@@ -252,10 +252,10 @@ async def _train(
             timeline=records.timeline,
         )
         snapshots = Snapshots(trainer, is_sender=run.engine.publisher is not None or run.rank.index == 0)
-        beside = await _make_beside(config, run, evaluations, snapshots)
-        if beside is not None:
-            stack.push_async_callback(beside.close)
-        alone = evaluations if beside is None else beside
+        background = await _make_background(config, run, evaluations, snapshots)
+        if background is not None:
+            stack.push_async_callback(background.close)
+        alone = evaluations if background is None else background
         await alone.evaluate(0, "before")
         await train(
             collector,
@@ -263,14 +263,14 @@ async def _train(
             publisher=run.engine.publisher,
             metrics=records.metrics,
             config=config.chosen_loop,
-            observer=_make_observer(config, run, records, models, evaluations, beside),
+            observer=_make_observer(config, run, records, models, evaluations, background),
             checkpoints=checkpoints,
             engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
             timeline=records.timeline,
             snapshots=snapshots,
         )
-        if beside is not None:
-            await beside.finish()
+        if background is not None:
+            await background.finish()
         with records.timeline.span("final model"):
             final = await asyncio.to_thread(models.write_final, num_steps)
         rollouts = await alone.evaluate(num_steps, "after")
@@ -332,10 +332,10 @@ def _open_timeline(config: RunConfig, rank: Rank) -> Timeline:
     return Timeline(file, name=f"rank {rank.index}", rank=rank.index)
 
 
-async def _make_beside(
+async def _make_background(
     config: RunConfig, run: OpenRun, evaluations: Evaluations, snapshots: Snapshots
-) -> EvaluationsBeside | None:
-    """What evaluates beside training; None if evaluations are made between two steps."""
+) -> BackgroundEvaluations | None:
+    """What evaluates during training; None if evaluations are made between two steps."""
     own = run.evaluation_engine
     if own is None and config.loop.max_staleness == 0:
         return None
@@ -344,7 +344,7 @@ async def _make_beside(
         servers = await EvaluationServers.open(
             own.engine, own.publisher, trainer=run.trainer, snapshots=snapshots, timeline=evaluations.timeline
         )
-    return EvaluationsBeside(
+    return BackgroundEvaluations(
         evaluations, run.trainer, last=config.loop.num_steps, servers=servers, outages=config.loop.outages
     )
 
@@ -355,7 +355,7 @@ def _make_observer(
     records: _Records,
     models: KeptModels,
     evaluations: Evaluations,
-    beside: EvaluationsBeside | None,
+    background: BackgroundEvaluations | None,
 ) -> TrainingObserver:
     return TrainingObserver(
         config=config,
@@ -364,7 +364,7 @@ def _make_observer(
         evaluation_engine=run.evaluation_engine,
         models=models,
         evaluations=evaluations,
-        beside=beside,
+        background=background,
         recorder=Recorder(
             config=config.rollout_log,
             trainer=run.trainer,

@@ -44,7 +44,7 @@ async def train_model(
 ) -> TrainedRun:
     """Train `model`, a folder or a name on the hub, and write the run into `config.output`.
 
-        metrics/metrics.jsonl    a line for each step (with TensorBoard's events beside it)
+        metrics/metrics.jsonl    a line for each step (with TensorBoard's events next to it)
         evaluation.jsonl         a line for each evaluation of a set of problems
         rollouts/                a sample of each step's rollouts
         timeline/                what each process did when, for https://ui.perfetto.dev

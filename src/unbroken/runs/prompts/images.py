@@ -58,8 +58,8 @@ def place_images(messages: Sequence[Message], images: Any, *, folder: Path | Non
         MessagesError: the places that messages have for images are not as many as the images.
         ImageError: an image has no supported form, or its file is not there.
     """
-    beside = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
-    placed = _fill(messages, beside, place=place)
+    listed = [] if images is None else list(images) if isinstance(images, (list, tuple)) else [images]
+    placed = _fill(messages, listed, place=place)
     for name, part in find_image_parts(placed):
         source = _read(get_image_source(part), folder, name=f"{place}: {name}")
         part.clear()  # type: ignore[attr-defined]  # of our own copy

@@ -16,7 +16,7 @@ from support.served import Served, save_tiny_model, served
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineConfig, EngineKind, EvaluationConfig, WeightTransport
-from unbroken.runs.evaluation.beside import EvaluationServers
+from unbroken.runs.evaluation.background import EvaluationServers
 from unbroken.runs.evaluation.evaluator import Evaluator
 from unbroken.runs.export.files import read_info
 from unbroken.timeline import Track, read_timeline

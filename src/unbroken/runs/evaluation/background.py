@@ -40,7 +40,7 @@ class _Running:
     task: asyncio.Task[list[list[TrajectoryGroup]]]
 
 
-class EvaluationsBeside:
+class BackgroundEvaluations:
     """One evaluation at a time; each process calls all methods together, but for `is_due` and `needs_engine`."""
 
     def __init__(
