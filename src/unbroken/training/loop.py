@@ -57,10 +57,9 @@ async def train(
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
-    A step without anything to train on changes no weights and is logged with `train/num_rows` 0. `trainer` and the
-    engine behind `publisher` begin with the same weights and version. Training is on policy unless
-    `config.max_staleness` is above 0; then the trainer's config should correct for older weights
-    (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
+    `trainer` and the engine behind `publisher` begin with the same weights and version. A step without anything to
+    train on changes no weights. Training is on policy unless `config.max_staleness` is above 0; then the trainer's
+    config should correct for older weights (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
 
     Several processes (`accelerate launch`) each call this with their own `source`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error

@@ -137,13 +137,7 @@ class Trainer:
             self._reference = self._freeze(reference)
         self._vocab_size = policy.vocab_size
         self._policy, self._optimizer = self._accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
-        with self._computing(), self._accelerator.autocast():
-            for each in (self._accelerator.unwrap_model(self._policy), self._reference):
-                if each is not None:
-                    if config.compile:
-                        compile_blocks(each)
-                    each.allow_by_rows()
-                    each.check_trees()
+        self._prepare_passes()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
         self._updater = Updater(
@@ -419,6 +413,16 @@ class Trainer:
             for name, tensor in gather_weights(self._model()):
                 part = shard_like(tensor, parameters[name]).to(parameters[name].dtype)
                 parameters[name].mul_(1 - share).add_(part, alpha=share)
+
+    def _prepare_passes(self) -> None:
+        """Compile the layers if the config says so, and find out which ways to compute rows together are exact."""
+        with self._computing(), self._accelerator.autocast():
+            for each in (self._accelerator.unwrap_model(self._policy), self._reference):
+                if isinstance(each, PolicyLogprobs):
+                    if self._config.compile:
+                        compile_blocks(each)
+                    each.allow_by_rows()
+                    each.check_trees()
 
     def _find_routers(self, model: Any) -> Routers | None:
         return Routers.find(causal_lm(model)) if self._config.routing_replay else None

@@ -1,4 +1,4 @@
-"""The asynchronous loop: no id is trained beyond the bound, each group is trained once, and nothing waits for ever."""
+"""The loop: no id is trained beyond the bound, each group is trained once, and nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(source: TurnSource, maker: TurnMaker, config: LoopConfig, seen: Seen) 
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    max_staleness=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
     groups_per_step=st.integers(1, 5),
     max_drops=st.integers(0, 2),
     limit=st.none() | st.integers(1, 6),
@@ -81,7 +81,8 @@ def test_no_group_is_too_old_and_each_is_trained_once(
     )
     seen = run(source, maker, config)
     check(source, maker, config, seen)
-    assert limit is None or source.max_running <= limit + groups_per_step * (max_staleness + 1) * (max_drops > 0)
+    has_limit = limit is not None and max_staleness > 0
+    assert not has_limit or source.max_running <= limit + groups_per_step * (max_staleness + 1) * (max_drops > 0)
 
 
 def test_the_engine_samples_while_the_trainer_trains():
@@ -93,6 +94,28 @@ def test_the_engine_samples_while_the_trainer_trains():
     assert [event.version for event in begun] == list(range(20))
     assert sum(event.num_in_flight + event.num_queued > 0 for event in ended) >= 19
     assert seen.count(EventKind.GROUP_CANCELLED) == 0
+
+
+def test_without_staleness_nothing_is_sampled_from_when_groups_are_taken_until_the_step_has_ended():
+    """An engine of the process may sleep during the step, and an evaluation has it alone after it."""
+
+    class Busy(TurnMaker):
+        async def end_step(self, step: int) -> None:
+            for _ in range(5):
+                running.append(source.num_running)
+                await asyncio.sleep(0)
+            await super().end_step(step)
+
+    engine, running = TurnEngine(), []
+    source = TurnSource(engine, lambda *_: 10, 2)
+    maker = Busy(engine, lambda step: 10, lambda version: 4)
+    maker.trains = lambda step: step % 3 > 0
+    seen = run(source, maker, LoopConfig(num_steps=9))
+    check(source, maker, LoopConfig(num_steps=9), seen)
+    quiet = (EventKind.STEP_BEGUN, EventKind.STEP_ENDED, EventKind.PUBLISH_BEGUN, EventKind.PUBLISH_ENDED)
+    assert {each.num_in_flight + each.num_queued for each in seen.events if each.kind in quiet} == {0}
+    assert set(running) == {0}
+    assert set(maker.staleness) == {0}
 
 
 @pytest.mark.parametrize("max_drops", [0, 1, 2])
@@ -246,7 +269,7 @@ def has_variance(group: TrajectoryGroup) -> bool:
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    max_staleness=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
     max_drops=st.integers(0, 1),
     max_replacements=st.floats(0, 4),
     kill_step=st.integers(0, 8),
