@@ -171,7 +171,7 @@ class UpdatableEngine(PausableEngine, Protocol):
         set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
 
         A source may have a LoRA adapter instead of whole weights (`transfer.adapters`), which is added to the weights
-        of the start. An engine that computes it beside them ends running requests with the adapter that they have.
+        of the start. An engine that computes it apart from them ends running requests with the adapter that they have.
 
         Raises:
             SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is

@@ -247,7 +247,7 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
         "ignore_eos": form is None,
         "include_stop_str_in_output": True,
         "detokenize": bool(params.stop_strings),
-        # One more than asked for: vLLM counts the sampled id among them, whatever its rank.
+        # One more than asked for: vLLM counts the sampled id among them, at any rank.
         "logprobs": min(params.num_top_logprobs + 1, vocab_size) if params.num_top_logprobs else 0,
     }
     if form is not None:

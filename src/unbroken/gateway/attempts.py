@@ -89,7 +89,7 @@ class PendingTurn:
                 yield chunk
 
     async def finish(self) -> None:
-        """Wait until the work has ended, if it was begun, in whatever way."""
+        """Wait until the work has ended, in any way, if it was begun."""
         if self._work is not None:
             await asyncio.wait([self._work])
 
@@ -241,7 +241,7 @@ class Attempts:
         """The attempt that a retry asks for; None for a new question.
 
         A retry says so (an idempotency key, the retry count of an SDK), or has the same body as a request whose answer
-        was not delivered. The same body beside a request that is being answered is a sibling if it comes from an SDK
+        was not delivered. The same body while a request is being answered is a sibling if it comes from an SDK
         that counts its retries: it would have said so.
         """
         for attempt in reversed(self._by_body.get(retry.body_sha256, [])):

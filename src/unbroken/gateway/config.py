@@ -52,7 +52,7 @@ class GatewayConfig:
 
 
 class SessionSampling(StrictBody):
-    """Sampling parameters that all turns of a session have, whatever its agent asks for; null leaves it to the agent.
+    """Sampling parameters that all turns of a session have, also against its agent; null leaves it to the agent.
 
     A trainer needs one temperature in all turns.
     """

@@ -9,7 +9,7 @@ The example of `tree`, continued: two branches share the prompt `[1, 2]` and the
                        sampled_mask  -  -  x  -  x
                        loss_mask     -  -  -  -  x              its row trains 8: the shared 3 is trained above
 
-Both rows have the trajectory's advantage, or that of the id's turn, where their loss mask is true, and zero elsewhere.
+Both rows have the trajectory's advantage, or that of the id's turn, where their loss mask is true, otherwise zero.
 A branch whose turns were sampled at several temperatures gives a row for each, which trains the ids of that one.
 """
 

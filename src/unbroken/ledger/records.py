@@ -85,7 +85,7 @@ class MessageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRecord:
-    """An `ImageSpan` whose image is stored elsewhere, once."""
+    """An `ImageSpan` without its image, which is stored once."""
 
     offset: int
     length: int

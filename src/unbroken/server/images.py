@@ -202,7 +202,7 @@ class ImageIntake:
 
         `images` has for each prompt, in order, sources in any form that the loader takes, or `ClientSpan`s, which have
         their own settings. With None a placeholder is an image that is missing. With an empty list it is text, as it is
-        beside spans: the model may have sampled it. `settings` are those of all prompts, or of each. `names` gives the
+        with spans: the model may have sampled it. `settings` are those of all prompts, or of each. `names` gives the
         field that holds the images of a prompt, by the prompt's index.
 
         Raises:

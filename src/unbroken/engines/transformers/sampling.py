@@ -64,7 +64,7 @@ def draw(
     """Pick one id per row, and its logprob; greedy rows take the most likely id.
 
     One uniform number in [0, 1) per row goes through the inverse of the cumulative distribution, summed in float64: the
-    same number and distribution give the same id, whatever else is in the batch. An id of probability 0 is never drawn.
+    same number and distribution give the same id in any batch. An id of probability 0 is never drawn.
     The logprob is not finite where the row's logits are not.
     """
     greedy = params_B["greedy"]

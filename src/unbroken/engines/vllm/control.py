@@ -81,7 +81,7 @@ class ControlledEngine:
         self._has_other_weights = False
         """Whether whole weights have replaced those of the start."""
         self._num_adapters = 0
-        """Adapters beside the policy's that were loaded so far, those that were unloaded too."""
+        """Adapters other than the policy's that were loaded so far, those that were unloaded too."""
         self._paused = False
         self._refusing = False
         """Whether requests are refused because vLLM sleeps or is about to."""
@@ -247,7 +247,7 @@ class ControlledEngine:
         return self._begin_version(policy_version, digest, times)
 
     async def _receive_adapter(self, delivery: Delivery, policy_version: int) -> WeightReceipt:
-        """Load an adapter beside those of running requests, which go on between its parts."""
+        """Load an adapter while requests run with theirs; they go on between its parts."""
         times = [time.perf_counter()]
         digest = await delivery.receive(self._calls.rpc)
         times.append(time.perf_counter())

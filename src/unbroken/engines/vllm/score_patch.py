@@ -1,6 +1,6 @@
 """A patch of vLLM in its workers: prompt logprobs at the temperature of their request, without LoRA adapters.
 
-vLLM 0.32 and 0.33 compute the logprobs of prompt ids at temperature 1, whatever the request says. Where LoRA is on,
+vLLM 0.32 and 0.33 compute the logprobs of prompt ids at temperature 1, not at the request's. Where LoRA is on,
 they add to their logits what the adapters of the rows that are *sampled* in the step would add to the head: the numbers
 of rows differ, and on a CPU the engine dies (`einsum(): subscript b has size 5 for operand 1`). Only `VllmEngine.score`
 asks for prompt logprobs, and it asks for the model's own.

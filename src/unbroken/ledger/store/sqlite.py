@@ -9,7 +9,7 @@ on the database's log, `sessions.sqlite3-wal`:
 log        its index (-shm)    read
 none       -                   the database, read as unchanging; read again if it changed meanwhile
 there      there               the database and the log, with an index that is read only
-there      none                a copy of both: SQLite would make the index beside them
+there      none                a copy of both: SQLite would make an index in the folder
 
 So no file is made, written, truncated or removed, and a gateway never waits. (SQLite removes an empty log and its index
 when a gateway ends; what a killed one leaves is a log with an index.)

@@ -89,7 +89,7 @@ class SessionWriter:
         """Store all at once, or those that can be stored one by one; the error of each."""
         try:
             self._store.commit(commits)
-        except Exception as error:  # whatever it is, it belongs to the caller, and the thread goes on
+        except Exception as error:  # of any kind: it belongs to the caller, and the thread goes on
             if len(commits) == 1:
                 return [error]
             return [each for commit in commits for each in self._write([commit])]

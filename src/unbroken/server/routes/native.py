@@ -225,6 +225,6 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
     },
 )
 async def upload(request: Request) -> Response:
-    """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, whatever its content type, within the image limits."""
+    """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, under any content type, within the image limits."""
     image, width, height = await get_context(request).images.upload(await request.body())
     return json_response({"sha256": image.sha256, "width": width, "height": height})

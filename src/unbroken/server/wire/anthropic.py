@@ -59,7 +59,7 @@ class Base64Source(BodyModel):
 
 
 class UrlSource(BodyModel):
-    """An image elsewhere, or its hash."""
+    """An image by its URL, or its hash."""
 
     type: Literal["url"]
     url: str
