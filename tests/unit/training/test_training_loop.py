@@ -23,6 +23,7 @@ from unbroken.training.objective.advantages import grpo_advantages, rloo_advanta
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import outside_in
 from unbroken.training.objective.policy_gradient import PolicyGradient
+from unbroken.training.observer import RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -296,3 +297,11 @@ async def test_a_bad_reward_ends_the_training_before_any_update(tmp_path):
     with pytest.raises(RewardError, match=r"rewards\[0\] must be finite"):
         await run([group(trajectory(float("nan")), trajectory(0.0))], tmp_path, trainer=trainer)
     assert trainer.policy_version == 0
+
+
+def test_an_observer_needs_the_engine_after_a_step_only_if_it_does_something_then():
+    class Evaluates(RunObserver):
+        async def after_step(self, num_steps: int) -> None:
+            """Sample."""
+
+    assert [each().needs_engine(1) for each in (RunObserver, Evaluates)] == [False, True]
