@@ -36,6 +36,20 @@ def test_importing_the_package_loads_nothing_else():
     assert loaded == ["unbroken"]
 
 
+EXTRAS = "accelerate datasets fastapi httpx orjson peft PIL prometheus_client psycopg pydantic rich torch uvicorn vllm"
+
+
+@pytest.mark.parametrize("command", ["", "serve", "gateway", "train", "export", "audit", "drift", "demo", "view"])
+def test_help_needs_no_extra(command):
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()}))\n"
+        f"from unbroken.cli import main; main({[*command.split(), '--help']})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"usage: unbroken {command}".rstrip())
+
+
 @pytest.mark.parametrize("name", [name for name in unbroken.__all__ if name != "VllmEngine"])
 def test_a_public_name_is_the_object_of_its_module(name):
     value = getattr(unbroken, name)

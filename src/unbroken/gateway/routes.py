@@ -10,7 +10,7 @@ from fastapi import Query, Request, Response
 from pydantic import Field
 
 from unbroken.errors import SamplingError
-from unbroken.gateway.config import SessionSettings
+from unbroken.gateway.session import SessionSettings
 from unbroken.gateway.sessions import Sessions
 from unbroken.gateway.state import RecordedTurn, SessionState, name_images
 from unbroken.ledger.export import export_samples

@@ -1,4 +1,4 @@
-"""One live session: matches each request with what is recorded, has it sampled, and records the turn durably."""
+"""A session: what it is created with, and how each request is matched with what is recorded, sampled and stored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pydantic import Field
+
 from unbroken.counters import Event
 from unbroken.errors import StoreError
 from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
-from unbroken.gateway.config import OnDisconnect, StoredSettings
+from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
 from unbroken.ledger.forest import Match, TurnSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
@@ -23,6 +25,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
 from unbroken.server.context import ServerContext
+from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.questions import continue_prompt
@@ -32,6 +35,58 @@ from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
 
 _ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
+
+
+class SessionSampling(StrictBody):
+    """Sampling parameters that all turns of a session have, also against its agent; null leaves it to the agent.
+
+    A trainer needs one temperature in all turns.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most ids of one turn. The agent may ask for fewer."""
+
+
+class SessionLimits(StrictBody):
+    """Where a session ends; null for no limit of its own."""
+
+    turns: int | None = Field(default=None, ge=1)
+    """Each of the `n` answers to a request is a turn."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Sampled ids of all turns, those of aborted ones too. A request reserves its `max_tokens` for each of its answers,
+    cut to what is left, until it ends."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Since it was created."""
+    in_flight: int | None = Field(default=None, ge=1)
+    """Requests at the same time."""
+
+
+class SessionSettings(StrictBody):
+    """What a session is created with."""
+
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """Kept and returned as it is, such as the task and the number of the attempt."""
+    sampling: SessionSampling = Field(default_factory=SessionSampling)
+    template_options: dict[str, Any] | None = None
+    """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
+    limits: SessionLimits = Field(default_factory=SessionLimits)
+    on_disconnect: OnDisconnect | None = Field(default=None, strict=False)
+    """What happens to a turn whose reader leaves before its end; null for the gateway's default."""
+
+
+class StoredSettings(SessionSettings):
+    """What is stored of a session's settings."""
+
+    model: str | None = None
+    """The served model, whose tokenizer made the ids; null in sessions of releases that did not store it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

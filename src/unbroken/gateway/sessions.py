@@ -18,8 +18,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from unbroken.errors import SessionEndedError, StoreError, UnknownSessionError
-from unbroken.gateway.config import GatewayConfig, SessionSettings, StoredSettings
-from unbroken.gateway.session import Session, ended
+from unbroken.gateway.config import GatewayConfig
+from unbroken.gateway.session import Session, SessionSettings, StoredSettings, ended
 from unbroken.gateway.state import SessionState
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store.base import SessionStore
