@@ -25,7 +25,7 @@ class Metrics:
             "unbroken_request_seconds", "Seconds to the end of the answer", ["route"], buckets=_LATENCIES_S,
             registry=self.registry,
         )  # fmt: skip
-        self.prompt_ids = Counter("unbroken_prompt_ids", "RequestPrompt ids sent to the engine", registry=self.registry)
+        self.prompt_ids = Counter("unbroken_prompt_ids", "Prompt ids sent to the engine", registry=self.registry)
         self.sampled_ids = Counter("unbroken_sampled_ids", "Ids sampled", registry=self.registry)
         self.finished = Counter(
             "unbroken_completions", "Completions finished", ["finish_reason"], registry=self.registry

@@ -170,6 +170,7 @@ async def test_metrics_count_what_was_sampled() -> None:
         assert await metric(client, "unbroken_sampled_ids_total") == 20
         assert await metric(client, "unbroken_prompt_ids_total") == 3
         assert await metric(client, "unbroken_completions_total") == 4
+        assert "# HELP unbroken_prompt_ids_total Prompt ids sent to the engine\n" in (await client.get("/metrics")).text
 
 
 async def test_an_unexpected_error_is_counted_as_a_500() -> None:
