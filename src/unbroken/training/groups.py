@@ -182,9 +182,13 @@ class GroupNumbers:
     def _stop(self) -> int:
         return self._num_to_train + self._num_replaced
 
-    def resume(self, state: Mapping[str, Any] | None, num_trained: int) -> None:
-        """Go on from the state of a checkpoint; without one, the lowest `num_trained` were trained in their order."""
+    def resume(self, state: Mapping[str, Any] | None, *, num_trained: int, num_left: int) -> None:
+        """Go on from the state of a checkpoint; without one, the lowest `num_trained` were trained in their order.
+
+        `num_left` more are trained, however many groups the steps before had.
+        """
         self.restore(state or {"next": num_trained, "beyond": [], "drops": []})
+        self._num_to_train = self._lowest + len(self._beyond) - self._num_replaced + num_left
 
     def _is_trained(self, number: int) -> bool:
         return number < self._lowest or number in self._beyond
@@ -498,6 +502,14 @@ class GroupSampler:
         replaced, self._replaced = self._replaced, {}
         return [replaced[number] for number in sorted(replaced)]
 
+    def get_state(self) -> Mapping[str, Any]:
+        """Which groups are trained, for the checkpoint; an error of the source ends the run in all processes."""
+        try:
+            return self.numbers.state()
+        except Exception as error:
+            self.fail(error)
+            return {}
+
     def take_counts(self) -> GroupCounts:
         """What became of groups since the last call, and how many there are."""
         counts, self._counts = self._counts, GroupCounts()
@@ -574,13 +586,16 @@ class GroupSampler:
                 self.fail(to_exception(error))
                 return
             sampled, is_replaced = None, False
-        if live not in self._live:  # it was cancelled, and only now have its requests left the engine
-            self.numbers.put_back(live.number)
-            self.fill()
-        elif isinstance(sampled, TrajectoryGroup):
-            self._finish(live, sampled, is_replaced=is_replaced)
-        elif sampled is not None:
-            self._lose_group(live, sampled)
+        try:
+            if live not in self._live:  # it was cancelled, and only now have its requests left the engine
+                self.numbers.put_back(live.number)
+                self.fill()
+            elif isinstance(sampled, TrajectoryGroup):
+                self._finish(live, sampled, is_replaced=is_replaced)
+            elif sampled is not None:
+                self._lose_group(live, sampled)
+        except Exception as error:  # the observer's; nobody else would see it
+            self.fail(error)
 
     async def _sample_once(self, live: LiveGroup) -> TrajectoryGroup | EngineError:
         """The group, or the error that says that its engine went away."""

@@ -99,8 +99,11 @@ async def train(
     try:
         await steps.resume(engine)
         async with fail_together(trainer):
-            last = None if steps.last is None else steps.last.groups
-            numbers.resume(last, steps.num_steps * source.groups_per_step)
+            numbers.resume(
+                None if steps.last is None else steps.last.groups,
+                num_trained=steps.num_steps * source.groups_per_step,
+                num_left=(config.num_steps - steps.num_steps) * source.groups_per_step,
+            )
         await run_steps(
             source, steps, config, first_step=steps.num_steps, numbers=numbers, observe=steps.observe,
             has_variance=trainer.has_variance,
@@ -253,9 +256,7 @@ class _Loop:
         self._taken_s = _now_s()
         for step in range(first_step, self._config.num_steps):
             with self._maker.around_step(step):
-                with record_function("rollouts"):
-                    taken = await self._take(step)
-                await self._make(taken)
+                await self._make_next(step)
         await self._end_publishing()
 
     async def close(self) -> None:
@@ -263,6 +264,12 @@ class _Loop:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
         await self._sampler.close()
+
+    async def _make_next(self, step: int) -> None:
+        """A frame of its own: while the next step is sampled, nothing keeps the groups of this one in memory."""
+        with record_function("rollouts"):
+            taken = await self._take(step)
+        await self._make(taken)
 
     async def _take(self, step: int) -> TakenGroups:
         """Wait until every process has its groups for the step; lost engines are waited for together."""
@@ -313,7 +320,7 @@ class _Loop:
             counts=self._sampler.take_counts(),
             waited_s=waited_s,
             since_last_s=since_last_s,
-            numbers=self._sampler.numbers.state(),
+            numbers=self._sampler.get_state(),
         )
 
     async def _make(self, taken: TakenGroups) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -23,7 +26,7 @@ from unbroken.training.objective.advantages import grpo_advantages, rloo_advanta
 from unbroken.training.objective.online_dpo import OnlineDpo
 from unbroken.training.objective.pairs import outside_in
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.observer import RunObserver
+from unbroken.training.observer import EventKind, LoopEvent, RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightUpdate
@@ -290,6 +293,61 @@ async def test_on_step_is_told_what_was_logged(tmp_path):
 async def test_seconds_are_logged_apart(tmp_path):
     (line,) = await run([GOOD], tmp_path)
     assert 0 < line["seconds/collect"] + line["seconds/train"] <= line["seconds/step"]
+
+
+class Numbered:
+    """Groups that differ by their numbers alone."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self.groups_per_step = groups_per_step
+        self.sampled: list[int] = []
+        self.trees: list[weakref.ref] = []
+        self.num_alive: list[int] = []
+        """Before each group, how many of earlier ones are in memory."""
+
+    async def sample(self, number: int) -> TrajectoryGroup:
+        gc.collect()
+        self.num_alive.append(sum(tree() is not None for tree in self.trees))
+        made = group(trajectory(1.0), trajectory(0.0))
+        self.sampled.append(number)
+        self.trees.append(weakref.ref(made.trajectories[0].tree))
+        return made
+
+
+async def test_a_steps_groups_are_not_in_memory_while_the_next_are_sampled(tmp_path):
+    source = Numbered(1)
+    await run([GOOD] * 3, tmp_path, source=source)
+    assert source.num_alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 3, 6])
+async def test_a_run_goes_on_with_fewer_or_more_groups_a_step(tmp_path, groups_per_step):
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(tmp_path / "checkpoints", every=1)
+
+    await run([GOOD] * 2, tmp_path, source=Numbered(3), checkpoints=checkpoints())
+    source = Numbered(groups_per_step)
+    async with asyncio.timeout(30):
+        await run([GOOD] * 4, tmp_path, source=source, checkpoints=checkpoints())
+    assert source.sampled == list(range(6, 6 + 2 * groups_per_step))
+
+
+async def test_an_error_of_an_observer_ends_the_run(tmp_path):
+    class Fails(RunObserver):
+        def on_event(self, event: LoopEvent) -> None:
+            if event.kind is EventKind.GROUP_FINISHED:
+                raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        async with asyncio.timeout(30):
+            await train(
+                Steps([GOOD]),
+                trainer=make_trainer(),
+                publisher=Nothing(),
+                metrics=None,
+                config=LoopConfig(num_steps=1),
+                observer=Fails(),
+            )
 
 
 async def test_a_bad_reward_ends_the_training_before_any_update(tmp_path):
