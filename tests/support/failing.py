@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,31 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 
-WHERE = ("sample", "make_units", "before_update", "on_step", "extra", "engine")
+WHERE = ("sample", "tell", "choices", "make_units", "before_update", "on_step", "extra", "engine")
+
+
+class _Choosing(EachStep):
+    """Chooses its problems; the method `fails_in` fails."""
+
+    def __init__(self, sample: Callable[[int], Awaitable[TrajectoryGroup]], *, fails_in: str | None) -> None:
+        super().__init__(sample)
+        self._fails_in = fails_in
+
+    def tell(self, number: int, group: TrajectoryGroup) -> None:
+        """See `ChoosingSource`."""
+        self._call("tell")
+
+    def choices(self) -> Mapping[str, Any]:
+        """See `ChoosingSource`."""
+        self._call("choices")
+        return {}
+
+    def restore_choices(self, choices: Mapping[str, Any], /) -> None:
+        """See `ChoosingSource`."""
+
+    def _call(self, name: str) -> None:
+        if name == self._fails_in:
+            raise RuntimeError(f"no {name}")
 
 
 class _Unwritable:
@@ -59,9 +83,10 @@ async def _run(where: str, accelerator: Accelerator, rank: int, directory: Path)
         if where == "on_step" and fails:
             raise RuntimeError("no screen")
 
+    is_chosen = where in ("tell", "choices")
     try:
         await train(
-            EachStep(sample),
+            _Choosing(sample, fails_in=where if fails else None) if is_chosen else EachStep(sample),
             trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
             publisher=None,
             metrics=None,
