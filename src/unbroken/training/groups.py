@@ -314,7 +314,7 @@ class Window:
         protected_first = sorted(oldest_first, key=lambda group: not group.is_protected)
         for order in (oldest_first, protected_first):
             chosen = order[: self.groups_per_step]
-            left = [group for group in live if group.is_protected and all(group is not each for each in chosen)]
+            left = [group for group in set(live) - set(chosen) if group.is_protected]
             if self._is_feasible(left, version + 1):
                 return chosen
         return None
@@ -430,6 +430,8 @@ class GroupSampler:
         """The weights that all engines of this process have at least."""
         self._live: list[LiveGroup] = []
         """In the order in which they were started."""
+        self._num_finished = 0
+        """How many of these are. Counted: each event has it, and a step may have thousands of groups."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_outages = 0
         self._is_held = False
@@ -438,12 +440,12 @@ class GroupSampler:
     @property
     def num_in_flight(self) -> int:
         """Groups that are being sampled."""
-        return sum(not live.is_finished for live in self._live)
+        return len(self._live) - self._num_finished
 
     @property
     def num_queued(self) -> int:
         """Groups that are finished and not yet taken."""
-        return sum(live.is_finished for live in self._live)
+        return self._num_finished
 
     def fill(self) -> None:
         """Start the groups that may start."""
@@ -484,13 +486,15 @@ class GroupSampler:
 
     def choose(self, version: int) -> list[LiveGroup] | None:
         """Choose the groups of a step that begins with `version`; None if it must wait."""
-        return self.window.choose(self._live, version)
+        return None if self.num_queued < self._source.groups_per_step else self.window.choose(self._live, version)
 
     def take(self, chosen: Sequence[LiveGroup], step: int) -> list[TrajectoryGroup]:
         """Take finished groups for a step, in the order of their numbers; they are trained from now on."""
         self._is_paused = not self._is_ahead
         chosen = sorted(chosen, key=lambda live: live.number)
-        self._live = [live for live in self._live if live not in chosen]
+        taken = set(chosen)
+        self._live = [live for live in self._live if live not in taken]
+        self._num_finished -= len(chosen)
         self.numbers.mark_trained(live.number for live in chosen)
         for live in chosen:
             self._tell(live)
@@ -618,6 +622,7 @@ class GroupSampler:
 
     def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group
+        self._num_finished += 1
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
         live.effort.num_ids = group.num_sampled
         self._note_group(EventKind.GROUP_FINISHED, live)
@@ -629,7 +634,7 @@ class GroupSampler:
         self.changed.set()
 
     def _lose_group(self, live: LiveGroup, error: EngineError) -> None:
-        self._live.remove(live)
+        self._remove(live)
         self.numbers.put_back(live.number)
         self._count(num_lost=1, num_lost_ids=live.effort.num_ids)
         self.note(EventKind.GROUP_LOST, number=live.number, num_ids=live.effort.num_ids)
@@ -638,7 +643,7 @@ class GroupSampler:
         self.fill()
 
     def _cancel(self, live: LiveGroup) -> None:
-        self._live.remove(live)
+        self._remove(live)
         assert live.task is not None
         live.task.cancel()
         self.numbers.count_drop(live.number)
@@ -646,18 +651,22 @@ class GroupSampler:
         self._note_group(EventKind.GROUP_CANCELLED, live)
 
     def _drop(self, live: LiveGroup) -> None:
-        self._live.remove(live)
+        self._remove(live)
         self.numbers.count_drop(live.number)
         self.numbers.put_back(live.number)
         self._count(num_dropped=1, num_dropped_ids=live.effort.num_ids)
         self._note_group(EventKind.GROUP_DROPPED, live)
 
     def _replace(self, live: LiveGroup, group: TrajectoryGroup) -> None:
-        self._live.remove(live)
+        self._remove(live)
         self.numbers.mark_replaced(live.number)
         self._tell(live)
         self._replaced[live.number] = group
         self._note_group(EventKind.GROUP_REPLACED, live)
+
+    def _remove(self, live: LiveGroup) -> None:
+        self._live.remove(live)
+        self._num_finished -= live.is_finished
 
     def _tell(self, live: LiveGroup) -> None:
         """Tell the source, whose error ends the run in all processes."""
