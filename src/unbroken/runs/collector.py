@@ -304,16 +304,13 @@ class ChoosingCollector(Collector):
         return await self.sample_problem(self._part.get_problem(self._chosen[number]), attempt=number)
 
     def tell(self, number: int, group: TrajectoryGroup) -> None:
-        """See `ChoosingSource`."""
         self._curriculum.tell(self._chosen.pop(number), group)
 
     def choices(self) -> Mapping[str, Any]:
-        """See `ChoosingSource`."""
         chosen = [list(pair) for pair in sorted(self._chosen.items())]
         return {"chosen": chosen, "curriculum": self._curriculum.state()}
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
-        """See `ChoosingSource`."""
         self._chosen = dict(choices["chosen"])
         self._curriculum.restore(choices["curriculum"])
 

@@ -103,7 +103,6 @@ class WorkerTransfer(StagedTransfer):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def open(self, rendezvous: Rendezvous, packing: BufferPacking) -> None:
-        """See `WeightTransfer`."""
         self._workers.check_awake()
         last = rendezvous.first_rank + self._workers.number
         if rendezvous.first_rank < 1 or last > rendezvous.world_size:
@@ -114,24 +113,20 @@ class WorkerTransfer(StagedTransfer):
         await self._run_to_end(self._open(rendezvous, packing))
 
     async def start(self) -> None:
-        """See `WeightTransfer`."""
         self._workers.check_awake()
         await self._run_to_end(self._start())
 
     async def receive(self, specs: Sequence[TensorSpec], packing: BufferPacking | None = None) -> None:
-        """See `WeightTransfer`."""
         self._workers.check_awake()
         await self._run_to_end(self._receive(specs, packing))
 
     async def collect(self) -> PackedSource:
-        """See `WeightTransfer`."""
         self._workers.check_awake()
         async with self._lock:
             self._check_updating()
             return PackedSource(specs=tuple(self._specs.values()), forget=self._forget)
 
     async def cancel(self, reason: str) -> None:
-        """See `WeightTransfer`."""
         if self._state is _State.UPDATING:
             await self._run_to_end(self._fail(reason))
 

@@ -66,7 +66,6 @@ class WorkerCommunicator(StagedTransfer):
 
     @property
     def has_parameters(self) -> bool:
-        """See `ParameterCommunicator`."""
         return bool(self._specs)
 
     async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
@@ -83,7 +82,6 @@ class WorkerCommunicator(StagedTransfer):
         self._call_next("open", host, port, world_size, transport.value)
 
     async def announce(self, spec: TensorSpec) -> None:
-        """See `ParameterCommunicator`."""
         self._workers.check_awake()
         if not self._is_open:
             raise SamplingError("there is no communicator: POST /init_communicator/ first")
@@ -104,7 +102,6 @@ class WorkerCommunicator(StagedTransfer):
         return ParameterSource(specs=tuple(self._specs.values()), forget=self._forget)
 
     async def close(self) -> None:
-        """See `ParameterCommunicator`."""
         await self._wait_for_calls()
         self._error = None
         self._forget()

@@ -23,20 +23,16 @@ class StagedSource(SharedSource):
     """Called when the update is over: the workers have the weights no longer."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `SharedSource`."""
         return {spec.name: spec.shape for spec in self.specs}
 
     def to_object(self) -> dict[str, Any]:
-        """See `SharedSource`."""
         return {"tensors": [spec.to_object() for spec in self.specs]}
 
     @staticmethod
     def from_object(fields: Mapping[str, Any]) -> StagedSource:
-        """See `SharedSource`."""
         return StagedSource(specs=tuple(map(TensorSpec.from_object, fields["tensors"])))
 
     def close(self) -> None:
-        """See `SharedSource`."""
         self.forget()
 
 
