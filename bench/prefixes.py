@@ -147,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> None:
         )
         trainers[way] = make_trainer(shape, config, accelerator)
         print(f"trainer of {way}: {time.perf_counter() - began:.1f} s to make", flush=True)
-    policy = trainers["shared"]._updater._unwrapped
+    policy = trainers["shared"].backend.policy
     print(f"trees attend by {policy.tree_mask}, rows are {policy.layout}", flush=True)
     for name in arguments.scenarios or scenarios:
         rows = [row for tree in scenarios[name]() for row in export_samples(tree, 1.0)]
@@ -180,8 +180,8 @@ def make_trainer(shape: str, config: TrainerConfig, accelerator: Accelerator) ->
 
 def _prove(trainer: Trainer) -> Trainer:
     """What the first step would begin with."""
-    with trainer._computing():
-        trainer._updater._allow_trees()
+    with trainer.backend.computing():
+        trainer.backend.measure()
     return trainer
 
 
@@ -235,7 +235,7 @@ def step_and_keep_gradient(trainer: Trainer, rows: Sequence[TrainingSample], nam
     def keep(optimizer: Any, _arguments: Any, _options: Any) -> None:
         kept.extend(p.grad.detach().cpu() for group in optimizer.param_groups for p in group["params"])
 
-    hook = trainer._optimizer.optimizer.register_step_pre_hook(keep)
+    hook = trainer.backend.optimizer.optimizer.register_step_pre_hook(keep)
     try:
         make_step(trainer, rows, name)
         return kept
@@ -265,22 +265,22 @@ def print_table(
 
 def would_share(trainer: Trainer, rows: Sequence[TrainingSample]) -> bool:
     """Whether `SharedPrefixes.AUTO` would."""
-    policy = trainer._updater._unwrapped
+    policy = trainer.backend.policy
     policy._shared_prefixes = SharedPrefixes.AUTO
-    passes = policy.plan_rows([row.token_ids for row in rows], trainer._updater._pass_size or MAX_PASS_IDS)
+    passes = policy.plan_rows([row.token_ids for row in rows], trainer.backend._pass_size or MAX_PASS_IDS)
     policy._shared_prefixes = SharedPrefixes.ALWAYS
     return any(planned.is_tree for planned in passes)
 
 
 def count_flops(trainer: Trainer, rows: Sequence[TrainingSample], shape: str) -> tuple[int, float]:
     """The passes over all rows, as this trainer plans them, and the FLOPs of their products, forward and backward."""
-    policy = trainer._updater._unwrapped
+    policy = trainer.backend.policy
     sizes = SHAPES[shape]
     weights = sum(p.numel() for p in policy.parameters() if p.dim() == 2) - sizes["vocab_size"] * sizes["hidden_size"]
     of_pair = 2 * sizes["num_hidden_layers"] * sizes["num_attention_heads"] * sizes["head_dim"]
     of_head = sizes["vocab_size"] * sizes["hidden_size"] * sum(int(row.loss_mask.sum()) for row in rows)
     num_fed = num_pairs = 0
-    passes = policy.plan_rows([row.token_ids for row in rows], trainer._updater._pass_size or MAX_PASS_IDS)
+    passes = policy.plan_rows([row.token_ids for row in rows], trainer.backend._pass_size or MAX_PASS_IDS)
     for planned in passes:
         ids = [rows[index].token_ids for index in planned.rows]
         if planned.is_tree:

@@ -61,7 +61,7 @@ class Run:
 
     async def publish(self, named_parameters: Any, *, policy_version: int) -> WeightUpdate:
         weights = list(named_parameters)
-        self.expected[policy_version] = scores_of(self.trainer._accelerator.unwrap_model(self.trainer._policy).model)
+        self.expected[policy_version] = scores_of(self.trainer.backend.policy.model)
         return await InProcessPublisher(self.engine).publish(weights, policy_version=policy_version)
 
     async def sleep(self) -> None:
@@ -131,7 +131,7 @@ async def check_a_run(run: Run, folder: Any, before_update: Callable[[], Awaitab
     assert all("sleeps" in refusal for refusal in refusals)
     spread = [np.abs(run.expected[v] - run.expected[v + 1]).max() for v in range(first, first + 3)]
     assert min(spread) > 1e-3  # or the versions would not differ
-    fresh = TransformersEngine(copy.deepcopy(run.trainer._accelerator.unwrap_model(run.trainer._policy).model))
+    fresh = TransformersEngine(copy.deepcopy(run.trainer.backend.policy.model))
     params = SamplingParams(max_tokens=20, temperature=0.0)
     request = SampleRequest(request_id="greedy", prompt_ids=PROMPT_IDS, params=params)
     ours, theirs = [(await engine.sample(request)).sequences[0] for engine in (run.engine, fresh)]

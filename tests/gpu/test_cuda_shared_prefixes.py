@@ -39,7 +39,7 @@ def train(rows, shared_prefixes, precision):
 def test_trees_of_several_blocks_train_as_their_rows_do(precision, seed, num_rows, longest):
     rows = branching_rows(np.random.default_rng(seed), num_rows, longest=longest)
     logprobs, gradient, stats, trainer = train(rows, SharedPrefixes.ALWAYS, precision)
-    assert trainer._updater._unwrapped.tree_mask is MaskKind.BLOCKS
+    assert trainer.backend.policy.tree_mask is MaskKind.BLOCKS
     assert stats.shared_share > 0
     expected_logprobs, expected, of_rows, _ = train(rows, SharedPrefixes.NEVER, precision)
     assert of_rows.shared_share == 0

@@ -64,7 +64,7 @@ def test_a_norm_in_one_kernel_is_the_models_own():
 def test_rows_are_attended_by_their_borders_and_score_as_when_padded():
     rows = random_rows(np.random.default_rng(0), 24, longest=100)
     packed, padded = make_trainer(Packing.ONE_LANE), make_trainer(Packing.NEVER)
-    layouts = [trainer._accelerator.unwrap_model(trainer._policy).layout for trainer in (packed, padded)]
+    layouts = [trainer.backend.policy.layout for trainer in (packed, padded)]
     assert layouts == [RowLayout.BY_ROWS, RowLayout.PADDED]
     found, expected = packed.logprobs(rows), padded.logprobs(rows)
     differences = np.concatenate([own - other for own, other in zip(found, expected, strict=True)])
@@ -77,7 +77,7 @@ def test_rows_are_attended_by_their_borders_and_score_as_when_padded():
 
 def test_the_size_of_a_pass_is_measured_and_leaves_no_gradients():
     trainer = make_trainer(Packing.AUTO)
-    policy = trainer._accelerator.unwrap_model(trainer._policy)
-    size = measure_pass_size(policy, trainer._accelerator, chunk_size=1024)
+    policy = trainer.backend.policy
+    size = measure_pass_size(policy, trainer.backend.accelerator, chunk_size=1024)
     assert MIN_PASS_IDS <= size <= MAX_PASS_IDS
     assert all(parameter.grad is None for parameter in policy.parameters())

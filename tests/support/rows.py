@@ -13,6 +13,7 @@ from unbroken.counters import Counters
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.training.model.batch import ScoredRow
 from unbroken.training.objective.pairs import PreferencePair
 from unbroken.training.objective.samples import TrajectoryRows
 from unbroken.training.trainer import Trainer
@@ -41,6 +42,11 @@ def row(
         advantages=np.where(mask, advantage, 0.0),
         temperature=temperature,
     )
+
+
+def unscored(samples: Sequence[TrainingSample]) -> list[ScoredRow]:
+    """The rows, whose old logprobs are the sampler's."""
+    return [ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
 
 
 def random_rows(

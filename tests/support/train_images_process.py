@@ -78,7 +78,7 @@ def main() -> None:
             accelerator = make_accelerator()  # it keeps the names of the first model's blocks
             vision = Vision.load(directory / family, family)
             trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
-            is_sharded = {isinstance(parameter, DTensor) for parameter in trainer._policy.parameters()}
+            is_sharded = {isinstance(parameter, DTensor) for parameter in trainer.backend.policy.parameters()}
             assert is_sharded == {kind == "fsdp2"}
             name = f"{kind}-{family}-{rank}"
             (directory / f"refused-{name}.txt").write_text(refuse(vision, trainer, rank))

@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 from support import failing, flaky_server, publishing
 from support.adapted import TARGETS, with_lora
 from support.architectures import tiny_model
+from support.gradients import pull
 from support.models import tiny_qwen3
 from support.prefixes import branching_rows
-from support.rows import random_pairs, random_rows, random_trajectories
+from support.rows import random_pairs, random_rows, random_trajectories, unscored
 from support.sharded import fsdp2_on_cpu
+from unbroken.training.backend import TrainerBackend
 from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import (
     ClipConfig,
@@ -139,7 +141,7 @@ def samples_of(
 def train(name: str, config_name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train, continue with and without a checkpoint, and save weights and statistics under `name`."""
     trainer = trainer_of(config_name, accelerator)
-    is_sharded = {isinstance(parameter, DTensor) for parameter in trainer._policy.parameters()}
+    is_sharded = {isinstance(parameter, DTensor) for parameter in trainer.backend.policy.parameters()}
     assert is_sharded == {name.startswith("fsdp2")}
     stats = [asdict(trainer.step(samples_of(config_name, rank, step))) for step in range(len(NUM_ROWS))]
     torch.save(dict(trainer.named_weights()), directory / f"weights-{name}-{rank}.pt")
@@ -147,7 +149,9 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     trainer.save_pretrained(directory / f"final-{name}")
     if config_name == "lora":
         trainer.save_pretrained(directory / f"merged-{name}", form=ModelForm(merged=True))
-        torch.save(dict(gather_adapter_weights(trainer._model())), directory / f"weights-adapter-{name}-{rank}.pt")
+        torch.save(
+            dict(gather_adapter_weights(trainer.backend.policy.model)), directory / f"weights-adapter-{name}-{rank}.pt"
+        )
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}
@@ -176,6 +180,16 @@ def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, direct
     return trainer
 
 
+def train_in_parts(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Make one update of all rows, those of each step added by a call of its own, and save the weights."""
+    parts = [unscored(samples_of("plain", rank, step)) for step in range(len(NUM_ROWS))]
+    backend = TrainerBackend(tiny_qwen3(), CONFIGS["plain"], accelerator=accelerator)
+    for rows in parts:
+        backend.forward_backward(rows, pull, weights=[0.1] * len(rows))
+    backend.optimizer_step(1e-2)
+    torch.save(dict(backend.named_weights()), directory / f"weights-{kind}-parts-{rank}.pt")
+
+
 def main() -> None:
     """Train, and save the results of this process."""
     faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the other one forever says where
@@ -186,6 +200,7 @@ def main() -> None:
         for config_name in CONFIGS:
             train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
         train_balanced(kind, make_accelerator(), rank, directory)
+        train_in_parts(kind, make_accelerator(), rank, directory)
         accelerator = make_accelerator()  # FSDP2 remembers the blocks of one model
         publishing.run(kind, accelerator, rank, directory)
         flaky_server.run(kind, accelerator, rank, directory)

@@ -13,7 +13,6 @@ from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
 from unbroken.training.model.adapters import causal_lm, check_adapter_alone, check_adapters, check_base
-from unbroken.training.model.images import RowImages
 from unbroken.training.model.routing import check_recomputation
 from unbroken.training.model.sharding import check_sharding
 from unbroken.training.model.weights import gather_weights
@@ -48,38 +47,6 @@ def check_parts(
     check_sharding(accelerator, causal_lm(model), has_images=has_images)
     is_needed = objective.needs_reference(config)
     check_reference(reference, model, is_needed=is_needed, follows=config.reference_sync is not None)
-
-
-def check_rows(samples: Sequence[TrainingSample], *, vocab_size: int, images: RowImages | None) -> None:
-    """Check that each row can be scored.
-
-    Raises:
-        InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, no sampled id, or
-            another temperature than the first row.
-        InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
-    """
-    for index, sample in enumerate(samples):
-        row = f"samples[{index}]"
-        if not sample.sampled_mask.any():
-            raise InvalidInputError(f"{row} has no sampled id: omit the row")
-        if sample.images and images is None:
-            raise InvalidInputError(
-                f"{row} has {len(sample.images)} images: give the trainer the model's image processor as `images`"
-            )
-        if sample.temperature != samples[0].temperature:
-            raise InvalidInputError(
-                f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
-                f"{samples[0].temperature}: the rows of one call must share one temperature"
-            )
-        if sample.token_ids.max() >= vocab_size:
-            raise InvalidInputError(
-                f"{row}.token_ids contains {sample.token_ids.max()}, and the model's vocabulary ends at "
-                f"{vocab_size - 1}: is this the model that sampled?"
-            )
-        if sample.sampled_mask[0]:
-            raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
-        if images is not None:
-            images.check(sample, name=row)
 
 
 def check_trainable(samples: Sequence[TrainingSample], *, policy_version: int) -> None:

@@ -1,4 +1,12 @@
-"""The trainer: rows in, new weights out. It knows ids, masks and numbers, but no text."""
+"""The trainer: rows in, new weights out. It knows ids, masks and numbers, but no text.
+
+One step on six units of one row, with two minibatches and room for two rows in a forward pass:
+
+    units 0..5, dealt out at random    minibatch [4 0 3]    passes [4 0] [3]    one update
+                                       minibatch [1 5 2]    passes [5 1] [2]    one update
+
+A unit of several rows is in one minibatch; its rows may be in several passes. The backend makes passes and updates.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +14,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
 from unbroken.counters import Counters
-from unbroken.errors import CheckpointError, InvalidInputError, UnbrokenError
+from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.routing import Routers
-from unbroken.training.checks import check_lengths, check_parts, check_rows, check_trainable, check_units
-from unbroken.training.config import (
-    LoraUpdates,
-    OldLogprobs,
-    OptimizerConfig,
-    Reference,
-    SharedPrefixes,
-    TrainerConfig,
-)
-from unbroken.training.metrics.stats import ProcessStats, StepStats, merge_stats
-from unbroken.training.model.adapters import (
-    BasePolicy,
-    causal_lm,
-    checksum_of_frozen,
-    is_adapted,
-)
-from unbroken.training.model.backbone import enable_checkpointing
-from unbroken.training.model.batch import ScoredRow
-from unbroken.training.model.compilation import compile_blocks
-from unbroken.training.model.images import RowImages
-from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.pretrained import (
-    AddFiles,
-    ModelForm,
-    ModelOrigin,
-    check_form,
-    gather_form,
-    write_pretrained,
-)
-from unbroken.training.model.routing import check_experts, check_same_experts
+from unbroken.training.backend import TrainerBackend
+from unbroken.training.checks import check_lengths, check_parts, check_trainable, check_units
+from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
+from unbroken.training.loss_config import ZeroVarianceRows
+from unbroken.training.metrics.stats import ProcessStats, StepStats, UpdateStats, merge_stats
+from unbroken.training.model.batch import Batch, ScoredRow
+from unbroken.training.model.pretrained import AddFiles, ModelForm
 from unbroken.training.model.row_scores import RowScores
-from unbroken.training.model.sharding import (
-    fail_together,
-    gather_optimizer_state,
-    gather_rest,
-    is_sharded,
-    on_device,
-    raise_together,
-    reshard,
-    shard_frozen,
-    shard_like,
-)
-from unbroken.training.model.weights import (
-    checkpoint_parameters,
-    gather_adapter_weights,
-    gather_checkpoint,
-    gather_weights,
-)
-from unbroken.training.objective.base import LeftOut, Objective
+from unbroken.training.model.scores import TokenScores
+from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Objective, UpdateSize
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.state import check_json, check_trained, load_averages, load_parameters, read_state, write_state
-from unbroken.training.updates import Updater
+from unbroken.training.state import check_json
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -117,43 +83,22 @@ class Trainer:
         """
         self.objective = objective or PolicyGradient()
         self.policy_version = policy_version
-        self._config = config
-        self._accelerator = accelerator or Accelerator()
+        accelerator = accelerator or Accelerator()
         check_parts(
-            model, config, self.objective, accelerator=self._accelerator, has_images=images is not None,
-            reference=reference,
-        )  # fmt: skip
-        self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
-        self._routers = self._find_routers(model)
-        if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
-            enable_checkpointing(causal_lm(model), routers=self._routers)
-        policy = self._logprobs_of(model, self._routers)
-        self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-        self._origin = ModelOrigin.of(model)
-        self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
-        self._frozen = checksum_of_frozen(model) if is_adapted(model) and self.is_main_process else ""
-        self._reference: PolicyLogprobs | BasePolicy | None = None
-        if reference is not None and reference is not Reference.BASE:
-            self._reference = self._freeze(reference)
-        self._vocab_size = policy.vocab_size
-        self._policy, self._optimizer = self._accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
-        self._prepare_passes()
-        if reference is Reference.BASE:
-            self._reference = BasePolicy(self._accelerator.unwrap_model(self._policy), model)
-        self._updater = Updater(
-            self._policy,
-            self._optimizer,
-            config,
-            self.objective,
-            accelerator=self._accelerator,
-            images=self._images,
-            reference=self._reference,
+            model, config, self.objective, accelerator=accelerator, has_images=images is not None, reference=reference
         )
+        self.backend = TrainerBackend(model, config, accelerator=accelerator, images=images, reference=reference)
+        self._config = config
+        self._processes = Processes(accelerator.process_index, self.from_all_processes)
+        self._rng = np.random.default_rng(config.seed)
+        self._entropy_weight = config.entropy_weight
+        self._last_entropy: float | None = None
+        """Of the last update, with `entropy_control`."""
+        self._recomputes = self.objective.get_old_logprobs(config) is OldLogprobs.RECOMPUTE
 
     async def make_units(self, groups: Sequence[TrajectoryGroup], counters: Counters) -> list[Any]:
         """The units of this process's groups, for `step` (`Objective.make_units`)."""
-        processes = Processes(self._accelerator.process_index, self.from_all_processes)
-        return await self.objective.make_units(groups, counters, self._config, processes)
+        return await self.objective.make_units(groups, counters, self._config, self._processes)
 
     def has_variance(self, group: TrajectoryGroup) -> bool:
         """Whether a group need not be replaced for its equal rewards (`Objective.has_variance`)."""
@@ -185,9 +130,10 @@ class Trainer:
             TrainingError: the gradients are not finite. Earlier updates were made: weights are between two versions.
         """
         started = time.perf_counter()
-        with self._computing():
+        with self.backend.computing():
             self._check_step(units)
-            updates = self._updater.run(units)
+            self.backend.measure()
+            updates = self._make_updates(units)
         rows = [row for unit in units for row in self.objective.get_rows(unit)]
         seen = ProcessStats(
             num_rows=len(rows),
@@ -198,20 +144,20 @@ class Trainer:
         self.policy_version += 1
         sync = self._config.reference_sync
         if sync is not None and self.policy_version % sync.every == 0:
-            self._mix_into_reference(sync.mixup)
+            self.backend.mix_into_reference(sync.mixup)
         seconds = time.perf_counter() - started
         return merge_stats(
             self.from_all_processes(seen),
             policy_version=self.policy_version,
-            has_reference=self._reference is not None,
-            replays_routing=self._routers is not None,
+            has_reference=self.backend.has_reference,
+            replays_routing=self.backend.replays_routing,
             seconds=seconds,
         )
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is the process that writes files for all."""
-        return bool(self._accelerator.is_main_process)
+        return self._processes.index == 0
 
     def in_any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process. All processes call it."""
@@ -220,29 +166,28 @@ class Trainer:
     @property
     def vocab_size(self) -> int:
         """Number of ids that the model has embeddings for."""
-        return self._vocab_size
+        return self.backend.vocab_size
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
         """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere.
 
-        Any weights may have sampled the ids. Raises as `check_rows` does.
+        Any weights may have sampled the ids. Raises as `TrainerBackend.check_rows` does.
         """
         with self._scoring(samples):
-            return self._updater.logprobs(samples)
+            return self.backend.logprobs(samples)
 
     def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
         """As `logprobs`, with the entropy and the rank of each sampled id, which takes a little longer."""
         with self._scoring(samples):
-            return self._updater.score(samples)
+            return self.backend.score(samples)
 
     def find_left_out(self, rows: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> list[LeftOut] | None:
         """What the loss clips and corrects in all rows of one trajectory in a step's first update, given the current
         `logprobs` of the rows; None if the objective does not say so of single tokens.
         """
-        is_own = self.objective.get_old_logprobs(self._config) is OldLogprobs.RECOMPUTE
-        old = logprobs if is_own else [row.rollout_logprobs for row in rows]
+        old = logprobs if self._recomputes else [row.rollout_logprobs for row in rows]
         scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
-        return self.objective.find_left_out(scored, logprobs, self._config, device=self._accelerator.device)
+        return self.objective.find_left_out(scored, logprobs, self._config, device=self.backend.accelerator.device)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.
@@ -250,22 +195,17 @@ class Trainer:
         With FSDP2 all processes gather each parameter together, so each process must iterate over all of them. With
         `LoraUpdates.ADAPTER` they are the adapter's matrices (`transfer.adapters`) instead of merged weights.
         """
-        if self._config.lora_updates is LoraUpdates.ADAPTER:
-            return gather_adapter_weights(self._model())
-        return gather_weights(self._model())
+        return self.backend.named_weights()
 
     def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:
         """Gather the rest of `named_weights` with the other processes; if one has an error, raise it there, and a
         `TrainingError` with its text on the others.
         """
-        with on_device(self._accelerator.device):
-            if is_sharded(self._accelerator):
-                gather_rest(weights)
-            raise_together(error)
+        self.backend.finish_together(weights, error)
 
     def fail_together(self) -> AbstractContextManager[None]:
         """Run a block in every process; if it fails in one, raise on all (`sharding.fail_together`)."""
-        return fail_together(self._accelerator.device)
+        return self.backend.fail_together()
 
     def from_main_process(self, value: T) -> T:
         """The first process's value, on all processes."""
@@ -273,9 +213,7 @@ class Trainer:
 
     def from_all_processes(self, value: T) -> list[T]:
         """The values of all processes, in their order, on each of them."""
-        with on_device(self._accelerator.device):
-            values: list[T] = gather_object([value])
-        return values
+        return self.backend.from_all_processes(value)
 
     def save(self, folder: Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write the trainer's whole state, and `extra`, into a new folder. Every process calls it.
@@ -299,33 +237,10 @@ class Trainer:
         """
         with self.fail_together():
             check_json(extra or {}, name="extra")
-        entropy = {"weight": self._updater.entropy_weight, "last": self._updater.last_entropy}
-        rng = self._updater.rng.bit_generator.state
+        entropy = {"weight": self._entropy_weight, "last": self._last_entropy}
+        rng = self._rng.bit_generator.state
         processes = self.from_all_processes({"rng": rng, "entropy": entropy, "extra": deepcopy(dict(extra or {}))})
-        weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self._optimizer)
-        reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
-        write: Callable[[Path], None] | None = None
-        failure: Exception | None = None
-        try:
-            if self.is_main_process:
-                with on_device(self._accelerator.device):
-                    write = partial(
-                        write_state,
-                        weights=_copy_to_cpu(weights),
-                        averages=_copy_to_cpu(averages),
-                        reference=None if reference is None else _copy_to_cpu(reference),
-                        policy_version=self.policy_version,
-                        num_updates=self._updater.num_updates,
-                        processes=processes,
-                        frozen=self._frozen,
-                        trained=self._trained,
-                        model=self._origin,
-                        adapter_config=self._adapter_config,
-                    )
-        except Exception as error:
-            failure = error
-        self.finish_together(chain(weights, averages, reference or ()), failure)
-        return write
+        return self.backend.copy_state(policy_version=self.policy_version, processes=processes)
 
     def save_pretrained(
         self, folder: Path, *, form: ModelForm | None = None, add_files: AddFiles | None = None
@@ -340,18 +255,7 @@ class Trainer:
             ExportError: it cannot be written; nothing is left of it.
             TrainingError: another process raised one of these.
         """
-        form = form or ModelForm()
-        model = self._model()
-        check_form(model, form)
-        with on_device(self._accelerator.device):
-            weights = gather_form(model, form)
-            failure: Exception | None = None
-            try:
-                if self.is_main_process:
-                    write_pretrained(folder, model, weights, form, add_files=add_files)
-            except Exception as error:
-                failure = error
-            self.finish_together(weights, failure)
+        self.backend.save_pretrained(folder, form or ModelForm(), add_files=add_files)
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Restore the state that `save` wrote, bit for bit, and return this process's `extra`. Every process calls it.
@@ -363,111 +267,134 @@ class Trainer:
             CheckpointError: the folder has no whole checkpoint, or one of another model or number of processes.
             TrainingError: another process raised it.
         """
-        with self.fail_together():
-            state = read_state(folder)
-            if len(state.processes) != self._accelerator.num_processes:
-                raise CheckpointError(
-                    f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
-                    f"{self._accelerator.num_processes}: start as many"
-                )
-        if state.frozen != (frozen := self.from_main_process(self._frozen)):
-            raise CheckpointError(
-                f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
-                "give the trainer the model that the run began with"
-            )
-        with self.fail_together(), on_device(self._accelerator.device):
-            check_trained(self._trained, state)
-            load_parameters(checkpoint_parameters(self._model()), state.weights)
-            load_averages(self._optimizer, state.optimizer)
-            if self._config.reference_sync is not None:
-                if state.reference is None:
-                    raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
-                load_parameters(checkpoint_parameters(self._synced_reference()), state.reference)
-        mine = state.processes[self._accelerator.process_index]
-        self._updater.rng.bit_generator.state = mine["rng"]
-        self._updater.num_updates = state.num_updates
+        state = self.backend.load(folder)
+        mine = state.processes[self._processes.index]
+        self._rng.bit_generator.state = mine["rng"]
         if self._config.entropy_control is not None:
-            self._updater.entropy_weight = mine["entropy"]["weight"]
-            self._updater.last_entropy = mine["entropy"]["last"]
+            self._entropy_weight = mine["entropy"]["weight"]
+            self._last_entropy = mine["entropy"]["last"]
         self.policy_version = state.policy_version
         extra: Mapping[str, Any] = mine["extra"]
         return extra
 
-    def _model(self) -> Any:
-        """The model without wrappers; its parameters are those of the optimizer."""
-        policy = self._accelerator.unwrap_model(self._policy)
-        reshard(policy)
-        return policy.model
-
-    def _synced_reference(self) -> Any:
-        """The model of a reference that changes."""
-        assert isinstance(self._reference, PolicyLogprobs), "check_reference asks for a model"
-        reshard(self._reference)
-        return self._reference.model
-
-    @torch.no_grad()
-    def _mix_into_reference(self, share: float) -> None:
-        """Move the reference by `share` of the way to the policy, of which adapters are merged."""
-        parameters = checkpoint_parameters(self._synced_reference())
-        with on_device(self._accelerator.device):
-            for name, tensor in gather_weights(self._model()):
-                part = shard_like(tensor, parameters[name]).to(parameters[name].dtype)
-                parameters[name].mul_(1 - share).add_(part, alpha=share)
-
-    def _prepare_passes(self) -> None:
-        """Compile the layers if the config says so, and find out which ways to compute rows together are exact."""
-        with self._computing(), self._accelerator.autocast():
-            for each in (self._accelerator.unwrap_model(self._policy), self._reference):
-                if isinstance(each, PolicyLogprobs):
-                    if self._config.compile:
-                        compile_blocks(each)
-                    each.allow_by_rows()
-                    each.check_trees()
-
-    def _find_routers(self, model: Any) -> Routers | None:
-        return Routers.find(causal_lm(model)) if self._config.routing_replay else None
-
-    def _freeze(self, reference: Any) -> PolicyLogprobs:
-        """Take over a reference that is a model of its own."""
-        frozen = reference.requires_grad_(False)
-        routers = self._find_routers(frozen)
-        if routers is not None and self._routers is not None:
-            check_same_experts(routers, self._routers)
-        logprobs = self._logprobs_of(frozen, routers)
-        shard_frozen(self._accelerator, logprobs)
-        return logprobs
-
-    def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
-        counts = self._config.router_loss_weight > 0
-        policy = PolicyLogprobs(
-            model,
-            chunk_size=self._config.logprob_chunk_size,
-            images=self._images,
-            packing=self._config.packing,
-            routers=routers,
-            shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
-            counts_choices=counts,
+    def _make_updates(self, units: Sequence[Any]) -> tuple[UpdateStats, ...]:
+        """Train on each unit's rows; processes without rows take part too."""
+        get_rows, get_idle = self.objective.get_rows, self.objective.get_idle_rows
+        idle = [sum(int(row.loss_mask.sum()) for row in get_idle(unit)) for unit in units if not get_rows(unit)]
+        if self._config.zero_variance is ZeroVarianceRows.DROP:
+            idle = []
+        units = [unit for unit in units if get_rows(unit)]
+        rows = [get_rows(unit) for unit in units]
+        scored = iter(self._score_before_updates([sample for of_unit in rows for sample in of_unit]))
+        scored_units = [[next(scored) for _ in of_unit] for of_unit in rows]
+        if self.objective.changes_units(self._config):
+            with self.fail_together():
+                scored_units = self.objective.change_units(units, scored_units, self._config, self._processes)
+        dealt = (
+            numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units) + len(idle))
         )
-        if self._images is not None and is_sharded(self._accelerator):
-            policy.show_always(self._images)
-        return policy
+        updates = (
+            self._update(
+                [scored_units[i] for i in numbers if i < len(units)],
+                [idle[i - len(units)] for i in numbers if i >= len(units)],
+            )
+            for numbers in dealt
+        )
+        return tuple(update for update in updates if update is not None)
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Compute on the trainer's device, and keep processed images, which occur in many rows, until the end."""
-        try:
-            with on_device(self._accelerator.device):
-                yield
-        finally:
-            if self._images is not None:
-                self._images.forget()
+    def _score_before_updates(self, samples: Sequence[TrainingSample]) -> list[ScoredRow]:
+        """Compute the old and reference logprobs for all updates of the step."""
+        references: Sequence[Logprobs | None] = [None] * len(samples)
+        if self.backend.has_reference:
+            references = self.backend.reference_logprobs(samples)
+        return [
+            ScoredRow(sample=sample, old_logprobs=old, reference_logprobs=reference)
+            for sample, old, reference in zip(samples, self._old_logprobs(samples), references, strict=True)
+        ]
+
+    def _old_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        if self._recomputes and not self._has_own_old_logprobs:
+            return self.backend.logprobs(samples)
+        return [sample.rollout_logprobs for sample in samples]
+
+    @property
+    def _has_own_old_logprobs(self) -> bool:
+        """Whether the old logprobs are those of the update's own passes: of a step with one update."""
+        config = self._config
+        is_alone = self._recomputes and config.num_minibatches == config.num_iterations == 1
+        return is_alone and not self.objective.needs_old_logprobs(config)
+
+    def _deal_out(self, num_units: int) -> list[list[int]]:
+        order: list[int] = self._rng.permutation(num_units).tolist()
+        return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
+
+    def _update(self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int]) -> UpdateStats | None:
+        """One optimizer update on all processes' units of one minibatch; None where no process has any. Units without
+        gradient, of which `idle` has the numbers of loss tokens, count in its size.
+        """
+        rows = [row for unit in units for row in unit]
+        num_tokens = sum(row.num_loss_tokens for row in rows) + sum(idle)
+        mine = (len(units) + len(idle), num_tokens, len(rows) + len(idle))
+        has_rows, sizes = zip(*self.from_all_processes((bool(rows), mine)), strict=True)
+        if not any(has_rows):
+            return None
+        size = UpdateSize(*(sum(numbers) for numbers in zip(*sizes, strict=True)))
+        config = self._with_entropy_weight()
+        weighed = self.objective.weigh(units, config, size=size, score=self.backend.logprobs)
+        passes = self.backend.forward_backward(
+            rows,
+            partial(self._compute_loss, config=config),
+            weights=weighed.weights,
+            trajectories=weighed.trajectories,
+            entropy=self.objective.get_entropy(config),
+        )
+        loss = sum(passes.stats, weighed.loss)
+        self._adapt_entropy_weight(loss)
+        learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
+        computed = [rows[index].sample for index in passes.rows]
+        rollout_logprobs = [sample.rollout_logprobs[sample.loss_mask] for sample in computed]
+        return UpdateStats(
+            loss=loss,
+            objective=weighed.stats,
+            num_tokens=sum(len(row.sample.token_ids) for row in rows),
+            num_padding=passes.num_padding,
+            num_shared=passes.num_shared,
+            logprobs=_concatenate(passes.logprobs, np.float32),
+            rollout_logprobs=_concatenate(rollout_logprobs, np.float32),
+            versions=_concatenate([sample.policy_versions[sample.loss_mask] for sample in computed], np.int32),
+            grad_norm=self.backend.optimizer_step(learning_rate),
+            learning_rate=learning_rate,
+            router_loss=passes.router_loss,
+            entropy_weight=None if config.entropy_control is None else self._entropy_weight,
+            routing=passes.routing,
+        )
+
+    def _compute_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
+        """The objective's loss of one forward pass."""
+        if self._has_own_old_logprobs:
+            batch = replace(batch, old_logprobs_N=scores.logprobs_N.detach())
+        return self.objective.batch_loss(scores, batch, config)
+
+    def _with_entropy_weight(self) -> TrainerConfig:
+        """The config with the entropy's weight in the next update."""
+        if (control := self._config.entropy_control) is None:
+            return self._config
+        is_low = self._last_entropy is not None and self._last_entropy <= control.target
+        return replace(self._config, entropy_weight=self._entropy_weight if is_low else 0.0)
+
+    def _adapt_entropy_weight(self, loss: LossStats) -> None:
+        """By the mean entropy at the update's loss tokens, of all processes."""
+        if (control := self._config.entropy_control) is not None:
+            sums, counts = zip(*self.from_all_processes((loss.entropy_sum, loss.num_tokens)), strict=True)
+            self._last_entropy = sum(sums) / sum(counts)
+            self._entropy_weight = control.adapt(self._entropy_weight, self._last_entropy)
 
     @contextmanager
     def _scoring(self, samples: Sequence[TrainingSample]) -> Iterator[None]:
-        with self._computing():
-            check = self._raise_on_all if is_sharded(self._accelerator) else nullcontext
+        with self.backend.computing():
+            check = self._raise_on_all if self.backend.is_sharded else nullcontext
             with check():
-                self._check_rows(samples)
+                self.backend.check_rows(samples)
             yield
 
     def _check_step(self, units: Sequence[Any]) -> None:
@@ -476,16 +403,11 @@ class Trainer:
             self.objective.check_units([unit for unit in units if self.objective.get_rows(unit)], self._config)
             of_units = [self.objective.get_rows(unit) for unit in units]
             rows = [row for of_unit in of_units for row in of_unit]
-            self._check_rows(rows)
+            self.backend.check_rows(rows)
             check_trainable(rows, policy_version=self.policy_version)
             check_lengths(of_units, max_trajectory_tokens=self._config.max_trajectory_tokens)
         if not self.in_any_process(bool(rows)):
             raise InvalidInputError("a step needs at least one row to train in any process, got none: skip such a step")
-
-    def _check_rows(self, samples: Sequence[TrainingSample]) -> None:
-        check_rows(samples, vocab_size=self._vocab_size, images=self._images)
-        if self._routers is not None:
-            check_experts(samples, self._routers)
 
     @contextmanager
     def _raise_on_all(self) -> Iterator[None]:
@@ -495,7 +417,7 @@ class Trainer:
             yield
         except UnbrokenError as found:
             error = found
-        everyone = gather_object([None if error is None else str(error)])
+        everyone = self.from_all_processes(None if error is None else str(error))
         if error is not None:
             raise error
         for process, refused in enumerate(everyone):
@@ -503,22 +425,13 @@ class Trainer:
                 raise InvalidInputError(f"process {process} refuses its rows: {refused}")
 
 
-def _copy_to_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
-
-
-def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """[N], empty without arrays."""
+    return np.concatenate([np.zeros(0, dtype=dtype), *arrays])
 
 
 def _staleness(samples: Sequence[TrainingSample], policy_version: int) -> NDArray[np.int32]:
     """[N] versions between the weights that sampled each loss token and `policy_version`."""
-    versions = [sample.policy_versions[sample.loss_mask] for sample in samples]
-    staleness: NDArray[np.int32] = policy_version - np.concatenate([np.zeros(0, dtype=np.int32), *versions])
+    versions = _concatenate([sample.policy_versions[sample.loss_mask] for sample in samples], np.int32)
+    staleness: NDArray[np.int32] = policy_version - versions
     return staleness

@@ -95,8 +95,8 @@ def test_each_pass_is_dealt_out_to_minibatches_anew():
     config = TrainerConfig(optimizer=OPTIMIZER, num_minibatches=2, num_iterations=2)
     trainer = Trainer(tiny_qwen3(), config)
     dealt: list[list[int]] = []
-    deal = trainer._updater._deal_out
-    trainer._updater._deal_out = lambda num_units: dealt.extend(deal(num_units)) or dealt[-2:]
+    deal = trainer._deal_out
+    trainer._deal_out = lambda num_units: dealt.extend(deal(num_units)) or dealt[-2:]
     assert trainer.step(rows_of(0)).num_updates == 4
     assert sorted(dealt[0] + dealt[1]) == sorted(dealt[2] + dealt[3]) == list(range(6))
     assert dealt[:2] != dealt[2:]
@@ -158,7 +158,7 @@ def test_the_reference_follows_the_policy_every_so_many_steps(is_lora):
         if step % 2 == 1:
             now = copy.deepcopy(model).merge_and_unload() if is_lora else model
             reference = mixed(now, reference, 0.3)
-    found = dict(trainer._reference.model.named_parameters())
+    found = dict(trainer.backend._reference.model.named_parameters())
     for name, weight in reference.named_parameters():
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0, msg=name)
 
@@ -202,7 +202,7 @@ def test_online_dpo_takes_a_reference_that_follows():
     config = TrainerConfig(optimizer=OPTIMIZER, reference_sync=ReferenceSync(every=1, mixup=1.0))
     trainer = Trainer(tiny_qwen3(), config, objective=OnlineDpo(), reference=tiny_qwen3(seed=1))
     trainer.step(random_pairs(np.random.default_rng(0), 3))
-    found = dict(trainer._reference.model.named_parameters())
+    found = dict(trainer.backend._reference.model.named_parameters())
     assert all(torch.equal(found[name], weight) for name, weight in trainer.named_weights())
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from support import train_process
+from support.gradients import pull
 from support.models import tiny_qwen3
 from support.processes import run_two
+from support.rows import unscored
 from unbroken.engines.transformers.weights import UpdateLoader
+from unbroken.training.backend import TrainerBackend
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +84,19 @@ def test_the_balance_of_experts_is_that_of_all_processes(results, kind, tmp_path
     train_process.train_balanced("one", None, -1, tmp_path)
     alone, together = weights(tmp_path, "one-balanced--1"), weights(results, f"{kind}-balanced-0")
     for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_gradients_of_several_calls_are_exchanged_once_each(results, kind):
+    """As many calls as steps, of which one process has no rows in one, are one call with all rows in one process."""
+    backend = TrainerBackend(tiny_qwen3(), train_process.CONFIGS["plain"], accelerator=Accelerator())
+    samples = [row for step in range(3) for rank in (0, 1) for row in train_process.samples_of("plain", rank, step)]
+    rows = unscored(samples)
+    backend.forward_backward(rows, pull, weights=[0.1] * len(rows))
+    backend.optimizer_step(1e-2)
+    together = weights(results, f"{kind}-parts-0")
+    for name, weight in backend.named_weights():
         torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
 
 

@@ -77,7 +77,7 @@ def test_only_adapters_move_and_the_optimizer_has_no_others(rows):
     trainer.step(rows)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
-    assert len(trainer._optimizer.param_groups[0]["params"]) == 2 * 4 * 2
+    assert len(trainer.backend.optimizer.param_groups[0]["params"]) == 2 * 4 * 2
 
 
 @pytest.mark.parametrize("kind", ["linear", "dora", "embeddings", "whole-head"])

@@ -54,7 +54,10 @@ def test_with_bfloat16_layers_compute_in_it_and_logits_and_logprobs_are_float32(
     assert seen["layer"][1] == torch.bfloat16
     assert seen["head"] == (torch.float32, torch.float32)
     assert all(each.dtype == np.float32 for each in logprobs)
-    assert trainer._policy(torch.tensor([[1, 2]]), torch.tensor([[False, True]]), 1.0).logprobs_N.dtype == torch.float32
+    assert (
+        trainer.backend._wrapped(torch.tensor([[1, 2]]), torch.tensor([[False, True]]), 1.0).logprobs_N.dtype
+        == torch.float32
+    )
 
 
 def test_with_bfloat16_the_trainers_own_old_logprobs_still_give_ratio_one(rows, bfloat16):

@@ -148,7 +148,7 @@ def test_a_model_that_raises_for_a_mask_is_refused_and_says_why(caplog):
 def test_recorded_experts_are_replayed_on_whole_rows():
     """Rows have their own, also for ids that are equal."""
     name, changes = ALLOWED["experts"]
-    policy = Trainer(build_named(name, changes), TrainerConfig(routing_replay=True))._updater._unwrapped
+    policy = Trainer(build_named(name, changes), TrainerConfig(routing_replay=True)).backend.policy
     policy.allow_trees()
     assert policy.tree_mask is None
     with pytest.raises(InvalidInputError, match="cannot have shared prefixes: recorded experts are replayed"):
@@ -173,7 +173,7 @@ def test_a_frozen_reference_needs_no_gradient():
 def test_a_model_that_takes_images_computes_whole_rows(tmp_path):
     pytest.importorskip("torchvision", reason="the image processors of transformers need it")
     vision = Vision.make(tmp_path, "qwen2_5_vl")
-    policy = Trainer(vision.model(), TrainerConfig(), images=vision.images)._updater._unwrapped
+    policy = Trainer(vision.model(), TrainerConfig(), images=vision.images).backend.policy
     policy.allow_trees()
     assert policy.tree_mask is None
     with pytest.raises(InvalidInputError, match=r"cannot have shared prefixes: it takes images\."):

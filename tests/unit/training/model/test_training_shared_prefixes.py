@@ -328,7 +328,7 @@ def test_rows_that_share_little_are_left_as_they_are():
 def test_what_a_model_allows_is_found_out_once_in_the_first_step(setting, mask):
     """Before, an engine in the process may have the memory that a gradient needs."""
     trainer = Trainer(tiny_qwen3(), TrainerConfig(shared_prefixes=setting))
-    policy = trainer._updater._unwrapped
+    policy = trainer.backend.policy
     assert policy.tree_mask is None
     trainer.step(rows_of())
     assert policy.tree_mask is mask

@@ -227,7 +227,7 @@ def test_a_trajectory_without_siblings_keeps_its_advantage(units):
     """Its siblings sampled nothing, so they gave no rows."""
     config = TrainerConfig(kl_weight=0.2, kl=KlConfig(place=KlPlace.REWARD))
     trainer = Trainer(tiny_qwen3(), config, objective=ALGORITHMS["rloo"], reference=tiny_qwen3(seed=1))
-    scored = [trainer._updater._score_before_updates(unit.rows) for unit in units[:3]]
+    scored = [trainer._score_before_updates(unit.rows) for unit in units[:3]]
     changed = ALGORITHMS["rloo"].change_units(units[:3], scored, config)
     kept = [[new is old for new, old in zip(*each, strict=True)] for each in zip(changed, scored, strict=True)]
     assert kept == [[False] * 3, [False], [True] * 2]
@@ -243,9 +243,9 @@ def test_the_distance_in_the_reward_is_compared_over_all_processes(units):
         seen.append(value)
         return [([np.array([5.0, 7.0])], None), value]
 
-    updater = Trainer(tiny_qwen3(), TrainerConfig())._updater
+    trainer = Trainer(tiny_qwen3(), TrainerConfig())
     scored = [
-        [replace(row, reference_logprobs=row.old_logprobs) for row in updater._score_before_updates(unit.rows)]
+        [replace(row, reference_logprobs=row.old_logprobs) for row in trainer._score_before_updates(unit.rows)]
         for unit in units[:2]
     ]
     mine = [replace(unit, reward=reward) for unit, reward in zip(units[:2], (3.0, 1.0), strict=True)]
@@ -263,8 +263,8 @@ def test_one_more_forward_pass_is_made_only_if_trajectories_forked(units, monkey
         config = TrainerConfig(old_logprobs=OldLogprobs.SAMPLER)
         trainer = Trainer(tiny_qwen3(), config, objective=ALGORITHMS[name])
         calls = []
-        score = trainer._updater.logprobs
-        monkeypatch.setattr(trainer._updater, "logprobs", lambda rows, s=score, c=calls: c.append(rows) or s(rows))
+        score = trainer.backend.logprobs
+        monkeypatch.setattr(trainer.backend, "logprobs", lambda rows, s=score, c=calls: c.append(rows) or s(rows))
         trainer.step(given)
         assert len(calls) == expected
 

@@ -1,0 +1,556 @@
+"""The trainer's backend: a model, its reference and its optimizer, on accelerate. It knows rows, but no objective.
+
+    logprobs(rows)                    of the policy, or of its reference
+    forward_backward(rows, loss)      adds to the gradients; any number of times, each with its own rows and loss
+    optimizer_step(learning_rate)     makes an update of the gradients, and clears them
+    named_weights()                   streamed, for engines
+    copy_state(), load(folder)        checkpoints
+
+Every process passes its own rows to the same calls, and the gradients are those of all rows together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError
+from unbroken.images.processor import ImageProcessor
+from unbroken.routing import ReplayCounts, Routers
+from unbroken.training.config import LoraUpdates, OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.model.adapters import BasePolicy, causal_lm, checksum_of_frozen, is_adapted
+from unbroken.training.model.backbone import enable_checkpointing
+from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
+from unbroken.training.model.compilation import compile_blocks
+from unbroken.training.model.images import RowImages
+from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
+from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.model.pretrained import (
+    AddFiles,
+    ModelForm,
+    ModelOrigin,
+    check_form,
+    gather_form,
+    write_pretrained,
+)
+from unbroken.training.model.routing import RoutingStats, balance_loss, check_experts, check_same_experts, count_ids
+from unbroken.training.model.row_scores import RowScores, score_rows
+from unbroken.training.model.scores import Entropy, TokenScores
+from unbroken.training.model.sharding import (
+    fail_together,
+    gather_optimizer_state,
+    gather_rest,
+    gather_tensor,
+    is_sharded,
+    on_device,
+    raise_together,
+    reshard,
+    shard_frozen,
+    shard_like,
+)
+from unbroken.training.model.weights import (
+    checkpoint_parameters,
+    gather_adapter_weights,
+    gather_checkpoint,
+    gather_weights,
+)
+from unbroken.training.state import TrainerState, check_trained, load_averages, load_parameters, read_state, write_state
+from unbroken.types import Logprobs, TrainingSample
+
+T = TypeVar("T")
+StatsT = TypeVar("StatsT")
+LossFn: TypeAlias = Callable[[TokenScores, Batch], tuple[torch.Tensor, StatsT]]
+"""From the policy at the N loss tokens of one forward pass, and the rows of the pass, to its part of the loss, a scalar
+with gradient, and whatever the caller wants to know of the pass. Parts add up over passes and processes. N may be 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes(Generic[StatsT]):
+    """The forward passes of one `forward_backward` in one process, before the weights change."""
+
+    stats: tuple[StatsT, ...] = ()
+    """What the loss said of each pass; also of those that a process without rows makes while others have some."""
+    rows: tuple[int, ...] = ()
+    """The numbers of the rows, in the order of the passes."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """Of the loss tokens of each row, in this order."""
+    num_padding: int = 0
+    num_shared: int = 0
+    """Ids of rows that another row of their pass has in common with them."""
+    router_loss: float | None = None
+    """Of the rows of all processes, without its weight; None without `TrainerConfig.router_loss_weight`."""
+    routing: RoutingStats = field(default_factory=RoutingStats)
+
+
+class TrainerBackend:
+    """Computes with one model in all processes of a trainer, and updates it."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: TrainerConfig,
+        *,
+        accelerator: Accelerator,
+        images: ImageProcessor | None = None,
+        reference: Any | Reference | None = None,
+    ) -> None:
+        """Take over `model` and `reference`, as `Trainer` does; they were checked to go together (`check_parts`)."""
+        self.accelerator = accelerator
+        self.num_updates = 0
+        """Updates of the weights, in all steps."""
+        self._config = config
+        self._pass_size = config.tokens_per_micro_batch
+        self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
+        self._routers = self._find_routers(model)
+        if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
+            enable_checkpointing(causal_lm(model), routers=self._routers)
+        policy = self._logprobs_of(model, self._routers)
+        self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self._origin = ModelOrigin.of(model)
+        self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
+        self._frozen = checksum_of_frozen(model) if is_adapted(model) and accelerator.is_main_process else ""
+        self._reference: PolicyLogprobs | BasePolicy | None = None
+        if reference is not None and reference is not Reference.BASE:
+            self._reference = self._freeze(reference)
+        self.vocab_size = policy.vocab_size
+        """Number of ids that the model has embeddings for."""
+        self._wrapped, self.optimizer = accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
+        self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
+        """Without what the accelerator wraps it in."""
+        self._prepare_passes()
+        if reference is Reference.BASE:
+            self._reference = BasePolicy(self.policy, model)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all processes make each forward pass together, also those of `logprobs`."""
+        return is_sharded(self.accelerator)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference policy."""
+        return self._reference is not None
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether experts that rows have recorded are replayed."""
+        return self._routers is not None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute on this process's device, and keep processed images, which occur in many rows, until the end."""
+        try:
+            with on_device(self.accelerator.device):
+                yield
+        finally:
+            if self._images is not None:
+                self._images.forget()
+
+    def measure(self) -> None:
+        """Find out, once, whether prefixes can be shared and how many ids a pass may have. Until then passes have
+        `MAX_PASS_IDS`.
+
+        For a trainer's first step: a gradient that the proof computes may not fit beside an engine that is awake.
+        """
+        with self.accelerator.autocast():
+            for policy in (self.policy, self._reference):
+                if isinstance(policy, PolicyLogprobs):
+                    policy.allow_trees()
+        self._pass_size = self._pass_size or self._choose_pass_size()
+
+    def check_rows(self, samples: Sequence[TrainingSample]) -> None:
+        """Check that each row can be scored.
+
+        Raises:
+            InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, no sampled id,
+                another temperature than the first row, or experts that the model does not have.
+            InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
+        """
+        for index, sample in enumerate(samples):
+            row = f"samples[{index}]"
+            if not sample.sampled_mask.any():
+                raise InvalidInputError(f"{row} has no sampled id: omit the row")
+            if sample.images and self._images is None:
+                raise InvalidInputError(
+                    f"{row} has {len(sample.images)} images: give the trainer the model's image processor as `images`"
+                )
+            if sample.temperature != samples[0].temperature:
+                raise InvalidInputError(
+                    f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
+                    f"{samples[0].temperature}: the rows of one call must share one temperature"
+                )
+            if sample.token_ids.max() >= self.vocab_size:
+                raise InvalidInputError(
+                    f"{row}.token_ids contains {sample.token_ids.max()}, and the model's vocabulary ends at "
+                    f"{self.vocab_size - 1}: is this the model that sampled?"
+                )
+            if sample.sampled_mask[0]:
+                raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
+            if self._images is not None:
+                self._images.check(sample, name=row)
+        if self._routers is not None:
+            check_experts(samples, self._routers)
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """One array [T] per row: the logprob of each sampled id under the current weights, NaN elsewhere."""
+        return [scores.logprobs for scores in self._score(self.policy, samples)]
+
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Logprobs]:
+        """As `logprobs`, under the reference."""
+        assert self._reference is not None, "asked for only if `has_reference`"
+        return [scores.logprobs for scores in self._score(self._reference, samples)]
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[RowScores]:
+        """The logprob, the entropy and the rank of each sampled id under the current weights."""
+        return self._score(self.policy, samples, entropy=Entropy.RANKED)
+
+    def forward_backward(
+        self,
+        rows: Sequence[ScoredRow],
+        loss: LossFn[StatsT],
+        *,
+        weights: Sequence[float],
+        trajectories: Sequence[TrajectorySums | None] = (),
+        entropy: Entropy = Entropy.NONE,
+    ) -> Passes[StatsT]:
+        """Add the gradient of the loss of these rows to that of the calls since the last update.
+
+        `weights` and `trajectories` have one entry per row, for `Batch.weights_N` and `Batch.trajectories`; `entropy`
+        says what `TokenScores` has for the loss. The balance of routers is that of the rows of one call.
+
+        Every process makes the same number of passes, idle ones once its rows are used up, because DDP and FSDP
+        communicate in each of them. If no process has rows, there are none.
+        """
+        device, counts_choices = self.accelerator.device, self._config.router_loss_weight > 0
+        planned = self.policy.plan_rows([row.sample.token_ids for row in rows], self._pass_size or MAX_PASS_IDS)
+        num_passes = max(gather_object([len(planned)]))
+        if num_passes == 0:
+            return Passes()
+        batches = [
+            collate(
+                [[rows[i] for i in lane] for lane in each.lanes],
+                [weights[i] for i in each.rows],
+                device,
+                trajectories=[trajectories[i] for i in each.rows] if trajectories else (),
+                routers=self._routers,
+                as_tree=each.is_tree,
+                counts_choices=counts_choices,
+            )
+            for each in planned
+        ]
+        num_padding = sum(batch.num_padding for batch in batches)
+        num_shared = sum(batch.num_shared for batch in batches)
+        batches += [idle_batch(device)] * (num_passes - len(batches))
+        choices_2E = self._count_choices(batches) if counts_choices else None
+        self._take_routing_counts()  # of what was scored before
+        temperature = rows[0].sample.temperature if rows else 1.0
+        stats, logprobs = self._accumulate(batches, loss, temperature, entropy, choices_2E)
+        return Passes(
+            stats=stats,
+            rows=tuple(i for each in planned for i in each.rows),
+            logprobs=tuple(logprobs[: len(rows)]),
+            num_padding=num_padding,
+            num_shared=num_shared,
+            router_loss=None if choices_2E is None else float(balance_loss(choices_2E, choices_2E[1])),
+            routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
+        )
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clip the gradients, make an update, clear them, and return their norm before clipping, over all processes.
+
+        Raises:
+            TrainingError: the gradients are not finite. They are cleared, and the weights are as before.
+        """
+        max_norm = self._config.optimizer.max_grad_norm
+        grad_norm = float(gather_tensor(torch.nn.utils.clip_grad_norm_(self._wrapped.parameters(), max_norm)))
+        if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise TrainingError(
+                f"the gradient's norm is {grad_norm} at update {self.num_updates}, which was not made: look for "
+                "logprobs far from the sampler's (a ratio beyond float32), huge rewards, or weights that are not finite"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_updates += 1
+        return grad_norm
+
+    @torch.no_grad()
+    def mix_into_reference(self, share: float) -> None:
+        """Move the reference by `share` of the way to the policy, of which adapters are merged."""
+        parameters = checkpoint_parameters(self._synced_reference())
+        with on_device(self.accelerator.device):
+            for name, tensor in gather_weights(self._model()):
+                part = shard_like(tensor, parameters[name]).to(parameters[name].dtype)
+                parameters[name].mul_(1 - share).add_(part, alpha=share)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters for engines, one after the other (`Trainer.named_weights`)."""
+        gather = gather_adapter_weights if self._config.lora_updates is LoraUpdates.ADAPTER else gather_weights
+        return gather(self._model())
+
+    def copy_state(
+        self, *, policy_version: int, processes: Sequence[Mapping[str, Any]]
+    ) -> Callable[[Path], None] | None:
+        """Copy model, optimizer and a reference that changes to the CPU's memory. Returns in the first process what
+        writes the copy, with these of the trainer, into a new folder, in any thread; None in the others.
+
+        Of a model with adapters only the adapters are copied, with a checksum of the rest.
+        """
+        weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self.optimizer)
+        reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
+        write: Callable[[Path], None] | None = None
+        failure: Exception | None = None
+        try:
+            if self.accelerator.is_main_process:
+                with on_device(self.accelerator.device):
+                    write = partial(
+                        write_state,
+                        weights=_copy_to_cpu(weights),
+                        averages=_copy_to_cpu(averages),
+                        reference=None if reference is None else _copy_to_cpu(reference),
+                        policy_version=policy_version,
+                        num_updates=self.num_updates,
+                        processes=processes,
+                        frozen=self._frozen,
+                        trained=self._trained,
+                        model=self._origin,
+                        adapter_config=self._adapter_config,
+                    )
+        except Exception as error:
+            failure = error
+        self.finish_together(chain(weights, averages, reference or ()), failure)
+        return write
+
+    def load(self, folder: Path) -> TrainerState:
+        """Restore what `copy_state` copied, bit for bit, and return the rest for the trainer. Raises as `Trainer.load`
+        does.
+        """
+        with self.fail_together():
+            state = read_state(folder)
+            if len(state.processes) != self.accelerator.num_processes:
+                raise CheckpointError(
+                    f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
+                    f"{self.accelerator.num_processes}: start as many"
+                )
+        if state.frozen != (frozen := self.from_all_processes(self._frozen)[0]):
+            raise CheckpointError(
+                f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
+                "give the trainer the model that the run began with"
+            )
+        with self.fail_together(), on_device(self.accelerator.device):
+            check_trained(self._trained, state)
+            load_parameters(checkpoint_parameters(self._model()), state.weights)
+            load_averages(self.optimizer, state.optimizer)
+            if self._config.reference_sync is not None:
+                if state.reference is None:
+                    raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
+                load_parameters(checkpoint_parameters(self._synced_reference()), state.reference)
+        self.num_updates = state.num_updates
+        return state
+
+    def save_pretrained(self, folder: Path, form: ModelForm, *, add_files: AddFiles | None = None) -> None:
+        """Write the model as transformers, PEFT and vLLM load it; the folder is there whole or not at all.
+
+        Every process calls it; the first one writes, and `add_files` adds what belongs beside the weights, such as the
+        tokenizer. A model with adapters is written as an adapter in PEFT's form, or merged by its form.
+
+        Raises:
+            InvalidInputError: the model cannot be written in this form (`check_form`).
+            ExportError: it cannot be written; nothing is left of it.
+            TrainingError: another process raised one of these.
+        """
+        model = self._model()
+        check_form(model, form)
+        with on_device(self.accelerator.device):
+            weights = gather_form(model, form)
+            failure: Exception | None = None
+            try:
+                if self.accelerator.is_main_process:
+                    write_pretrained(folder, model, weights, form, add_files=add_files)
+            except Exception as error:
+                failure = error
+            self.finish_together(weights, failure)
+
+    def from_all_processes(self, value: T) -> list[T]:
+        """The values of all processes, in their order, on each of them."""
+        with on_device(self.accelerator.device):
+            values: list[T] = gather_object([value])
+        return values
+
+    def finish_together(self, weights: Iterable[tuple[str, torch.Tensor]], error: Exception | None) -> None:
+        """Gather the rest of `weights` with the other processes; if one has an error, raise it there, and a
+        `TrainingError` with its text on the others.
+        """
+        with on_device(self.accelerator.device):
+            if self.is_sharded:
+                gather_rest(weights)
+            raise_together(error)
+
+    def fail_together(self) -> AbstractContextManager[None]:
+        """Run a block in every process; if it fails in one, raise on all (`sharding.fail_together`)."""
+        return fail_together(self.accelerator.device)
+
+    def _model(self) -> Any:
+        """The model without wrappers; its parameters are those of the optimizer."""
+        reshard(self.policy)
+        return self.policy.model
+
+    def _synced_reference(self) -> Any:
+        """The model of a reference that changes."""
+        assert isinstance(self._reference, PolicyLogprobs), "check_reference asks for a model"
+        reshard(self._reference)
+        return self._reference.model
+
+    def _prepare_passes(self) -> None:
+        """Compile the layers if the config says so, and find out which ways to compute rows together are exact."""
+        with self.computing(), self.accelerator.autocast():
+            for each in (self.policy, self._reference):
+                if isinstance(each, PolicyLogprobs):
+                    if self._config.compile:
+                        compile_blocks(each)
+                    each.allow_by_rows()
+                    each.check_trees()
+
+    def _find_routers(self, model: Any) -> Routers | None:
+        return Routers.find(causal_lm(model)) if self._config.routing_replay else None
+
+    def _freeze(self, reference: Any) -> PolicyLogprobs:
+        """Take over a reference that is a model of its own."""
+        frozen = reference.requires_grad_(False)
+        routers = self._find_routers(frozen)
+        if routers is not None and self._routers is not None:
+            check_same_experts(routers, self._routers)
+        logprobs = self._logprobs_of(frozen, routers)
+        shard_frozen(self.accelerator, logprobs)
+        return logprobs
+
+    def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
+        counts = self._config.router_loss_weight > 0
+        policy = PolicyLogprobs(
+            model,
+            chunk_size=self._config.logprob_chunk_size,
+            images=self._images,
+            packing=self._config.packing,
+            routers=routers,
+            shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
+            counts_choices=counts,
+        )
+        if self._images is not None and self.is_sharded:
+            policy.show_always(self._images)
+        return policy
+
+    def _choose_pass_size(self) -> int:
+        """By what is free on the fullest GPU, now that an engine in this process sleeps."""
+        if self.accelerator.device.type != "cuda":
+            return MAX_PASS_IDS
+        own = measure_pass_size(
+            self.policy,
+            self.accelerator,
+            chunk_size=self._config.logprob_chunk_size,
+            max_ids=MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS,
+        )
+        smallest: int = min(gather_object([own]))
+        return smallest
+
+    def _score(
+        self,
+        policy: PolicyLogprobs | BasePolicy,
+        samples: Sequence[TrainingSample],
+        *,
+        entropy: Entropy = Entropy.NONE,
+    ) -> list[RowScores]:
+        with self.accelerator.autocast():  # as in the policy's own passes, also for a reference
+            return score_rows(
+                policy,
+                samples,
+                tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
+                images=self._images,
+                device=self.accelerator.device,
+                together=self.is_sharded,
+                routers=self._routers,
+                entropy=entropy,
+            )
+
+    @torch.no_grad()
+    def _count_choices(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """[2, E] the choices of experts in all passes of one call and all processes (`count_choices`).
+
+        A layer's balance is that of all ids of the call, so its gradient needs them before the first pass.
+        """
+        found = []
+        for batch in batches:
+            with self.accelerator.autocast():
+                without_logprobs = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+                found.append(self._run_pass(self.policy, without_logprobs).choices_2E)
+        mine = [choices_2E.cpu() for choices_2E in found if choices_2E is not None]
+        return torch.stack(gather_object(mine)).sum(0).to(self.accelerator.device)
+
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        loss: LossFn[StatsT],
+        temperature: float,
+        entropy: Entropy,
+        choices_2E: torch.Tensor | None,
+    ) -> tuple[tuple[StatsT, ...], list[Logprobs]]:
+        """Backward through all passes; the last one exchanges gradients. Returns what the loss says of each pass, and
+        the logprobs of each row, also of those of idle passes, which have none.
+
+        Gradients are averaged over the processes, while the loss adds up over all of them: so each process multiplies
+        its own by the number of processes.
+        """
+        stats, logprobs = [], []
+        for number, batch in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self.accelerator.no_sync(self._wrapped):
+                scores = self._run_pass(self._wrapped, batch, temperature, entropy)
+                value, of_batch = loss(scores, batch)
+                if choices_2E is not None and scores.choices_2E is not None:
+                    balance = balance_loss(choices_2E, scores.choices_2E[1])
+                    value = value + self._config.router_loss_weight * balance
+                self.accelerator.backward(value * self.accelerator.num_processes)
+            stats.append(of_batch)
+            logprobs.append(scores.logprobs_N.detach())
+        ends = np.cumsum([number for batch in batches for number in batch.num_row_tokens])
+        return tuple(stats), np.split(torch.cat(logprobs).cpu().numpy(), ends[:-1])
+
+    def _run_pass(
+        self, policy: Any, batch: Batch, temperature: float = 1.0, entropy: Entropy = Entropy.NONE
+    ) -> TokenScores:
+        pixels = None
+        if self._images is not None:
+            pixels = self._images.inputs(batch.images, batch.token_ids_BT.shape, self.accelerator.device)
+        given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT)
+        scores: TokenScores = policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given)
+        return scores
+
+    def _take_routing_counts(self) -> RoutingStats:
+        """What was replayed in the passes since the last call."""
+        counts = ReplayCounts() if self._routers is None else self._routers.take_counts()
+        return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
+
+
+def _copy_to_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
+
+
+def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )

@@ -1,0 +1,199 @@
+"""The backend: gradients add up over calls, rows and losses until an update; what it computes; its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from support.adapted import with_lora
+from support.architectures import tiny_model
+from support.gradients import pull
+from support.models import tiny_qwen3
+from support.prefixes import branching_rows
+from support.rows import random_rows, row, unscored
+from unbroken.errors import TrainingError
+from unbroken.training.backend import TrainerBackend
+from unbroken.training.config import OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.loss_config import ReferenceSync
+from unbroken.training.model.scores import Entropy
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
+CONFIG = TrainerConfig(optimizer=OPTIMIZER, tokens_per_micro_batch=25)
+
+
+def make_backend(config: TrainerConfig = CONFIG, *, seed: int = 0, reference=None) -> TrainerBackend:
+    return TrainerBackend(tiny_qwen3(seed=seed), config, accelerator=Accelerator(), reference=reference)
+
+
+def rows_of(seed: int, num_rows: int = 6):
+    return unscored(random_rows(np.random.default_rng(seed), num_rows))
+
+
+def add(backend, rows, loss=pull, **given):
+    return backend.forward_backward(rows, loss, weights=[1 / len(rows)] * len(rows), **given)
+
+
+def distance(scores, batch):
+    """Another loss: the distance to the old logprobs."""
+    return (batch.weights_N * (scores.logprobs_N - batch.old_logprobs_N).square()).sum(), None
+
+
+def weights_of(backend) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in backend.named_weights()}
+
+
+def assert_close(found, expected, atol=1e-6):
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=atol, rtol=0, msg=name)
+
+
+def test_two_calls_and_one_update_are_one_call_with_all_rows():
+    apart, together, only_first = make_backend(), make_backend(), make_backend()
+    first, second = rows_of(0), rows_of(1)
+    before = weights_of(apart)
+    for part in (first, second):
+        apart.forward_backward(part, pull, weights=[0.25] * 6)
+    assert_close(weights_of(apart), before, atol=0)
+    norm = apart.optimizer_step(1e-2)
+    together.forward_backward([*first, *second], pull, weights=[0.25] * 12)
+    assert norm == pytest.approx(together.optimizer_step(1e-2), rel=1e-5)
+    assert_close(weights_of(apart), weights_of(together))
+    only_first.forward_backward(first, pull, weights=[0.25] * 6)
+    only_first.optimizer_step(1e-2)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (weights_of(apart)[name] - weights_of(only_first)[name]).abs().max() > 1e-4
+    assert apart.num_updates == together.num_updates == 1
+
+
+def test_losses_of_several_calls_add_up():
+    apart, together = make_backend(), make_backend()
+    rows = rows_of(0)
+    add(apart, rows, pull)
+    add(apart, rows, distance)
+    add(together, rows, lambda scores, batch: (pull(scores, batch)[0] + distance(scores, batch)[0], None))
+    assert apart.optimizer_step(1e-2) == pytest.approx(together.optimizer_step(1e-2), rel=1e-5)
+    assert_close(weights_of(apart), weights_of(together))
+
+
+def test_an_update_clears_the_gradients():
+    once, twice = make_backend(), make_backend()
+    add(twice, rows_of(0))
+    twice.optimizer_step(0.0)
+    for backend in (once, twice):
+        add(backend, rows_of(1))
+    assert once.optimizer_step(1e-2) == twice.optimizer_step(1e-2)
+
+
+def test_weights_and_advantages_scale_what_a_row_adds():
+    weighed, twice = make_backend(), make_backend()
+    rows = rows_of(0)
+    weighed.forward_backward(rows, pull, weights=[2.0, *[1.0] * 5])
+    twice.forward_backward(rows, pull, weights=[1.0] * 6)
+    twice.forward_backward(rows[:1], pull, weights=[1.0])
+    assert weighed.optimizer_step(1e-2) == pytest.approx(twice.optimizer_step(1e-2), rel=1e-5)
+
+
+@pytest.mark.parametrize("shared_prefixes", [SharedPrefixes.NEVER, SharedPrefixes.ALWAYS])
+def test_a_call_has_the_logprobs_that_scoring_has(shared_prefixes):
+    """In the order of the passes, which is not that of the rows."""
+    backend = make_backend(replace(CONFIG, shared_prefixes=shared_prefixes, tokens_per_micro_batch=60))
+    backend.measure()
+    samples = branching_rows(np.random.default_rng(0), 9)
+    rows = unscored(samples)
+    scored = backend.logprobs(samples)
+    passes = add(backend, rows, entropy=Entropy.TRAINED)
+    assert sorted(passes.rows) == list(range(9))
+    assert len(passes.logprobs) == 9
+    for index, logprobs in zip(passes.rows, passes.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, scored[index][samples[index].loss_mask], atol=2e-6)
+    assert (passes.num_shared > 0) == (shared_prefixes is SharedPrefixes.ALWAYS)
+    assert sum(passes.stats) == sum(row.num_loss_tokens for row in rows)
+    for scores, logprobs in zip(backend.score(samples), scored, strict=True):
+        np.testing.assert_allclose(scores.logprobs, logprobs, atol=2e-6)
+
+
+def test_a_call_without_rows_in_any_process_adds_nothing():
+    alone, backend = make_backend(), make_backend()
+    passes = backend.forward_backward([], pull, weights=[])
+    assert passes.stats == passes.rows == passes.logprobs == ()
+    for each in (alone, backend):
+        add(each, rows_of(0))
+    assert alone.optimizer_step(1e-2) == backend.optimizer_step(1e-2)
+
+
+def test_gradients_that_are_not_finite_are_cleared_and_change_nothing():
+    backend, alone = make_backend(), make_backend()
+    before = weights_of(backend)
+    add(backend, rows_of(0), lambda scores, batch: (scores.logprobs_N.sum() * float("inf"), None))
+    with pytest.raises(TrainingError, match="norm is nan at update 0, which was not made"):
+        backend.optimizer_step(1e-2)
+    assert_close(weights_of(backend), before, atol=0)
+    assert backend.num_updates == 0
+    for each in (alone, backend):
+        add(each, rows_of(1))
+    assert alone.optimizer_step(1e-2) == backend.optimizer_step(1e-2)
+
+
+def test_the_balance_of_experts_is_added_in_each_call():
+    norms = []
+    for weight in (0.0, 3.0):
+        config = replace(CONFIG, router_loss_weight=weight)
+        backend = TrainerBackend(tiny_model("qwen3_moe"), config, accelerator=Accelerator())
+        passes = add(backend, rows_of(0))
+        assert (passes.router_loss is None) == (weight == 0)
+        norms.append(backend.optimizer_step(1e-2))
+    assert norms[0] != norms[1]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "followed"])
+def test_a_backend_goes_on_from_its_checkpoint_bit_for_bit(kind, tmp_path):
+    def make() -> TrainerBackend:
+        if kind == "lora":
+            model = with_lora(tiny_qwen3())
+            return TrainerBackend(model, CONFIG, accelerator=Accelerator(), reference=Reference.BASE)
+        if kind == "full":
+            return make_backend()
+        config = replace(CONFIG, kl_weight=0.1, reference_sync=ReferenceSync(every=1, mixup=0.5))
+        return make_backend(config, reference=tiny_qwen3())
+
+    def update(backend: TrainerBackend, seed: int) -> None:
+        add(backend, rows_of(seed))
+        backend.optimizer_step(1e-2)
+        if kind == "followed":
+            backend.mix_into_reference(0.5)
+
+    saved, loaded = make(), make()
+    for seed in range(3):
+        update(saved, seed)
+    write = saved.copy_state(policy_version=7, processes=[{"rng": 5}])
+    assert write is not None
+    update(saved, 3)
+    write(tmp_path / "state")  # of the state that was copied, whatever came after
+    state = loaded.load(tmp_path / "state")
+    assert (state.policy_version, state.num_updates, state.processes) == (7, 3, ({"rng": 5},))
+    assert loaded.num_updates == 3
+    update(loaded, 3)
+    assert_close(weights_of(loaded), weights_of(saved), atol=0)
+    samples = [each.sample for each in rows_of(9)]
+    of_policy = saved.logprobs(samples)
+    assert_same_logprobs(loaded.logprobs(samples), of_policy)
+    if saved.has_reference:
+        assert_same_logprobs(loaded.reference_logprobs(samples), of_reference := saved.reference_logprobs(samples))
+        assert np.nanmax(np.abs(np.concatenate(of_policy) - np.concatenate(of_reference))) > 1e-4
+
+
+def assert_same_logprobs(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_temperature_of_the_rows_is_that_of_a_call():
+    cold, warm = (row([1, 2, 3, 4], sampled=[2, 3], temperature=temperature) for temperature in (0.5, 1.0))
+    backend = make_backend()
+    passes = add(backend, unscored([cold]))
+    np.testing.assert_allclose(passes.logprobs[0], backend.logprobs([cold])[0][2:], atol=2e-6)
+    assert np.abs(passes.logprobs[0] - backend.logprobs([warm])[0][2:]).max() > 1e-3
