@@ -44,7 +44,7 @@ def change(trained: Trainer, seed: int) -> None:
     """Give the adapter other values, as a step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in trained._policy.parameters():
+        for parameter in trained.backend.policy.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
