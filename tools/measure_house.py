@@ -17,15 +17,15 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 69_100,
-    "files of src": 556,
-    "modules with one importer, under 100 lines": 92,
-    "public class names that exist twice": 31,
-    "lines of the longest function": 97,
-    "functions over 50 lines": 10,
+    "lines of src": 67_400,
+    "files of src": 396,
+    "modules with one importer, under 100 lines": 39,
+    "public class names that exist twice": 0,
+    "lines of the longest function": 73,
+    "functions over 50 lines": 5,
     "import cycles": 0,
-    "lines of tests": 68_200,
-    "modules that tests import by name": 295,
+    "lines of tests": 67_800,
+    "modules that tests import by name": 228,
 }
 """The largest value of each number that passes."""
 GOALS = {
