@@ -21,7 +21,7 @@ BOUNDS = {
     "files of src": 396,
     "modules with one importer, under 100 lines": 39,
     "public class names that exist twice": 0,
-    "lines of the longest function": 73,
+    "lines of the longest function": 70,
     "functions over 50 lines": 5,
     "import cycles": 0,
     "lines of tests": 67_800,
