@@ -6,7 +6,7 @@ plain union would report an error for each form, and the check of a list stops a
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,8 @@ class StrictBody(BodyModel):
     model_config = ConfigDict(extra="forbid")
 
 
+OneT = TypeVar("OneT")
+ItemT = TypeVar("ItemT")
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -51,8 +53,7 @@ def _find_form_of_prompt(value: Any) -> str | None:
     return _find_form_of_prompts(value)
 
 
-def find_form_of_texts(value: Any) -> str:
-    """The form of a value that is one thing or a list of them."""
+def _find_form_of_several(value: Any) -> str:
     return "<several>" if isinstance(value, list) else "<one>"
 
 
@@ -80,17 +81,16 @@ PromptOrPrompts = Annotated[
 ]
 """One prompt or several, as OpenAI's text completions take them."""
 
-ObjectOrObjects = Annotated[
-    Annotated[dict[str, Any], Tag("<one>")]
-    | Annotated[Annotated[list[dict[str, Any] | None], Field(fail_fast=True)], Tag("<several>")],
-    Discriminator(find_form_of_texts),
+OneOrSeveral = Annotated[
+    Annotated[OneT, Tag("<one>")] | Annotated[Annotated[list[ItemT], Field(fail_fast=True)], Tag("<several>")],
+    Discriminator(_find_form_of_several),
 ]
+"""`OneOrSeveral[One, Item]`: one thing, or a list of items."""
+
+ObjectOrObjects = OneOrSeveral[dict[str, Any], dict[str, Any] | None]
 """One object, or a list of objects and nulls."""
 
-TextOrTexts = Annotated[
-    Annotated[str, Tag("<one>")] | Annotated[Texts, Tag("<several>")],
-    Discriminator(find_form_of_texts),
-]
+TextOrTexts = OneOrSeveral[str, str]
 
 
 def by_type(*names: str, what: str, default: str | None = None) -> tuple[BeforeValidator, Discriminator]:

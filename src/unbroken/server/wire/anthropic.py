@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from unbroken.messages import Message, ToolSchema
-from unbroken.server.http.bodies import BodyModel, Texts, by_type, find_form_of_texts
+from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
     ConversationBuilder,
@@ -106,14 +106,7 @@ class ToolResultBlock(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        Annotated[
-            Annotated[str, Tag("<one>")]
-            | Annotated[Annotated[list[ResultBlock], Field(fail_fast=True)], Tag("<several>")],
-            Discriminator(find_form_of_texts),
-        ]
-        | None
-    ) = None
+    content: OneOrSeveral[str, ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -127,10 +120,7 @@ Block = Annotated[
     _BLOCKS[1],
     _BLOCKS[0],
 ]
-Content = Annotated[
-    Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Block], Field(fail_fast=True)], Tag("<several>")],
-    Discriminator(find_form_of_texts),
-]
+Content = OneOrSeveral[str, Block]
 _SYSTEM = by_type("text", what="blocks of system")
 SystemBlock = Annotated[Annotated[TextBlock, Tag("<text>")], _SYSTEM[0]]
 
@@ -173,14 +163,7 @@ class ConversationBody(BodyModel):
     model: str | None = None
     """The served model, which may be left out, or an adapter."""
     messages: Annotated[list[InputMessage], Field(fail_fast=True)]
-    system: (
-        Annotated[
-            Annotated[str, Tag("<one>")]
-            | Annotated[Annotated[list[SystemBlock], Field(fail_fast=True)], Tag("<several>")],
-            Discriminator(find_form_of_texts),
-        ]
-        | None
-    ) = None
+    system: OneOrSeveral[str, SystemBlock] | None = None
     tools: Annotated[list[ClientTool], Field(fail_fast=True)] | None = None
     tool_choice: dict[str, Any] | None = None
     """`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`. `disable_parallel_tool_use` only where calls are

@@ -14,10 +14,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from unbroken.messages import Message, ToolCall, ToolSchema
-from unbroken.server.http.bodies import BodyModel, Texts, by_type, find_form_of_texts
+from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
     ConversationBuilder,
@@ -70,10 +70,7 @@ Part = Annotated[
     _PARTS[1],
     _PARTS[0],
 ]
-TextOrParts = Annotated[
-    Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Part], Field(fail_fast=True)], Tag("<several>")],
-    Discriminator(find_form_of_texts),
-]
+TextOrParts = OneOrSeveral[str, Part]
 
 
 class MessageItem(_Item):
@@ -185,10 +182,7 @@ class ResponsesBody(BodyModel):
 
     model: str | None = None
     """The served model, which may be left out, or an adapter."""
-    input: Annotated[
-        Annotated[str, Tag("<one>")] | Annotated[Annotated[list[Item], Field(fail_fast=True)], Tag("<several>")],
-        Discriminator(find_form_of_texts),
-    ]
+    input: OneOrSeveral[str, Item]
     instructions: str | None = None
     """A system message before the input."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
