@@ -24,6 +24,11 @@ async def wait_turns(turns: int) -> None:
         await asyncio.sleep(0)
 
 
+def has_variance(group: TrajectoryGroup) -> bool:
+    """Whether the rewards of a group differ."""
+    return len({member.reward for member in group.trajectories}) > 1
+
+
 @dataclass
 class TurnEngine:
     """An engine that is its version, and whether it is there."""

@@ -101,10 +101,22 @@ class GroupNumbers:
         self._drops: dict[int, int] = {}
 
     @classmethod
-    def of(cls, source: GroupSource, *, num_steps: int) -> GroupNumbers:
-        """The numbers of a source's groups for so many steps."""
-        chooser = source if isinstance(source, ChoosingSource) else None
-        return cls(num_steps * source.groups_per_step, chooser=chooser)
+    def of(
+        cls, source: GroupSource, *, num_steps: int, num_made: int = 0, state: Mapping[str, Any] | None = None
+    ) -> GroupNumbers:
+        """The numbers of a source's groups for so many steps, of which `num_made` are made.
+
+        `state` is that of the checkpoint; without one, the lowest numbers were trained in their order. The steps that
+        are left have the source's number of groups, however many those before had.
+
+        Raises:
+            CheckpointError: as `restore` does.
+        """
+        numbers = cls(0, chooser=source if isinstance(source, ChoosingSource) else None)
+        numbers.restore(state or {"next": num_made * source.groups_per_step, "beyond": [], "drops": []})
+        num_trained = numbers._lowest + len(numbers._beyond) - numbers._num_replaced
+        numbers._num_to_train = num_trained + (num_steps - num_made) * source.groups_per_step
+        return numbers
 
     @property
     def has_next(self) -> bool:
@@ -181,14 +193,6 @@ class GroupNumbers:
     @property
     def _stop(self) -> int:
         return self._num_to_train + self._num_replaced
-
-    def resume(self, state: Mapping[str, Any] | None, *, num_trained: int, num_left: int) -> None:
-        """Go on from the state of a checkpoint; without one, the lowest `num_trained` were trained in their order.
-
-        `num_left` more are trained, however many groups the steps before had.
-        """
-        self.restore(state or {"next": num_trained, "beyond": [], "drops": []})
-        self._num_to_train = self._lowest + len(self._beyond) - self._num_replaced + num_left
 
     def _is_trained(self, number: int) -> bool:
         return number < self._lowest or number in self._beyond

@@ -57,25 +57,28 @@ async def train(
 ) -> None:
     """Train for `config.num_steps` steps on the groups of `source`, which samples with the weights last published.
 
-    `trainer` and the engine behind `publisher` begin with the same weights and version. With `config.max_staleness`
-    above 0 the trainer's config should correct for older weights (`Objective.for_stale_rows`, docs/design/0017).
+    `trainer` and the engine behind `publisher` begin with the same weights and version. A step without anything to
+    train on changes no weights. Training is on policy unless `config.max_staleness` is above 0; then the trainer's
+    config should correct for older weights (`Objective.for_stale_rows`, docs/design/0017-asynchronous.md).
 
     Several processes (`accelerate launch`) each call this with their own `source`. `publisher` is None on processes
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
     of one of them in what it is given is raised on all.
 
     With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
-    step are written again, and `observer` sees that step again. If an engine has newer weights of a step that was lost
-    (`engine`, `RunObserver.get_newest_version`), the version rises above theirs.
+    step are written again in place of those from there on, and `observer` sees that step again. If an engine has newer
+    weights of a step that was lost (`engine`, `RunObserver.get_newest_version`), the version rises above theirs.
 
     `engine` is what `source` samples with if it may go away, such as an `HttpEngine`: the loop waits for it, publishes
-    the weights again, and samples groups that lost rollouts again. Without it the first such loss ends the run.
+    the weights again, and samples groups that lost rollouts again. Without `engine` the first such loss ends the run.
     `timeline` is not closed. `snapshots` are the trainer's, if the observer takes copies of its weights too.
 
     Raises:
-        InvalidInputError: these do not go together (`_check_run`), or the run has already made more steps.
+        InvalidInputError: the engine has another vocabulary or newer weights, the run has already made more steps, or
+            something does not go together (`_check_run`).
         OutageError: the engine stayed away. With `checkpoints` nothing is lost: there is one to go on from.
-        RolloutError: all rollouts of a step failed, or `config.max_empty_steps` steps in a row taught nothing.
+        RolloutError: every rollout of a step failed, and the first one's error is its cause; or
+            `config.max_empty_steps` steps in a row taught nothing.
         CheckpointError: a checkpoint cannot be written or read.
     """
     observer = observer or RunObserver()
@@ -92,15 +95,11 @@ async def train(
         snapshots=snapshots or Snapshots(trainer, is_sender=publisher is not None),
         notices=await Notices.open(trainer),
     )
-    numbers = GroupNumbers.of(source, num_steps=config.num_steps)
     try:
         await steps.resume(engine)
         async with fail_together(trainer):
-            numbers.resume(
-                None if steps.last is None else steps.last.groups,
-                num_trained=steps.num_steps * source.groups_per_step,
-                num_left=(config.num_steps - steps.num_steps) * source.groups_per_step,
-            )
+            state = None if steps.last is None else steps.last.groups
+            numbers = GroupNumbers.of(source, num_steps=config.num_steps, num_made=steps.num_steps, state=state)
         await run_steps(
             source, steps, config, first_step=steps.num_steps, numbers=numbers, observe=steps.observe,
             has_variance=trainer.has_variance,

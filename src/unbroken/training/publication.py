@@ -1,7 +1,7 @@
 """How new weights leave the trainer: as they are between two steps, or as a copy that is sent while the next are made.
 
-Of several processes one may publish for all. Which version the engines have is then told without a collective, because
-the trainers may be in the middle of a step, in which no process may wait for another:
+Of several processes one may publish for all. Which version the engines have is then announced without a collective,
+because the trainers may be in the middle of a step, in which no process may wait for another:
 
     process 0    announce(4): publish version 4
     process 1    wait_for(4) ──► its sampler: groups may start

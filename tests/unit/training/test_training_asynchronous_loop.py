@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.turns import Seen, TurnEngine, TurnMaker, TurnSource
+from support.turns import Seen, TurnEngine, TurnMaker, TurnSource, has_variance
 from unbroken.errors import EngineError, OutageError, RewardError, RolloutError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OutageConfig
@@ -261,10 +261,6 @@ def test_a_run_that_goes_on_from_a_state_trains_the_rest_once(seed, kill_step):
     numbers.restore(maker.states[-1])
     run(again, second, config, first_step=len(maker.states), numbers=numbers)
     assert sorted(maker.trained + second.trained) == list(range(27))
-
-
-def has_variance(group: TrajectoryGroup) -> bool:
-    return len({member.reward for member in group.trajectories}) > 1
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.turns import TurnEngine, TurnMaker, TurnSource
+from support.turns import TurnEngine, TurnMaker, TurnSource, has_variance
 from unbroken.errors import CheckpointError, RewardError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig
@@ -46,10 +46,6 @@ class Choosing(TurnSource):
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
         self.chosen, self.recorded, self.count = dict(choices["chosen"]), choices["recorded"], choices["count"]
-
-
-def has_variance(each: TrajectoryGroup) -> bool:
-    return len({member.reward for member in each.trajectories}) > 1
 
 
 def make(seed: int, per_step: int) -> Choosing:

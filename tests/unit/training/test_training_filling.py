@@ -14,7 +14,7 @@ from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
-from support.turns import TurnMaker
+from support.turns import TurnMaker, has_variance
 from unbroken.errors import InvalidInputError, RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
@@ -93,10 +93,6 @@ async def run(problems: Problems, directory, *, num_steps=3, max_replacements=2.
             **options,
         )
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def has_variance(each: TrajectoryGroup) -> bool:
-    return len({member.reward for member in each.trajectories}) > 1
 
 
 @settings(deadline=None)
