@@ -103,7 +103,8 @@ def trl_command(recipe: Path, arguments: argparse.Namespace) -> list[str]:
     model = arguments.folder or recipe.parent / "model"
     (output := recipe.parent / TRL).mkdir()
     return [
-        str(Path(__file__).with_name("grpo.py")), "--mode=trl", "--settings=single", f"--shape={arguments.shape}",
+        str(Path(__file__).with_name("grpo.py")), "--mode=trl", "--settings=single", "--turns=even",
+        f"--shape={arguments.shape}",
         f"--device={'cuda' if on_gpu else 'cpu'}", f"--num-steps={arguments.steps - 1}",
         f"--problems={arguments.problems}", f"--tokens={arguments.max_tokens}", f"--gpu-memory={GPU_MEMORY}",
         f"--folder={model}", f"--output={output}",

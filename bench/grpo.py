@@ -40,8 +40,10 @@ from grpo_task import (
     SHAPES,
     PeakMemory,
     Setting,
+    make_lora,
     print_result,
     save_model,
+    turn_options,
 )
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
@@ -146,7 +148,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None:
     """One mode, from the engine's start to the proof at the end."""
-    initial, policy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    policy, initial = load_policy(folder, arguments)
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision)
     started = time.perf_counter()
     config = engine_config(arguments)
@@ -179,7 +181,18 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
                 report(arguments, name, watch, num_warmup=num_warmup)
         numbers = range(10**6, 10**6 + collect.groups_per_step)  # no step has had them
         rows = rows_of(await asyncio.gather(*map(collect.sample, numbers)))
-        show_proof(rows, trainer, Trainer(initial, training, accelerator=accelerator))
+        first = None if initial is None else Trainer(initial, training, accelerator=accelerator)
+        show_proof(rows, trainer, first)
+
+
+def load_policy(folder: Path, arguments: argparse.Namespace) -> tuple[Any, Any | None]:
+    """The policy, and a copy of it that stays as it is; None with LoRA, whose base would be on the GPU twice."""
+    load = AutoModelForCausalLM.from_pretrained
+    if arguments.lora is None:
+        return load(folder, dtype=torch.float32), load(folder, dtype=torch.float32)
+    from peft import get_peft_model
+
+    return get_peft_model(load(folder, dtype=getattr(torch, arguments.dtype)), make_lora(arguments.lora)), None
 
 
 @asynccontextmanager
@@ -203,7 +216,7 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
     config = RolloutConfig(
         problems_per_step=arguments.problems,
         group_size=arguments.group_size,
-        sampling=SamplingParams(max_tokens=arguments.tokens),
+        sampling=SamplingParams(**turn_options(arguments)),
         limits=Limits(max_turns=setting.num_turns, timeout_s=90.0),
     )
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
@@ -268,11 +281,14 @@ def report(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup
     )
 
 
-def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer) -> None:
+def show_proof(rows: list[TrainingSample], trainer: Trainer, first: Trainer | None) -> None:
     """Check which weights the engine has: k3 of its last rollouts against the trained and the first weights."""
-    trained, begun = (mismatch_of_rows(rows, of.logprobs(rows)) for of in (trainer, first))
-    for name, found in (("trained", trained), ("first", begun)):
-        print(f"its last rollouts against the {name} weights: k3 {found.k3:.3g}, max |difference| {found.max_abs:.3g}")
+    trained = mismatch_of_rows(rows, trainer.logprobs(rows))
+    print(f"its last rollouts against the trained weights: k3 {trained.k3:.3g}, max |difference| {trained.max_abs:.3g}")
+    if first is None:
+        return
+    begun = mismatch_of_rows(rows, first.logprobs(rows))
+    print(f"its last rollouts against the first weights: k3 {begun.k3:.3g}, max |difference| {begun.max_abs:.3g}")
     verdict = is_trained(trained, begun)
     print(f"the engine has {'the trained weights' if verdict else 'OTHER WEIGHTS THAN THE TRAINED ONES'}", flush=True)
     if not verdict:
@@ -376,8 +392,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=2, help="measured steps of each setting")
     parser.add_argument("--problems", type=int, help="32 on a GPU, 4 on a CPU")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--tokens", type=int, help="of each turn; 256 on a GPU, 24 on a CPU")
-    parser.add_argument("--learning-rate", type=float, help="1e-4 for 0.6b, 1e-3 for tiny")
+    parser.add_argument("--turns", choices=("ragged", "even"), default="ragged", help="geometric lengths, or all equal")
+    parser.add_argument("--tokens", type=int, help="of each turn, or their mean; 256 on a GPU, 24 on a CPU")
+    parser.add_argument("--lora", type=int, help="train adapters of this rank over a base in the engine's dtype")
+    parser.add_argument("--learning-rate", type=float, help="1e-3 for tiny, else 1e-4")
     parser.add_argument("--dtype", help="of the engine; bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), help="of the trainer; bf16 on a GPU")
     parser.add_argument("--micro-batch", type=int, help="ids in a pass; left out: chosen by the trainer")
@@ -402,7 +420,7 @@ def parse_arguments() -> argparse.Namespace:
     defaults = {
         "problems": 32 if on_gpu else 4,
         "tokens": 256 if on_gpu else 24,
-        "learning_rate": 1e-4 if arguments.shape == "0.6b" else 1e-3,
+        "learning_rate": 1e-3 if arguments.shape == "tiny" else 1e-4,
         "dtype": "bfloat16" if on_gpu else "float32",
         "mixed_precision": "bf16" if on_gpu else "no",
         "eager": not on_gpu,

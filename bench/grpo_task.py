@@ -29,8 +29,17 @@ SHAPES = {
         "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
     },
+    "4b": {
+        "vocab_size": 151_936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728,
+    },
+    "8b": {
+        "vocab_size": 151_936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288,
+    },
 }  # fmt: skip
-CONTEXT_LENGTH = 2048
+CONTEXT_LENGTH = 4608
+"""For four ragged turns of at most 1,024 ids each."""
 ENGINE_SIZES = ("--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512")
 """The same for all engines of ours: what vLLM compiles depends on them, and the next one finds it in the cache."""
 TOOL_ANSWER = "The tool has found number 42. " * 2
@@ -49,6 +58,19 @@ SETTINGS = {
     "tools": Setting(num_turns=4),
     "slow_tools": Setting(num_turns=4, tool_s=0.02),
 }
+
+
+def turn_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How the turns of either side end, as options of their sampling.
+
+    `even`: after exactly `tokens` ids. `ragged`: at one of many stop ids, which the random model samples with a
+    probability of 1 / tokens each time, so that lengths are geometric with that mean, cut at four times of it.
+    """
+    if arguments.turns == "even":
+        return {"max_tokens": arguments.tokens}
+    stride = arguments.tokens | 1  # odd: as many words with an a as with a b
+    stops = range(len(build_tokenizer()) + stride, SHAPES[arguments.shape]["vocab_size"], stride)
+    return {"max_tokens": 4 * arguments.tokens, "stop_token_ids": tuple(stops)}
 
 
 def find_number(name: str) -> str:
@@ -70,7 +92,7 @@ def prompt_of(number: int) -> list[dict[str, str]]:
 
 def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     """Write a random model and its tokenizer, the demo's with one word for each further id; an existing one is kept."""
-    if (folder / "model.safetensors").exists():
+    if (folder / "config.json").exists():
         return
     started = time.perf_counter()
     shape = SHAPES[arguments.shape]
@@ -84,13 +106,22 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     config = Qwen3Config(
         **shape,
         max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=True,
+        tie_word_embeddings=arguments.shape != "8b",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    model.to(getattr(torch, arguments.dtype)).save_pretrained(folder)
     print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def make_lora(rank: int) -> Any:
+    """Adapters of all linear layers, the same on both sides."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 class PeakMemory:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_task
-from grpo_task import SETTINGS, PeakMemory, print_result, prompt_of
+from grpo_task import SETTINGS, PeakMemory, make_lora, print_result, prompt_of, turn_options
 
 CONTEXT = grpo_task.CONTEXT_LENGTH
 
@@ -98,6 +98,7 @@ def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         processing_class=tokenizer,
         tools=[make_tool(watch)] if has_tools else None,
         callbacks=[make_callback(watch)],
+        peft_config=make_lora(arguments.lora) if arguments.lora else None,
     )
     if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
         trainer.vllm_generation.sync_weights = lambda: None
@@ -109,6 +110,9 @@ def make_config(arguments: argparse.Namespace, watch: Watch, *, has_tools: bool)
     """Make TRL's config with the settings of the other side."""
     from trl import GRPOConfig
 
+    options = turn_options(arguments)
+    if "stop_token_ids" in options:
+        options["stop_token_ids"] = list(options["stop_token_ids"])
     num_rows = arguments.problems * arguments.group_size // int(os.environ.get("WORLD_SIZE", "1"))
     rows_per_pass = min(num_rows, arguments.trl_rows or (16 if has_tools else 32))
     return GRPOConfig(
@@ -117,9 +121,9 @@ def make_config(arguments: argparse.Namespace, watch: Watch, *, has_tools: bool)
         per_device_train_batch_size=rows_per_pass,
         gradient_accumulation_steps=num_rows // rows_per_pass,
         num_generations=arguments.group_size,
-        max_completion_length=CONTEXT - 128 if has_tools else arguments.tokens,
+        max_completion_length=CONTEXT - 128 if has_tools else options["max_tokens"],
         max_tool_calling_iterations=watch.setting.num_turns - 1 if has_tools else None,
-        generation_kwargs={"max_tokens": arguments.tokens, "ignore_eos": True},
+        generation_kwargs={**options, "ignore_eos": True},
         temperature=1.0,
         beta=0.0,
         loss_type="dapo",
@@ -128,7 +132,7 @@ def make_config(arguments: argparse.Namespace, watch: Watch, *, has_tools: bool)
         bf16=arguments.mixed_precision == "bf16",
         gradient_checkpointing=False,
         torch_compile=arguments.compile,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "bfloat16" if arguments.lora else "float32"},
         use_cpu=arguments.device == "cpu",
         use_vllm=True,
         vllm_mode="colocate",
