@@ -1,10 +1,10 @@
-"""Two Python processes that train together over gloo, started by a test."""
+"""Python processes that train together over gloo, started by a test."""
 
 from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.forks import ForkedPython
@@ -12,14 +12,21 @@ from support.forks import ForkedPython
 
 def run_two(module: str, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
     """Run `python -m module arguments` as ranks 0 and 1 of a world of two on the CPU, and check that both succeed."""
+    run_processes(module, *arguments, environment=environment, codes=[0, 0])
+
+
+def run_processes(
+    module: str, *arguments: str | Path, environment: Mapping[str, str] | None = None, codes: Sequence[int]
+) -> None:
+    """As `run_two`, a process for each of the exit codes that they must have."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host whose name does not resolve must not matter
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    shared |= {"WORLD_SIZE": str(len(codes)), "GLOO_SOCKET_IFNAME": "lo"}  # a host's name need not resolve
     shared |= environment or {}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, rank) for rank in ("0", "1")]
+        outputs = [Path(folder, str(rank)) for rank in range(len(codes))]
         processes = [
             ForkedPython(
                 module, *arguments, output=output, environment=shared | {"RANK": output.name, "LOCAL_RANK": output.name}
@@ -27,8 +34,8 @@ def run_two(module: str, *arguments: str | Path, environment: Mapping[str, str] 
             for output in outputs
         ]
         try:
-            codes = [process.wait(timeout=480) for process in processes]
+            found = [process.wait(timeout=480) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-        assert codes == [0, 0], "\n".join(output.read_text() for output in outputs)
+        assert found == list(codes), "\n".join(output.read_text() for output in outputs)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from support.loops import Callbacks
 from support.models import tiny_qwen3
@@ -35,9 +35,9 @@ from unbroken.weights.in_process import InProcessPublisher
 NUM_STEPS = 8
 SKIPPED_STEP = 3
 """Its rewards are all equal, so that it trains nothing."""
-POINTS = ("collect", "state", "write", "publish", "published", "on_step")
-"""Points at which a run can kill itself: when it begins to sample, copies for a checkpoint, has written a part of it,
-publishes, has published, has logged."""
+POINTS = ("collect", "state", "write", "finish", "publish", "published", "on_step")
+"""Points at which a run can kill itself: when it begins to sample, copies for a checkpoint, has written a part of its
+tensors, has written all of them, publishes, has published, has logged."""
 
 
 @dataclass
@@ -105,16 +105,28 @@ class Publisher:
 
 
 class KillingCheckpoints(Checkpoints):
-    """Checkpoints, with a point at which the weights are written and the optimizer's averages are not."""
+    """Checkpoints, with points at which half of the tensors are written, or all but the name of the folder."""
 
     kill: KillAt
 
     def _write(self, write: Any, folder: Path) -> None:
-        def averages() -> Iterator[Any]:
-            yield from write.keywords["averages"]
-            self.kill.reached("write", int(folder.name.removeprefix("step-")) - 1)
+        write_data, finish, step = FileSystemWriter.write_data, FileSystemWriter.finish, int(folder.name[5:]) - 1
 
-        super()._write(partial(write, averages=averages()), folder)
+        def write_some(writer: Any, plan: Any, planner: Any) -> Any:
+            write_data(writer, replace(plan, items=plan.items[::2]), planner)
+            self.kill.reached("write", step)
+            return write_data(writer, plan, planner)
+
+        def finish_and_stop(writer: Any, *arguments: Any) -> None:
+            finish(writer, *arguments)
+            self.kill.reached("finish", step)
+
+        if self.kill.point in ("write", "finish"):
+            FileSystemWriter.write_data, FileSystemWriter.finish = write_some, finish_and_stop
+        try:
+            super()._write(write, folder)
+        finally:
+            FileSystemWriter.write_data, FileSystemWriter.finish = write_data, finish
 
 
 def run(*, directory: str, every: int = 1, kill_at: str | None = None, kill_step: int = 0) -> None:

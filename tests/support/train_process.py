@@ -95,6 +95,10 @@ KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
 """How the processes share the model, in this order: accelerators are all of one kind from the second on."""
 
 
+ELASTIC = ("plain", "lora", "followed")
+"""Configs whose checkpoints other numbers of processes load, and sharded ones those that are not."""
+
+
 OBJECTIVES = {
     "dpo": OnlineDpo(),
     "gspo": ALGORITHMS["gspo"],
@@ -110,6 +114,14 @@ def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
     model = with_lora(tiny_qwen3()) if name == "lora" else tiny_qwen3()
     reference = Reference.BASE if name == "lora" else reference
     return Trainer(model, CONFIGS[name], objective=objective, accelerator=accelerator, reference=reference)
+
+
+def train_alone(config_name: str) -> Trainer:
+    """As `train` does, in one process with all rows."""
+    trainer = trainer_of(config_name)
+    for step in range(len(NUM_ROWS)):
+        trainer.step([sample for rank in (0, 1) for sample in samples_of(config_name, rank, step)])
+    return trainer
 
 
 def trains(config_name: str, weight: str) -> bool:
@@ -155,9 +167,16 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
     resumed = trainer_of(config_name, accelerator)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}
-    for went_on, how in ((trainer, "whole"), (resumed, "resumed")):
-        went_on.step(samples_of(config_name, rank, 0))
-        torch.save(dict(went_on.named_weights()), directory / f"weights-{how}-{name}-{rank}.pt")
+    went_on = {"whole": trainer, "resumed": resumed}
+    if config_name in ELASTIC:
+        ddp, one = trainer_of(config_name, accelerator), trainer_of(config_name, accelerator)
+        ddp.load(directory / f"checkpoint-ddp-{config_name}")
+        assert one.load(directory / f"checkpoint-one-{config_name}") == {"rank": 0}
+        went_on |= {"from-ddp": ddp, "from-one": one}
+    for how, each in went_on.items():
+        torch.save(dict(each.named_weights()), directory / f"weights-loaded-{how}-{name}-{rank}.pt")
+        each.step(samples_of(config_name, rank, 0))
+        torch.save(dict(each.named_weights()), directory / f"weights-{how}-{name}-{rank}.pt")
 
 
 def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:

@@ -12,11 +12,11 @@ Every process passes its own rows to the same calls, and the gradients are those
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -49,7 +49,6 @@ from unbroken.training.model.row_scores import RowScores, score_rows
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.model.sharding import (
     fail_together,
-    gather_optimizer_state,
     gather_rest,
     gather_tensor,
     is_sharded,
@@ -62,10 +61,17 @@ from unbroken.training.model.sharding import (
 from unbroken.training.model.weights import (
     checkpoint_parameters,
     gather_adapter_weights,
-    gather_checkpoint,
     gather_weights,
 )
-from unbroken.training.state import TrainerState, check_trained, load_averages, load_parameters, read_state, write_state
+from unbroken.training.state import (
+    TrainerState,
+    check_trained,
+    copy_tensors,
+    load_averages,
+    name_averages,
+    read_state,
+    write_state,
+)
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -128,6 +134,8 @@ class TrainerBackend:
         self._wrapped, self.optimizer = accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
         self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
         """Without what the accelerator wraps it in."""
+        self._writers: torch.distributed.ProcessGroup | None = None
+        """Of all processes, for the threads that write checkpoints; made with the first one."""
         self._prepare_passes()
         if reference is Reference.BASE:
             self._reference = BasePolicy(self.policy, model)
@@ -301,49 +309,49 @@ class TrainerBackend:
         gather = gather_adapter_weights if self._config.lora_updates is LoraUpdates.ADAPTER else gather_weights
         return gather(self._model())
 
-    def copy_state(
-        self, *, policy_version: int, processes: Sequence[Mapping[str, Any]]
-    ) -> Callable[[Path], None] | None:
-        """Copy model, optimizer and a reference that changes to the CPU's memory. Returns in the first process what
-        writes the copy, with these of the trainer, into a new folder, in any thread; None in the others.
+    def copy_state(self, *, policy_version: int, processes: Sequence[Mapping[str, Any]]) -> Callable[[Path], None]:
+        """Copy model, optimizer and a reference that changes to the CPU's memory. Returns what writes the copy, with
+        these of the trainer, into a new folder, in any thread: every process copies and writes its part.
 
         Of a model with adapters only the adapters are copied, with a checksum of the rest.
         """
-        weights, averages = gather_checkpoint(self._model()), gather_optimizer_state(self.optimizer)
-        reference = gather_checkpoint(self._synced_reference()) if self._config.reference_sync else None
-        write: Callable[[Path], None] | None = None
-        failure: Exception | None = None
-        try:
-            if self.accelerator.is_main_process:
-                with on_device(self.accelerator.device):
-                    write = partial(
-                        write_state,
-                        weights=_copy_to_cpu(weights),
-                        averages=_copy_to_cpu(averages),
-                        reference=None if reference is None else _copy_to_cpu(reference),
-                        policy_version=policy_version,
-                        num_updates=self.num_updates,
-                        processes=processes,
-                        frozen=self._frozen,
-                        trained=self._trained,
-                        model=self._origin,
-                        adapter_config=self._adapter_config,
-                    )
-        except Exception as error:
-            failure = error
-        self.finish_together(chain(weights, averages, reference or ()), failure)
-        return write
+        if self.accelerator.num_processes > 1 and self._writers is None:
+            self._writers = torch.distributed.new_group(backend="gloo")
+        key, frozen = self.from_all_processes((uuid.uuid4().hex, self._frozen))[0]
+        with self.fail_together():
+            tensors = {
+                f"{part}.{name}": tensor for part, named in self._parts().items() for name, tensor in named.items()
+            }
+            copied = copy_tensors(tensors, group=self._writers)
+        state = TrainerState(
+            policy_version=policy_version,
+            num_updates=self.num_updates,
+            processes=tuple(processes),
+            frozen=frozen,
+            trained=self._trained,
+            model=self._origin,
+        )
+        return partial(
+            write_state,
+            tensors=copied,
+            state=state,
+            adapter_config=self._adapter_config,
+            key=key,
+            group=self._writers,
+        )
 
     def load(self, folder: Path) -> TrainerState:
         """Restore what `copy_state` copied, bit for bit, and return the rest for the trainer. Raises as `Trainer.load`
         does.
         """
+        num_processes = self.accelerator.num_processes
         with self.fail_together():
-            state = read_state(folder)
-            if len(state.processes) != self.accelerator.num_processes:
+            stored = read_state(folder, process=self.accelerator.process_index, num_processes=num_processes)
+            state = stored.state
+            if stored.whole is not None and len(state.processes) != num_processes:
                 raise CheckpointError(
-                    f"{folder} was saved by {len(state.processes)} processes and cannot be resumed exactly by "
-                    f"{self.accelerator.num_processes}: start as many"
+                    f"{folder} was saved in format 1 by {len(state.processes)} processes and cannot be resumed by "
+                    f"{num_processes}: start as many, for one step, whose checkpoint any number can resume"
                 )
         if state.frozen != (frozen := self.from_all_processes(self._frozen)[0]):
             raise CheckpointError(
@@ -351,15 +359,25 @@ class TrainerBackend:
                 "give the trainer the model that the run began with"
             )
         with self.fail_together(), on_device(self.accelerator.device):
-            check_trained(self._trained, state)
-            load_parameters(checkpoint_parameters(self._model()), state.weights)
-            load_averages(self.optimizer, state.optimizer)
-            if self._config.reference_sync is not None:
-                if state.reference is None:
-                    raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
-                load_parameters(checkpoint_parameters(self._synced_reference()), state.reference)
+            check_trained(self._trained, stored)
+            parts = self._parts()
+            if "reference" in parts and not stored.names("reference"):
+                raise CheckpointError(f"{folder} has no reference to go on with: it began without reference_sync")
+            for part in parts.keys() - {"optimizer"}:
+                stored.load(part, parts[part])
+            load_averages(self.optimizer, self._trained, stored)
         self.num_updates = state.num_updates
         return state
+
+    def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of a checkpoint: weights, the optimizer's averages, and a reference that changes."""
+        parts: dict[str, dict[str, torch.Tensor]] = {
+            "weights": dict(checkpoint_parameters(self._model())),
+            "optimizer": name_averages(self.optimizer, self._trained),
+        }
+        if self._config.reference_sync is not None:
+            parts["reference"] = dict(checkpoint_parameters(self._synced_reference()))
+        return parts
 
     def save_pretrained(self, folder: Path, form: ModelForm, *, add_files: AddFiles | None = None) -> None:
         """Write the model as transformers, PEFT and vLLM load it; the folder is there whole or not at all.
@@ -540,10 +558,6 @@ class TrainerBackend:
         """What was replayed in the passes since the last call."""
         counts = ReplayCounts() if self._routers is None else self._routers.take_counts()
         return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
-
-
-def _copy_to_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
 
 
 def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:

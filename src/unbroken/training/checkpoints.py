@@ -2,9 +2,10 @@
 
     checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
 
-After a step's update, trainer and caller are copied to the memory of the CPU, which blocks; the copy is written in a
-thread while the next steps are made. On resume the step's weights are published and its metrics written again, in place
-of a line that may be there already, and later lines go: each step is in the metrics once, whenever the run was killed.
+After a step's update, each process copies its part of the trainer, and its caller, to the memory of the CPU, which
+blocks; a thread of each writes the copy while the next steps are made. On resume the step's weights are published and
+its metrics written again, in place of a line that may be there already, and later lines go: each step is in the metrics
+once, whenever the run was killed.
 
 Servers may have weights of steps that are lost with a killed run. They take no older version, so the run goes on with a
 version above theirs (`Steps.resume`). The first checkpoint is that of the first step, and is waited for before its
@@ -81,8 +82,10 @@ class Checkpoints:
         self._begun_s = time.monotonic()
         """When the newest checkpoint was begun."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._removes_old = False
+        """Whether this is the process that removes checkpoints, the first one."""
         self._writing: Future[None] | None = None
-        """In the first process, the checkpoint that is being written, or has failed."""
+        """This process's part of the checkpoint that is being written, or has failed."""
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
         """Whether to save after `num_steps` of `last` steps; in the first process, whose clock counts."""
@@ -111,13 +114,15 @@ class Checkpoints:
         self.finish(trainer)
         with trainer.fail_together():
             caller = None if self.caller is None else self.caller.state()
-        extra: dict[str, Any] = {"num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller}
+        num_processes = len(trainer.from_all_processes(None))
+        extra: dict[str, Any] = {
+            "num_steps": last.num_steps, "metrics": dict(last.metrics), "caller": caller, "num_processes": num_processes
+        }  # fmt: skip
         if last.groups is not None:
             extra["groups"] = last.groups
         write = trainer.copy_state(extra=extra)
-        self._begun_s = time.monotonic()
-        if write is not None:
-            self._writing = self._thread.submit(self._write, write, self.folder / f"step-{last.num_steps:08}")
+        self._begun_s, self._removes_old = time.monotonic(), trainer.is_main_process
+        self._writing = self._thread.submit(self._write, write, self.folder / f"step-{last.num_steps:08}")
         if last.num_steps == 1:
             self.finish(trainer)
 
@@ -149,14 +154,17 @@ class Checkpoints:
         if folder is None:
             return None
         extra = trainer.load(folder)
+        num_processes = len(trainer.from_all_processes(None))
         with trainer.fail_together():
             self._restore_caller(extra["caller"], folder)
-        return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"], groups=extra.get("groups"))
+            groups = _find_groups(extra, folder, num_processes=num_processes)
+        return LastStep(num_steps=extra["num_steps"], metrics=extra["metrics"], groups=groups)
 
     def _write(self, write: Callable[[Path], None], folder: Path) -> None:
         write(folder)
-        for _, old in sorted(self._find_folders().items())[: -self._num_kept]:
-            remove_folder(old)
+        if self._removes_old:
+            for _, old in sorted(self._find_folders().items())[: -self._num_kept]:
+                remove_folder(old)
 
     def _restore_caller(self, state: Mapping[str, Any] | None, folder: Path) -> None:
         if (state is None) != (self.caller is None):
@@ -169,6 +177,20 @@ class Checkpoints:
 
     def _find_folders(self) -> dict[int, Path]:
         return find_checkpoints(self.folder)
+
+
+def _find_groups(extra: Mapping[str, Any], folder: Path, *, num_processes: int) -> Mapping[str, Any] | None:
+    """Which of this process's groups are trained; None (`LastStep.groups`) if their numbers are of other processes."""
+    groups: Mapping[str, Any] | None = extra.get("groups")
+    saved = extra.get("num_processes", num_processes)
+    if groups is None or saved == num_processes:
+        return groups
+    what = f"{folder} was written by {saved} processes, and is continued by {num_processes}"
+    if groups.get("choices") is not None:
+        raise CheckpointError(f"{what}: with a curriculum, which chooses problems in each process, start {saved}")
+    if groups["beyond"] or groups.get("num_replaced"):
+        _logger.warning("%s: some problems of the steps around it are trained twice, or not at all", what)
+    return None
 
 
 def find_checkpoints(folder: Path) -> dict[int, Path]:

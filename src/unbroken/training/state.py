@@ -1,46 +1,55 @@
-"""A trainer's state in a folder that is written whole or not at all, and verified before it is loaded.
+"""A trainer's state in a folder that is there whole or not at all, and verified before it is loaded.
 
-    weights/version-00000007/      the model's parameters by name; of a model with adapters only those that are trained
-    optimizer/version-00000007/    AdamW's averages of each trained parameter: "0.exp_avg", "0.step", ...
-    reference/version-00000007/    the reference's parameters, if they change (`ReferenceSync`)
-    state.json                     counts, and the origin of the model; of each process, generator and `extra`
-    adapter_config.json            of a model with adapters, as PEFT writes it
+    __0_0.distcp  __1_0.distcp    the tensors that each process wrote, by torch.distributed.checkpoint
+    .metadata                     which part of which tensor is in which of these files
+    state.json                    counts, the model's origin, SHA-256 of each file, each process's generator and `extra`
+    adapter_config.json           of a model with adapters, as PEFT writes it
 
-JSON keeps Python's integers and floats exactly, and safetensors keeps the bits of tensors.
+Names of tensors: `weights.NAME` (of a model with adapters those that are trained), `optimizer.NAME.exp_avg` and others,
+and `reference.NAME` of a reference that changes (`ReferenceSync`). Any number of processes, with tensors that are
+sharded in any way, reads what any other wrote. Format 1 had whole tensors in safetensors files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
+from unbroken.training.model.adapters import strip_wrappers
 from unbroken.training.model.pretrained import ModelOrigin
 from unbroken.training.model.sharding import shard_like
-from unbroken.weights.files import WeightFiles, find_versions, read_manifest, write_weights
-from unbroken.weights.folders import atomic_folder, flush_to_disk
+from unbroken.weights.files import WeightFile, WeightFiles, describe_file, find_versions, read_manifest
+from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_name
 
 ADAPTER_CONFIG = "adapter_config.json"
-_STATE = "state.json"
-_FORMAT_VERSION = 1
+_STATE, _METADATA = "state.json", ".metadata"
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The numbers of a checkpoint, and the files of its tensors."""
+    """The numbers of a checkpoint."""
 
     policy_version: int
     num_updates: int
     processes: tuple[Mapping[str, Any], ...]
     """For each process, its generator's state as `rng` and the caller's `extra`."""
-    weights: WeightFiles
-    optimizer: WeightFiles
-    reference: WeightFiles | None = None
     frozen: str = ""
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
     trained: tuple[str, ...] | None = None
@@ -49,69 +58,171 @@ class TrainerState:
     """None in checkpoints that do not have it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """A checkpoint that was read and verified, but for its tensors."""
+
+    folder: Path
+    state: TrainerState
+    whole: Mapping[str, WeightFiles] | None = None
+    """Of format 1, the files of each part; None in this format."""
+
+    def names(self, part: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Names, shapes and types of the tensors of one part, such as `weights`."""
+        if self.whole is not None:
+            return {name: _describe(tensor) for name, tensor in self._read_whole(part)}
+        stored = FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        return {
+            name.removeprefix(f"{part}."): (tuple(tensor.size), str(tensor.properties.dtype))
+            for name, tensor in stored.items()
+            if name.startswith(f"{part}.") and isinstance(tensor, TensorStorageMetadata)
+        }
+
+    @torch.no_grad()
+    def load(self, part: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy one part into tensors of the same names, or into this process's parts of them. Nothing is communicated.
+
+        Raises:
+            CheckpointError: names, shapes or types differ, and nothing was copied; or a file cannot be read.
+        """
+        ours, theirs = {name: _describe(tensor) for name, tensor in tensors.items()}, self.names(part)
+        if ours != theirs:
+            name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
+            raise CheckpointError(
+                f"{self.folder} must hold the {part} of this model: {name} is {ours.get(name)} in the model and "
+                f"{theirs.get(name)} in the checkpoint"
+            )
+        if self.whole is not None:
+            for name, tensor in self._read_whole(part):
+                tensors[name].copy_(shard_like(tensor, tensors[name]))
+        elif tensors:
+            _ignore_one_process()
+            named = {f"{part}.{name}": tensor for name, tensor in tensors.items()}
+            try:
+                load(named, storage_reader=FileSystemReader(self.folder), no_dist=True)
+            except CheckpointException as error:
+                raise CheckpointError(f"the {part} in {self.folder} cannot be read: {_find_cause(error)}") from error
+
+    def _read_whole(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors of format 1, which has the number of a parameter where this one has its name."""
+        assert self.whole is not None
+        for name, tensor in self.whole[part].tensors() if part in self.whole else ():
+            number, _, key = name.partition(".")
+            yield name if part != "optimizer" else f"{self._name(int(number))}.{key}", tensor
+
+    def _name(self, number: int) -> str:
+        """Checkpoints without `trained` have the numbers alone, which `load_averages` takes for names."""
+        trained = self.state.trained
+        return str(number) if trained is None else strip_wrappers(trained[number])
+
+
+def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """Copy to the CPU's memory what this process writes: its shards, and a part of the tensors that all have whole."""
+    rank, sizes = (0, [0]) if group is None else (dist.get_rank(group), [0] * dist.get_world_size(group))
+    own = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            own[name] = tensor.detach()
+            continue
+        least = sizes.index(min(sizes))
+        sizes[least] += tensor.nbytes
+        if least == rank:
+            own[name] = tensor.detach()
+    return BlockingAsyncStager().stage(own)
+
+
 def write_state(
     folder: Path,
     *,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    averages: Iterable[tuple[str, torch.Tensor]],
-    reference: Iterable[tuple[str, torch.Tensor]] | None = None,
-    policy_version: int,
-    num_updates: int,
-    processes: Sequence[Mapping[str, Any]],
-    frozen: str = "",
-    trained: Sequence[str] = (),
-    model: ModelOrigin | None = None,
+    tensors: Mapping[str, torch.Tensor],
+    state: TrainerState,
     adapter_config: Any = None,
+    key: str,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a checkpoint, flushed to disk; `CheckpointError` if that fails, and nothing is left of it."""
+    """Write what `copy_tensors` copied. Each process of `group` calls it, with the same `key`, or one without a group.
+
+    Raises:
+        CheckpointError: a process cannot write its part; raised in all, and nothing is left of the checkpoint.
+    """
+    temporary = temporary_name(folder, key)
+
+    def complete(files: Sequence[WeightFile]) -> None:
+        described = {"format": _FORMAT_VERSION, **asdict(state), "files": [asdict(file) for file in files]}
+        (temporary / _STATE).write_text(json.dumps(described, indent=1, allow_nan=False), "utf-8")
+        if adapter_config is not None:
+            adapter_config.save_pretrained(temporary)
+            flush_to_disk(temporary / ADAPTER_CONFIG)
+        flush_to_disk(temporary / _STATE)
+        complete_folder(temporary, folder)
+
     try:
-        with atomic_folder(folder) as aside:
-            tensors = {"weights": weights, "optimizer": averages, "reference": reference}
-            parts = {
-                name: write_weights(aside / name, part, policy_version=policy_version)
-                for name, part in tensors.items()
-                if part is not None
-            }
-            state = {
-                "format": _FORMAT_VERSION,
-                "policy_version": policy_version,
-                "num_updates": num_updates,
-                "processes": list(processes),
-                "frozen": frozen,
-                "trained": list(trained),
-                "model": None if model is None else asdict(model),
-                "digests": {name: files.digest for name, files in parts.items()},
-            }
-            (aside / _STATE).write_text(json.dumps(state, indent=1, allow_nan=False), "utf-8")
-            if adapter_config is not None:
-                adapter_config.save_pretrained(aside)
-                flush_to_disk(aside / ADAPTER_CONFIG)
-            flush_to_disk(aside / _STATE)
-    except (OSError, WeightsError) as error:
+        _ignore_one_process()
+        save(dict(tensors), storage_writer=_Writer(temporary, complete), process_group=group, no_dist=group is None)
+    except (CheckpointException, RuntimeError) as error:  # the second if another process has died
         raise CheckpointError(
-            f"checkpoint {folder} cannot be written: {error.__cause__ or error}. Nothing is left of it, and earlier "
-            "ones are unchanged; free space, or give another folder"
+            f"checkpoint {folder} cannot be written: {_find_cause(error)}. Nothing is left of it, and earlier ones are "
+            "unchanged; free space, or give another folder"
         ) from error
+    finally:
+        if group is None or dist.get_rank(group) == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_state(folder: Path) -> TrainerState:
-    """Read a checkpoint and verify all of its files; `CheckpointError` if it is incomplete or damaged."""
+class _Writer(FileSystemWriter):
+    """Writes a checkpoint's tensors, and completes it in the first process, once all have written theirs."""
+
+    def __init__(self, folder: Path, complete: Callable[[Sequence[WeightFile]], None]) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # the tensors are on the CPU
+        self._folder = folder
+        self._complete = complete
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this process's file; its description goes to the first process with the results."""
+        try:
+            results = super().write_data(plan, planner).wait()
+        except RuntimeError as error:  # torch.save's, on closing what it could not write
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        names = sorted({result.storage_data.relative_path for result in results})
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([*results, *(describe_file(self._folder / name) for name in names)])
+        return future
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """In the first process, when all files are written."""
+        every = [result for of_process in results for result in of_process]
+        files = [result for result in every if isinstance(result, WeightFile)]
+        super().finish(metadata, [[result for result in every if not isinstance(result, WeightFile)]])
+        self._complete([*files, describe_file(self._folder / _METADATA)])
+
+
+def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> StoredState:
+    """Read a checkpoint. Each of several processes verifies a part of its files.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+    """
     try:
-        state = json.loads((folder / _STATE).read_text("utf-8"))
-        if state["format"] != _FORMAT_VERSION:
-            raise InvalidInputError(f"format must be {_FORMAT_VERSION}, got {state['format']!r}")
-        parts = {name: _read_part(folder / name, digest) for name, digest in state["digests"].items()}
-        return TrainerState(
-            policy_version=int(state["policy_version"]),
-            num_updates=int(state["num_updates"]),
-            processes=tuple(state["processes"]),
-            weights=parts["weights"],
-            optimizer=parts["optimizer"],
-            reference=parts.get("reference"),
-            frozen=str(state.get("frozen", "")),
-            trained=tuple(state["trained"]) if "trained" in state else None,
-            model=ModelOrigin(**state["model"]) if state.get("model") else None,
+        found = json.loads((folder / _STATE).read_text("utf-8"))
+        if found["format"] not in (1, _FORMAT_VERSION):
+            raise InvalidInputError(f"format must be 1 or {_FORMAT_VERSION}, got {found['format']!r}")
+        state = TrainerState(
+            policy_version=int(found["policy_version"]),
+            num_updates=int(found["num_updates"]),
+            processes=tuple(found["processes"]),
+            frozen=str(found.get("frozen", "")),
+            trained=tuple(found["trained"]) if found.get("trained") is not None else None,
+            model=ModelOrigin(**found["model"]) if found.get("model") else None,
         )
+        if found["format"] == 1:
+            whole = {name: _read_part(folder / name, digest) for name, digest in found["digests"].items()}
+            return StoredState(folder=folder, state=state, whole={"weights": whole["weights"], **whole})
+        files = tuple(WeightFile(**file) for file in found["files"])
+        if _METADATA not in {file.name for file in files}:
+            raise InvalidInputError(f"files must have {_METADATA}, got {[file.name for file in files]}")
+        part = files[process::num_processes]
+        WeightFiles(folder=folder, policy_version=state.policy_version, files=part).verify()
+        return StoredState(folder=folder, state=state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, WeightsError) as error:
         raise CheckpointError(
             f"{folder} must hold a whole checkpoint: {type(error).__name__}: {error}. Remove the folder to go on from "
@@ -119,55 +230,53 @@ def read_state(folder: Path) -> TrainerState:
         ) from error
 
 
-def check_trained(names: Sequence[str], state: TrainerState) -> None:
+def check_trained(names: Sequence[str], stored: StoredState) -> None:
     """Raise `CheckpointError` unless the trained parameters, by name and in this order, are those of the checkpoint."""
-    if state.trained is None or tuple(names) == state.trained:
+    trained = stored.state.trained
+    if trained is None or tuple(names) == trained:
         return
-    changed = sorted(set(names) ^ set(state.trained)) or ["their order"]
+    changed = sorted(set(names) ^ set(trained)) or ["their order"]
     raise CheckpointError(
-        f"{state.optimizer.folder} must hold averages of the trained parameters: {changed[0]} differs, of {len(names)} "
-        f"here and {len(state.trained)} there. The same parameters must have requires_grad as in the run before"
+        f"{stored.folder} must hold averages of the trained parameters: {changed[0]} differs, of {len(names)} here and "
+        f"{len(trained)} there. The same parameters must have requires_grad as in the run before"
     )
 
 
-@torch.no_grad()
-def load_parameters(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> None:
-    """Copy the files' weights into the parameters, or into this process's parts of them.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ; nothing was copied.
-    """
-    ours = {name: _describe(parameter) for name, parameter in parameters.items()}
-    theirs = {name: _describe(tensor) for name, tensor in files.tensors()}
-    if ours != theirs:
-        name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
-        raise CheckpointError(
-            f"{files.folder} must hold the weights of this model: {name} is {ours.get(name)} in the "
-            f"model and {theirs.get(name)} in the checkpoint"
-        )
-    for name, tensor in files.tensors():
-        parameters[name].copy_(shard_like(tensor, parameters[name]))
+def name_averages(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's state by the names of its parameters: "model.norm.weight.exp_avg", "model.norm.weight.step"."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        f"{strip_wrappers(name)}.{key}": tensor
+        for name, parameter in zip(names, parameters, strict=True)
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+    }
 
 
-def load_averages(optimizer: torch.optim.Optimizer, files: WeightFiles) -> None:
-    """Load the optimizer's state from the files; its learning rate and other settings stay.
+def load_averages(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: StoredState) -> None:
+    """Load the optimizer's state; its learning rate and other settings stay. Raises as `StoredState.load` does."""
+    if stored.state.trained is None:
+        names = [str(number) for number in range(len(names))]
+    known = stored.names("optimizer")
+    if not known.keys() <= name_averages(optimizer, names).keys():
+        _create_averages(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        if not any(f"{strip_wrappers(name)}.{key}" in known for key in optimizer.state.get(parameter, {})):
+            optimizer.state.pop(parameter, None)  # it has had no gradient yet
+    stored.load("optimizer", name_averages(optimizer, names))
 
-    Raises:
-        CheckpointError: the files are of other trained parameters; the optimizer is unchanged.
-    """
-    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in files.tensors():
-        index, _, key = name.partition(".")
-        parameter = parameters.get(int(index))
-        if parameter is None or (key != "step" and tensor.shape != parameter.shape):
-            raise CheckpointError(
-                f"{files.folder} must hold averages of the trained parameters: {name} is {tuple(tensor.shape)}, and "
-                f"parameter {index} {'is missing' if parameter is None else f'is {tuple(parameter.shape)}'}. The same "
-                "parameters must have requires_grad as in the run before"
-            )
-        state.setdefault(int(index), {})[key] = tensor if key == "step" else shard_like(tensor, parameter)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+def _create_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Make an update without gradients at the learning rate 0, for which the optimizer creates its own state."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def check_json(value: Mapping[str, Any], *, name: str) -> None:
@@ -193,3 +302,13 @@ def _read_part(parent: Path, digest: str) -> WeightFiles:
 
 def _describe(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _find_cause(error: CheckpointException | RuntimeError) -> BaseException:
+    """Why the first of the processes that failed did."""
+    return min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
+
+
+def _ignore_one_process() -> None:
+    """Without torch's warning that one process saves or loads, in the threads that write too."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -225,15 +225,14 @@ class Trainer:
         """
         write = self.copy_state(extra=extra)
         with self.fail_together():
-            if write is not None:
-                write(folder)
+            write(folder)
 
-    def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None] | None:
+    def copy_state(self, *, extra: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         """Copy the trainer's whole state, and `extra`, to the CPU's memory. Returns what writes the copy into a new
         folder, in any thread, while steps go on.
 
-        Every process calls it, with its own `extra`; the first one gets the copy, the others None. Of a model with
-        adapters only the adapters are copied, with a checksum of the rest. Raises as `save` does.
+        Every process calls both, the first with its own `extra`: each copies and writes its part of the tensors. Of a
+        model with adapters only the adapters are copied, with a checksum of the rest. Raises as `save` does.
         """
         with self.fail_together():
             check_json(extra or {}, name="extra")
@@ -260,15 +259,16 @@ class Trainer:
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Restore the state that `save` wrote, bit for bit, and return this process's `extra`. Every process calls it.
 
-        Model, config, objective, reference and number of processes must be those of the saved trainer; config,
-        objective and reference are not checked.
+        Model, config, objective and reference must be those of the saved trainer; only the model is checked. Of another
+        number of processes, or with the model sharded in another way, weights and averages are the same, and process k
+        of n that were saved gives its generator and `extra` to the processes k, k + n, k + 2n, ...
 
         Raises:
-            CheckpointError: the folder has no whole checkpoint, or one of another model or number of processes.
+            CheckpointError: the folder has no whole checkpoint, or one of another model.
             TrainingError: another process raised it.
         """
         state = self.backend.load(folder)
-        mine = state.processes[self._processes.index]
+        mine = state.processes[self._processes.index % len(state.processes)]
         self._rng.bit_generator.state = mine["rng"]
         if self._config.entropy_control is not None:
             self._entropy_weight = mine["entropy"]["weight"]

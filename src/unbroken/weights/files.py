@@ -87,7 +87,7 @@ def write_weights(
     folder = parent / f"version-{policy_version:08}"
     try:
         with atomic_folder(folder) as temporary:
-            files = tuple(map(_describe, write_tensors(temporary, weights, file_bytes=file_bytes)))
+            files = tuple(map(describe_file, write_tensors(temporary, weights, file_bytes=file_bytes)))
             manifest = {"format": _FORMAT, "policy_version": policy_version, "files": [asdict(file) for file in files]}
             (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
             flush_to_disk(temporary / _MANIFEST)
@@ -113,15 +113,16 @@ def read_manifest(folder: Path) -> WeightFiles:
         ) from error
 
 
+def describe_file(path: Path) -> WeightFile:
+    """Flush a file to the disk and describe it."""
+    flush_to_disk(path)
+    return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
+
+
 def find_versions(parent: Path) -> dict[int, Path]:
     """Find the whole versions in a folder, lowest first."""
     found = ((_VERSION_NAME.fullmatch(path.name), path) for path in (parent.iterdir() if parent.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
-
-
-def _describe(path: Path) -> WeightFile:
-    flush_to_disk(path)
-    return WeightFile(name=path.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
 
 
 def _weight_file(entry: dict[str, Any]) -> WeightFile:

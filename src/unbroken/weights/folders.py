@@ -18,21 +18,31 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     files (`flush_to_disk`) before the block ends. An existing folder of that name is replaced. Raises `OSError` if the
     folder cannot be written.
     """
-    temporary = _temporary_name(folder)
+    temporary = temporary_name(folder)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        flush_to_disk(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        flush_to_disk(folder.parent)
+        complete_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def temporary_name(folder: Path, key: str | None = None) -> Path:
+    """Where to fill `folder`; several processes that fill it agree on a `key` of 32 hexadecimal digits."""
+    return folder.parent / f".{folder.name}-{key or uuid.uuid4().hex}"
+
+
+def complete_folder(temporary: Path, folder: Path) -> None:
+    """Rename a folder whose files are flushed to the disk; an existing folder of the name is replaced."""
+    flush_to_disk(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+    flush_to_disk(folder.parent)
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder; a process that is killed meanwhile leaves no half of it under its name."""
-    temporary = _temporary_name(folder)
+    temporary = temporary_name(folder)
     folder.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
 
@@ -58,7 +68,3 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _temporary_name(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}-{uuid.uuid4().hex}"

@@ -30,6 +30,8 @@ MOVES = "model.layers.0.self_attn.q_proj.weight"
 def results(tmp_path_factory) -> Path:
     """The folder that two processes saved their weights and statistics into."""
     directory = tmp_path_factory.mktemp("processes")
+    for config in train_process.ELASTIC:
+        train_process.train_alone(config).save(directory / f"checkpoint-one-{config}", extra={"rank": 0})
     run_two("support.train_process", directory)
     return directory
 
@@ -153,6 +155,36 @@ def test_each_process_goes_on_from_a_checkpoint_as_if_there_had_been_none(result
         whole["model.layers.0.self_attn.q_proj.weight"],
         weights(results, f"{kind}-{config}-{rank}")["model.layers.0.self_attn.q_proj.weight"],
     )
+
+
+@pytest.mark.parametrize("config", train_process.ELASTIC)
+@pytest.mark.parametrize("kind", train_process.KINDS)
+def test_a_checkpoint_of_two_processes_goes_on_in_one(results, kind, config):
+    alone = train_process.trainer_of(config)
+    assert alone.load(results / f"checkpoint-{kind}-{config}") == {"rank": 0}
+    saved = weights(results, f"{kind}-{config}-0")
+    assert all(torch.equal(weight, saved[name]) for name, weight in alone.named_weights())
+    alone.step([sample for rank in (0, 1) for sample in train_process.samples_of(config, rank, 0)])
+    went_on = weights(results, f"whole-{kind}-{config}-0")
+    for name, weight in alone.named_weights():
+        torch.testing.assert_close(weight, went_on[name], atol=5e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("config", train_process.ELASTIC)
+@pytest.mark.parametrize("kind", train_process.KINDS)
+@pytest.mark.parametrize("origin", ["ddp", "one"])
+def test_a_checkpoint_goes_on_in_two_processes_whichever_wrote_it(results, origin, kind, config):
+    """Also sharded, where it was not."""
+    saved = weights(results, f"ddp-{config}-0")
+    if origin == "one":
+        alone = train_process.trainer_of(config)
+        alone.load(results / f"checkpoint-one-{config}")
+        saved = dict(alone.named_weights())
+    loaded = weights(results, f"loaded-from-{origin}-{kind}-{config}-1")
+    assert all(torch.equal(weight, saved[name]) for name, weight in loaded.items())
+    went_on = weights(results, f"from-{origin}-{kind}-{config}-1")
+    for name, weight in weights(results, f"whole-ddp-{config}-0").items():
+        torch.testing.assert_close(weight, went_on[name], atol=5e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", train_process.KINDS)

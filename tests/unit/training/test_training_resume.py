@@ -69,7 +69,7 @@ def test_a_run_killed_at_random_times_equals_the_whole_run(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "write"), (3, "published")]
+    ("every", "point"), [*((1, point) for point in POINTS), (3, "state"), (3, "write"), (3, "finish"), (3, "published")]
 )
 def test_a_run_killed_at_any_point_of_a_step_equals_the_whole_run(whole, tmp_path, every, point):
     for step in (2, 5):

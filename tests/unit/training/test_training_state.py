@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 
 import numpy as np
@@ -20,6 +21,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
+from unbroken.weights.files import write_weights
 
 
 def make_trainer(**sizes) -> Trainer:
@@ -67,15 +69,20 @@ def test_a_trainer_without_an_update_can_be_saved(tmp_path):
     assert equal_weights(trainer, loaded)
 
 
-@pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_a_changed_file_is_refused_and_nothing_is_loaded(saved, part):
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_changed_or_missing_file_is_refused_by_name_and_nothing_is_loaded(saved, name):
     _, folder = saved
-    (file,) = folder.glob(f"{part}/*/*.safetensors")
-    data = bytearray(file.read_bytes())
+    data = bytearray((folder / name).read_bytes())
     data[-1] ^= 1
-    file.write_bytes(data)
     loaded = make_trainer()
-    with pytest.raises(CheckpointError, match=r"two must hold a whole checkpoint: .*00000\.safetensors must have"):
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"two must hold a whole checkpoint: .*{re.escape(name)} must have"):
+        loaded.load(folder)
+    (folder / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} must have {len(data)} bytes"):
+        loaded.load(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"two must hold a whole checkpoint: .*{re.escape(name)} cannot be read"):
         loaded.load(folder)
     assert equal_weights(loaded, make_trainer())
     assert loaded.policy_version == 0
@@ -92,7 +99,7 @@ def test_tensors_of_another_checkpoint_are_refused(saved, tmp_path):
     trainer.save(tmp_path / "three")
     state = json.loads((folder / "state.json").read_text())
     (tmp_path / "three" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match=r"holds other tensors than those that state\.json"):
+    with pytest.raises(CheckpointError, match=r"must hold a whole checkpoint: .* must have"):
         make_trainer().load(tmp_path / "three")
 
 
@@ -114,12 +121,55 @@ def test_averages_of_other_parameters_than_those_that_train_are_refused(saved, p
         Trainer(model, TrainerConfig()).load(folder)
 
 
-def test_a_checkpoint_of_more_processes_is_refused(saved):
-    _, folder = saved
+def write_format_1(folder, trainer: Trainer, checkpoint) -> None:
+    """Write what a checkpoint of `trainer` holds as the releases before wrote it."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    averages = trainer.backend.optimizer.state_dict()["state"]
+    parts = {
+        "weights": write_weights(folder / "weights", trainer.named_weights(), policy_version=2),
+        "optimizer": write_weights(
+            folder / "optimizer",
+            [(f"{number}.{key}", tensor) for number, of_one in averages.items() for key, tensor in of_one.items()],
+            policy_version=2,
+        ),
+    }
+    del state["files"]
+    state |= {"format": 1, "digests": {name: files.digest for name, files in parts.items()}}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_a_checkpoint_of_format_1_goes_on_bit_for_bit(saved, tmp_path, has_names):
+    trainer, folder = saved
+    write_format_1(tmp_path / "old", trainer, folder)
+    path = tmp_path / "old/state.json"
+    state = json.loads(path.read_text())
+    if not has_names:
+        del state["trained"]
+        path.write_text(json.dumps(state))
+    loaded = make_trainer(seed=7)
+    assert loaded.load(tmp_path / "old") == {"numbers": [1, 0.1]}
+    for each in (trainer, loaded):
+        each.step(rows(2))
+    assert equal_weights(trainer, loaded)
+    path.write_text(json.dumps(state | {"processes": state["processes"] * 2}))
+    with pytest.raises(CheckpointError, match="saved in format 1 by 2 processes and cannot be resumed by 1: start as"):
+        make_trainer().load(tmp_path / "old")
+    (file,) = (tmp_path / "old").glob("optimizer/*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"old must hold a whole checkpoint: .*00000\.safetensors must have"):
+        make_trainer().load(tmp_path / "old")
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one_with_the_state_of_the_first(saved):
+    """Their tensors are those of one: see `test_training_processes` for two."""
+    trainer, folder = saved
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"processes": state["processes"] * 2}))
-    with pytest.raises(CheckpointError, match="saved by 2 processes and cannot be resumed exactly by 1"):
-        make_trainer().load(folder)
+    second = state["processes"][0] | {"extra": {"numbers": [2]}}
+    (folder / "state.json").write_text(json.dumps(state | {"processes": [*state["processes"], second]}))
+    loaded = make_trainer()
+    assert loaded.load(folder) == {"numbers": [1, 0.1]}
+    assert equal_weights(trainer, loaded)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(tmp_path):
@@ -277,11 +327,11 @@ def test_numbers_below_one_are_refused(tmp_path, name):
         Checkpoints(tmp_path, **{name: 0})
 
 
-@pytest.mark.parametrize("digests", [[], "none", {}])
-def test_digests_that_are_none_are_refused(saved, digests):
+@pytest.mark.parametrize("changed", [{"files": []}, {"files": "none"}, {"files": {}}, {"format": 1}, {"format": 3}])
+def test_files_that_are_none_and_other_formats_are_refused(saved, changed):
     _, folder = saved
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"digests": digests}))
+    (folder / "state.json").write_text(json.dumps(state | changed))
     with pytest.raises(CheckpointError, match="two must hold a whole checkpoint"):
         make_trainer().load(folder)
 

@@ -17,7 +17,7 @@ from unbroken.training.checkpoints import find_checkpoints
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen
 from unbroken.training.model.pretrained import ModelForm, ModelOrigin, check_form, gather_form, write_pretrained
 from unbroken.training.model.weights import checkpoint_parameters
-from unbroken.training.state import TrainerState, load_parameters, read_state
+from unbroken.training.state import StoredState, TrainerState, read_state
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source: str | None = None) -> Path:
@@ -35,9 +35,10 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, form: ModelForm, source
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"FOLDER must be new or empty, and {folder} holds files")
     checkpoint = find_checkpoint(checkpoint)
-    state = read_state(checkpoint)
+    stored = read_state(checkpoint)
+    state = stored.state
     origin = _find_origin(state, checkpoint, source)
-    model = _load_model(origin, state, checkpoint)
+    model = _load_model(origin, stored)
     check_form(model, form)
     info = ModelInfo(
         step=int(state.processes[0]["extra"].get("num_steps", state.policy_version)), source=origin.source,
@@ -72,8 +73,9 @@ def _find_origin(state: TrainerState, checkpoint: Path, source: str | None) -> M
     return origin
 
 
-def _load_model(origin: ModelOrigin, state: TrainerState, checkpoint: Path) -> Any:
+def _load_model(origin: ModelOrigin, stored: StoredState) -> Any:
     """Load the model that was trained, add its adapters, and copy the checkpoint's weights into it."""
+    state, checkpoint = stored.state, stored.folder
     architecture = getattr(transformers, origin.architecture, None)
     if architecture is None:
         raise InvalidInputError(f"{checkpoint} is of a {origin.architecture}, which transformers does not have")
@@ -95,7 +97,7 @@ def _load_model(origin: ModelOrigin, state: TrainerState, checkpoint: Path) -> A
             f"{checkpoint} is of a model whose frozen weights have the checksum {state.frozen!r}, and those of "
             f"{origin.source} have {found!r}: give the model that the run began with as --model"
         )
-    load_parameters(checkpoint_parameters(model), state.weights)
+    stored.load("weights", checkpoint_parameters(model))
     if origin.config is not None:
         causal = causal_lm(model)
         causal.config = type(causal.config).from_dict(dict(origin.config))

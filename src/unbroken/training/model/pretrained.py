@@ -3,23 +3,26 @@
     config.json  generation_config.json  model.safetensors    the whole model; large ones in shards, with an index
     adapter_config.json  adapter_model.safetensors            adapters alone
 
-The files are written by `save_pretrained` of transformers and PEFT, from gathered weights under the model's own names.
+Weights are gathered, named as in the model's own files and written layer by layer, so that one file's are held at most.
+Adapters alone are written by PEFT.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig
-from transformers.utils import logging
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from unbroken.errors import ExportError, InvalidInputError
 from unbroken.training.model.adapters import ADAPTER_NAMES, causal_lm, is_adapted
@@ -29,6 +32,8 @@ from unbroken.weights.folders import atomic_folder, flush_to_disk
 AddFiles: TypeAlias = Callable[[Path], None]
 """Writes more files, such as the tokenizer's, into the folder."""
 _CONFIG, _GENERATION_CONFIG, _CARD = "config.json", "generation_config.json", "README.md"
+_INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,8 @@ class ModelForm:
     merged: bool = False
     """Write a model with adapters as a whole model, with the adapters merged; otherwise the adapters alone."""
     dtype: torch.dtype | None = None
-    """The type of the weights; None: that in which they are trained."""
+    """The type of the weights; None: of a whole model that of its own files (`stored_dtype`), of adapters alone that in
+    which they are trained."""
     max_shard_bytes: int = 5 * 10**9
     """Maximum bytes of a safetensors file, unless one tensor is larger."""
 
@@ -111,6 +117,16 @@ def gather_form(model: Any, form: ModelForm) -> Iterator[tuple[str, torch.Tensor
     return chain(gather_weights(model), gather_buffers(model))
 
 
+def stored_dtype(model: Any) -> torch.dtype | None:
+    """The type of the weights in the model's own files; None for a model that was made in code."""
+    try:
+        config = AutoConfig.from_pretrained(causal_lm(model).name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    dtype: torch.dtype | None = config.dtype or config.get_text_config().dtype
+    return dtype
+
+
 def write_pretrained(
     folder: Path,
     model: Any,
@@ -125,12 +141,11 @@ def write_pretrained(
         ExportError: it cannot be written; nothing is left of it.
     """
     try:
-        with atomic_folder(folder) as aside, _no_progress_bars():
-            state = {name: _to_cpu(tensor, form.dtype) for name, tensor in weights}
+        with atomic_folder(folder) as aside:
             if is_adapted(model) and not form.merged:
-                _write_adapter(aside, model, state)
+                _write_adapter(aside, model, {name: _to_cpu(tensor, form.dtype) for name, tensor in weights})
             else:
-                _write_whole(aside, causal_lm(model), state, form)
+                _write_whole(aside, causal_lm(model), weights, form)
             if add_files is not None:
                 add_files(aside)
             for path in aside.rglob("*"):
@@ -142,15 +157,66 @@ def write_pretrained(
         ) from error
 
 
-def _write_whole(folder: Path, model: Any, state: Mapping[str, torch.Tensor], form: ModelForm) -> None:
-    with _valid_generation_config(model) as own:
-        model.save_pretrained(folder, state_dict=dict(state), max_shard_size=form.max_shard_bytes)
-        if own is not None:
-            own.to_json_file(folder / _GENERATION_CONFIG)
-    if form.dtype is not None:
-        path = folder / _CONFIG
-        config = _with_dtype(json.loads(path.read_text("utf-8")), str(form.dtype).removeprefix("torch."))
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Tensor]], form: ModelForm) -> None:
+    dtype = form.dtype or stored_dtype(model)
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    if dtype is not None:
+        described = _with_dtype(json.loads((folder / _CONFIG).read_text("utf-8")), str(dtype).removeprefix("torch."))
+        (folder / _CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", "utf-8")
+    # transformers loads the many configs that set a temperature without `do_sample`, and refuses to save them.
+    (getattr(model, "generation_config", None) or GenerationConfig()).to_json_file(folder / _GENERATION_CONFIG)
+    named = _name_as_stored(model, weights, dtype, keeps=form.dtype is None)
+    files: list[list[str]] = []
+    size = 0
+    for held in _fill_files(named, form.max_shard_bytes):
+        save_file(held, folder / str(len(files)), metadata={"format": "pt"})
+        files.append(list(held))
+        size += sum(tensor.nbytes for tensor in held.values())
+        held.clear()  # before the next ones are gathered
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else ["model.safetensors"]
+    for number, name in enumerate(names):
+        (folder / str(number)).rename(folder / name)
+    if len(files) > 1:
+        weight_map = {weight: name for name, held in zip(names, files, strict=True) for weight in held}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def _name_as_stored(
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, keeps: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights on the CPU as in the model's own files, such as a layer's experts one by one; a layer is held at a time.
+
+    `keeps` leaves buffers and what transformers loads in float32 in their type.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    ignored = set(model._keys_to_ignore_on_save or ())
+
+    def choose_dtype(name: str) -> torch.dtype | None:
+        in_own = keeps and (name not in parameters or any(part in kept for part in name.split(".")))
+        return None if in_own else dtype
+
+    for _, layer in groupby(weights, lambda named: match[0] if (match := _LAYER.match(named[0])) else ""):
+        state = {name: _to_cpu(tensor, choose_dtype(name)) for name, tensor in layer if name not in ignored}
+        yield from revert_weight_conversion(model, state).items()
+
+
+def _fill_files(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of one file after the other."""
+    held: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if held and size + tensor.nbytes > max_bytes:
+            yield held
+            held, size = {}, 0
+        held[name] = tensor.clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
+        size += tensor.nbytes
+    yield held
 
 
 def _write_adapter(folder: Path, model: Any, state: Mapping[str, torch.Tensor]) -> None:
@@ -165,20 +231,6 @@ def _write_adapter(folder: Path, model: Any, state: Mapping[str, torch.Tensor]) 
         named.rmdir()
 
 
-@contextmanager
-def _valid_generation_config(model: Any) -> Iterator[Any]:
-    """Yield the model's own generation config, if any, while it has one that transformers agrees to save.
-
-    transformers loads the many that set a temperature without `do_sample`, and refuses to save them.
-    """
-    own = getattr(model, "generation_config", None)
-    model.generation_config = GenerationConfig()
-    try:
-        yield own
-    finally:
-        model.generation_config = own
-
-
 def _with_dtype(config: Any, dtype: str) -> Any:
     """The config of a model, and those of its parts in it, with another type of the weights."""
     if not isinstance(config, dict):
@@ -188,16 +240,3 @@ def _with_dtype(config: Any, dtype: str) -> Any:
 
 def _to_cpu(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Without transformers' own bars, which would break the run's display."""
-    if not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
