@@ -52,8 +52,8 @@ class TrainerState:
     """For each process, its generator's state as `rng` and the caller's `extra`."""
     frozen: str = ""
     """A checksum of the weights that are not saved because they are not trained; empty if all are saved."""
-    trained: tuple[str, ...] | None = None
-    """Names of the trained parameters, in the optimizer's order; None in checkpoints that do not have them."""
+    trained: tuple[str, ...]
+    """Names of the trained parameters, in the optimizer's order."""
     model: ModelOrigin | None = None
     """None in checkpoints that do not have it."""
 
@@ -108,12 +108,7 @@ class StoredState:
         assert self.whole is not None
         for name, tensor in self.whole[part].tensors() if part in self.whole else ():
             number, _, key = name.partition(".")
-            yield name if part != "optimizer" else f"{self._name(int(number))}.{key}", tensor
-
-    def _name(self, number: int) -> str:
-        """Checkpoints without `trained` have the numbers alone, which `load_averages` takes for names."""
-        trained = self.state.trained
-        return str(number) if trained is None else strip_wrappers(trained[number])
+            yield f"{strip_wrappers(self.state.trained[int(number)])}.{key}" if part == "optimizer" else name, tensor
 
 
 def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
@@ -211,12 +206,12 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
             num_updates=int(found["num_updates"]),
             processes=tuple(found["processes"]),
             frozen=str(found.get("frozen", "")),
-            trained=tuple(found["trained"]) if found.get("trained") is not None else None,
+            trained=tuple(found["trained"]),
             model=ModelOrigin(**found["model"]) if found.get("model") else None,
         )
         if found["format"] == 1:
             whole = {name: _read_part(folder / name, digest) for name, digest in found["digests"].items()}
-            return StoredState(folder=folder, state=state, whole={"weights": whole["weights"], **whole})
+            return StoredState(folder=folder, state=state, whole=whole)
         files = tuple(WeightFile(**file) for file in found["files"])
         if _METADATA not in {file.name for file in files}:
             raise InvalidInputError(f"files must have {_METADATA}, got {[file.name for file in files]}")
@@ -232,8 +227,7 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
 
 def check_trained(names: Sequence[str], stored: StoredState) -> None:
     """Raise `CheckpointError` unless the trained parameters, by name and in this order, are those of the checkpoint."""
-    trained = stored.state.trained
-    if trained is None or tuple(names) == trained:
+    if tuple(names) == (trained := stored.state.trained):
         return
     changed = sorted(set(names) ^ set(trained)) or ["their order"]
     raise CheckpointError(
@@ -254,8 +248,6 @@ def name_averages(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dic
 
 def load_averages(optimizer: torch.optim.Optimizer, names: Sequence[str], stored: StoredState) -> None:
     """Load the optimizer's state; its learning rate and other settings stay. Raises as `StoredState.load` does."""
-    if stored.state.trained is None:
-        names = [str(number) for number in range(len(names))]
     known = stored.names("optimizer")
     if not known.keys() <= name_averages(optimizer, names).keys():
         _create_averages(optimizer)
@@ -270,7 +262,7 @@ def _create_averages(optimizer: torch.optim.Optimizer) -> None:
     """Make an update without gradients at the learning rate 0, for which the optimizer creates its own state."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = group["lr"] * 0  # a number or a tensor, as it was
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

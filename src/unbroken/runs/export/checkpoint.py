@@ -89,9 +89,9 @@ def _load_model(origin: ModelOrigin, stored: StoredState) -> Any:
         model = _add_adapter(model, origin.adapter, checkpoint)
     elif state.frozen:
         raise InvalidInputError(f"{checkpoint} has several active adapters, which cannot be exported")
-    trained = None if state.trained is None else set(state.trained)
+    trained = set(state.trained)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained is None or name in trained)
+        parameter.requires_grad_(name in trained)
     if state.frozen and state.frozen != (found := checksum_of_frozen(model)):
         raise CheckpointError(
             f"{checkpoint} is of a model whose frozen weights have the checksum {state.frozen!r}, and those of "

@@ -214,7 +214,8 @@ def _fill_files(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> 
         if held and size + tensor.nbytes > max_bytes:
             yield held
             held, size = {}, 0
-        held[name] = tensor.clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
+        is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        held[name] = tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)  # for safetensors
         size += tensor.nbytes
     yield held
 

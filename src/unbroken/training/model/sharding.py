@@ -150,10 +150,3 @@ def fail_together(device: torch.device = _CPU) -> Iterator[None]:
         failure = error
     with on_device(device):
         raise_together(failure)
-
-
-def gather_optimizer_state(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimizer's state as whole tensors, by the number of the parameter: "0.exp_avg", "0.step", ..."""
-    for index, values in optimizer.state_dict()["state"].items():
-        for key, tensor in values.items():
-            yield f"{index}.{key}", gather_tensor(tensor)
