@@ -262,7 +262,8 @@ class ExportConfig:
     merged: bool = False
     """With LoRA: whole models, with the adapters merged. Otherwise the adapters alone, as PEFT writes them."""
     dtype: Precision | None = None
-    """The type of the weights in the files; none: that in which they are trained, exactly."""
+    """The type of the weights in the files; none: that of the model's own files (adapters alone: float32). Training is
+    in float32, which is exact."""
     shard_gb: float = 5.0
     """Maximum size of a safetensors file, in 10^9 bytes."""
     push_to_hub: str | None = None

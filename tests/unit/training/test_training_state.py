@@ -212,6 +212,38 @@ def test_the_newest_checkpoint_is_resumed_with_its_caller_and_old_ones_go(tmp_pa
     assert equal_weights(trainer, loaded)
 
 
+def of_two_processes(folder, extra) -> None:
+    """Change a checkpoint of one process to one that the first of two wrote."""
+    state = json.loads((folder / "state.json").read_text())
+    (process,) = state["processes"]
+    process["extra"] |= {"num_processes": 2, **extra}
+    (folder / "state.json").write_text(json.dumps(state | {"processes": [process, process]}))
+
+
+def test_another_number_of_processes_takes_the_lowest_groups_and_says_what_that_may_cost(tmp_path, caplog):
+    """Each process numbers its own groups, so that their numbers are others'."""
+    trainer, checkpoints = make_trainer(), Checkpoints(tmp_path)
+    groups = {"next": 8, "beyond": [], "drops": []}
+    checkpoints.save(trainer, LastStep(num_steps=1, metrics={}, groups=groups))
+    assert Checkpoints(tmp_path).resume(make_trainer()).groups == groups
+    of_two_processes(tmp_path / "step-00000001", {})
+    assert Checkpoints(tmp_path).resume(make_trainer()).groups is None
+    assert "some problems" not in caplog.text
+    checkpoints.save(trainer, LastStep(num_steps=1, metrics={}, groups=groups | {"beyond": [10]}))
+    of_two_processes(tmp_path / "step-00000001", {})
+    assert Checkpoints(tmp_path).resume(make_trainer()).groups is None
+    assert "was written by 2 processes, and is continued by 1: some problems" in caplog.text
+
+
+def test_a_curriculum_is_refused_in_another_number_of_processes(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    groups = {"next": 8, "beyond": [], "drops": [], "choices": {}}
+    checkpoints.save(make_trainer(), LastStep(num_steps=1, metrics={}, groups=groups))
+    of_two_processes(tmp_path / "step-00000001", {})
+    with pytest.raises(CheckpointError, match="was written by 2 processes, and is continued by 1: with a curriculum"):
+        Checkpoints(tmp_path).resume(make_trainer())
+
+
 @pytest.mark.parametrize(("saver", "loader", "word"), [(None, Counter(), "without"), (Counter(), None, "with")])
 def test_a_caller_that_came_or_went_is_refused(tmp_path, saver, loader, word):
     checkpoints, trainer = Checkpoints(tmp_path, caller=saver), make_trainer()

@@ -24,7 +24,9 @@ def add_export_parser(commands: Any) -> None:
         "--model", metavar="SOURCE", help="folder or hub name of the model that was trained, if it has moved"
     )
     export.add_argument("--merged", action="store_true", help="with LoRA: a whole model, instead of the adapters alone")
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by default that of training")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="by default that of the model's own files"
+    )
     export.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="maximum size of a file in 10^9 bytes (default: 5)"
     )

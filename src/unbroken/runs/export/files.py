@@ -38,7 +38,7 @@ class ModelInfo:
     """The model that was trained: a folder or a hub name."""
     merged: bool = False
     dtype: str | None = None
-    """None: that in which the model was trained."""
+    """None: that of the files of the model that was trained; of adapters that in which they were trained."""
     evaluation: Mapping[str, float] | None = None
     """The evaluation that made it the best."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -56,6 +57,10 @@ def names_in(path: Any) -> set[str]:
         return set(file.keys())
 
 
+def tensors_in(folder: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_what_was_trained(tmp_path, architecture):
     trainer = trained(tiny_model(architecture))
@@ -88,6 +93,41 @@ def test_another_type_is_in_the_files_and_in_the_config(tmp_path):
     assert json.loads((tmp_path / "final/config.json").read_text())["dtype"] == "bfloat16"
     assert_same_logprobs(trainer, loaded.float(), atol=0.2)
     assert {weight.dtype for _, weight in trainer.named_weights()} == {torch.float32}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_model_comes_out_in_the_type_of_its_own_files_unless_another_is_asked_for(tmp_path, architecture):
+    """Experts, which are one tensor in memory and many in files, may be in several of them."""
+    tiny_model(architecture).bfloat16().save_pretrained(tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
+    model.model.layers[0].register_buffer("bias_of_router", torch.tensor([1 / 3]))
+    trainer = trained(model)
+    trainer.save_pretrained(tmp_path / "final", form=ModelForm(max_shard_bytes=20_000))
+    own, final = tensors_in(tmp_path / "own"), tensors_in(tmp_path / "final")
+    assert final.pop("model.layers.0.bias_of_router").dtype is torch.float32
+    assert {name: tensor.dtype for name, tensor in final.items()} == {
+        name: tensor.dtype for name, tensor in own.items()
+    }
+    assert {tensor.dtype for tensor in final.values()} == {torch.bfloat16}
+    files = list((tmp_path / "final").glob("model-*-of-*.safetensors"))
+    assert len(files) > 2
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("own", "final")]
+    assert configs[0] == configs[1]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert loaded.dtype is torch.bfloat16
+    assert_same_logprobs(trainer, loaded.float(), atol=0.2)
+    trainer.save_pretrained(tmp_path / "exact", form=ModelForm(dtype=torch.float32))
+    assert_same_logprobs(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype="auto"))
+
+
+def test_what_transformers_loads_in_float32_keeps_its_type_where_none_is_asked_for(tmp_path):
+    tiny_qwen3().bfloat16().save_pretrained(tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
+    model._keep_in_fp32_modules_strict = {"q_norm"}
+    trained(model).save_pretrained(tmp_path / "final")
+    for name, tensor in tensors_in(tmp_path / "final").items():
+        assert tensor.dtype is (torch.float32 if "q_norm" in name else torch.bfloat16), name
 
 
 def test_buffers_that_belong_to_the_model_are_written(tmp_path):
