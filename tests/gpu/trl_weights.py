@@ -26,7 +26,7 @@ import httpx
 import torch
 
 from unbroken.client import AsyncClient
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 
 _CONFIG = {
     "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -160,7 +160,7 @@ _KILLED = """
 import asyncio, sys, time
 import torch
 from unbroken.client import AsyncClient
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 
 class Slow(torch.Tensor):
     def detach(self):
@@ -173,7 +173,7 @@ async def main():
     weights = list(Qwen3ForCausalLM.from_pretrained(folder).to(device).named_parameters())
     weights[-1] = (weights[-1][0], weights[-1][1].data.as_subclass(Slow))
     async with AsyncClient(url) as client:
-        publisher = CollectivePublisher([client], device=device, bucket_bytes=2**20, timeout_s=40)
+        publisher = BroadcastPublisher([client], device=device, bucket_bytes=2**20, timeout_s=40)
         await publisher.publish(weights, policy_version=int(version))
 
 asyncio.run(main())
@@ -182,7 +182,7 @@ asyncio.run(main())
 
 async def publish(url: str, model: Any, device: str, policy_version: int) -> None:
     async with AsyncClient(url, max_retries=0) as client:
-        publisher = CollectivePublisher([client], device=device, bucket_bytes=2**20, timeout_s=40.0)
+        publisher = BroadcastPublisher([client], device=device, bucket_bytes=2**20, timeout_s=40.0)
         update = await publisher.publish(model.named_parameters(), policy_version=policy_version)
         say(f"      {update}")
         publisher.close()

@@ -18,10 +18,10 @@ class GlooEndpoint:
     def __init__(self, host: str, port: int, world_size: int) -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        from unbroken.engines.vllm.weights.communicator import make_gloo_broadcast
+        from unbroken.transfer.packed import make_gloo_broadcast
 
         self.group: Any = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world_size)
-        self._send: Any = make_gloo_broadcast(self.group, source=0)
+        self._send: Any = make_gloo_broadcast(self.group, source=0, timeout_s=60)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Send a tensor."""

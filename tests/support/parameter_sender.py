@@ -17,7 +17,7 @@ class ParameterSender:
     def __init__(self, base_url: str, *, device: str = "cpu") -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        from unbroken.engines.vllm.weights.communicator import make_gloo_broadcast
+        from unbroken.transfer.packed import make_gloo_broadcast
 
         on_gpu = device.startswith("cuda")
         self.http = httpx.Client(base_url=base_url, timeout=120)
@@ -38,7 +38,7 @@ class ParameterSender:
             nccl = PyNcclCommunicator(self._group, device=device)
             self._broadcast = lambda tensor: nccl.broadcast(tensor, src=self.rank)
         else:
-            self._broadcast = make_gloo_broadcast(self._group, source=self.rank)
+            self._broadcast = make_gloo_broadcast(self._group, source=self.rank, timeout_s=60)
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights one after another."""

@@ -19,7 +19,7 @@ import numpy as np
 from unbroken.client.calls import Calls, unexpected_answer
 from unbroken.client.images import RequestImages, read_images
 from unbroken.client.sessions import SessionCalls
-from unbroken.errors import EchoError, InvalidInputError
+from unbroken.errors import EchoError, EngineError, InvalidInputError
 from unbroken.types import (
     FinishReason,
     ImageSpan,
@@ -228,18 +228,51 @@ class AsyncClient:
         return bool((await self._calls.post("/v1/weights", body))["loaded"])
 
     async def weights_state(self) -> dict[str, Any]:
-        """Read `policy_version`, `world_size`, `dtype`, `device`, `gpu_uuids` and `digest`, for a broadcast."""
-        state: dict[str, Any] = await self._calls.get("/v1/weights")
-        return state
+        """Read `policy_version`, `world_size`, `dtype`, `device`, `gpu_uuids` and `digest`, for a broadcast.
 
-    async def receive_weights(self, announcement: Mapping[str, Any]) -> dict[str, Any]:
-        """Announce a broadcast of weights; returns once the server samples with them. Never retried.
+        Stock vLLM says less: `is_stock` is true, and there is no digest. `EngineError` if it was started without what a
+        broadcast needs.
+        """
+        try:
+            state: dict[str, Any] = await self._calls.get("/v1/weights")
+            return state
+        except InvalidInputError:
+            try:
+                config = (await self._calls.get("/server_info?config_format=json"))["vllm_config"]
+                size = (await self._calls.get("/get_world_size"))["world_size"]
+                label = (await self._calls.get("/weight_info"))["weight_version"]
+            except InvalidInputError as error:
+                raise EngineError(
+                    f"{self.base_url} takes no weights: it must be a server of this package, or `vllm serve` 0.32 "
+                    f"or later with VLLM_SERVER_DEV_MODE=1: {error}"
+                ) from None
+        if not config.get("weight_transfer_config"):
+            raise EngineError(
+                f'{self.base_url} takes no weights: start vLLM with --weight-transfer-config \'{{"backend": "nccl"}}\''
+            )
+        backend = config["weight_transfer_config"]["backend"]
+        return {
+            "policy_version": int(label) if label.isdigit() else 0,
+            "world_size": size,
+            "dtype": str(config["model_config"]["dtype"]).removeprefix("torch."),
+            "device": "cuda" if backend == "nccl" else "cpu",
+            "gpu_uuids": [],
+            "digest": None,
+            "is_stock": True,
+        }
+
+    async def control(self, path: str) -> None:
+        """Send an empty body to a path of stock vLLM that answers with a status alone."""
+        await self._calls.post_without_answer(path)
+
+    async def transfer_weights(self, step: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a call of a broadcast, `POST /{step}`, of this server or of stock vLLM. Never retried.
 
         Raises:
-            InvalidInputError: the server refuses it, or the broadcast failed; the server keeps its weights.
+            InvalidInputError: the server refuses it, or the broadcast failed; a server of ours keeps its weights.
             ServerError: the update failed, and the server is no longer healthy.
         """
-        answer: dict[str, Any] = await self._calls.post_without_retry("/v1/weights/collective", announcement)
+        answer: dict[str, Any] = await self._calls.post_without_retry(f"/{step}", body)
         return answer
 
     async def pause(self) -> None:

@@ -16,10 +16,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from unbroken.transfer.announcement import Transport
-from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import BufferPacking, Rendezvous
-from unbroken.transfer.sources import WeightSource
+from unbroken.engines.transfer import EngineTransfer
+from unbroken.transfer.packed import Transport
+from unbroken.transfer.sources import TensorSpec, WeightSource
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -286,54 +285,11 @@ class ParameterCommunicator(Protocol):
 
 @runtime_checkable
 class TransferEngine(UpdatableEngine, Protocol):
-    """An engine that receives weights by vLLM's packed broadcast, as TRL sends them since 1.11."""
+    """An engine that receives weights by vLLM's packed broadcast: `update_weights(await transfer.collect(), ...)`."""
 
     @property
-    def transfer(self) -> WeightTransfer:
+    def transfer(self) -> EngineTransfer:
         """Its connection to a trainer."""
-        ...
-
-
-class WeightTransfer(Protocol):
-    """Receives weights from a trainer that vLLM's own server would serve.
-
-    `open` once, and for each update `start`, `receive` until all are here, then
-    `engine.update_weights(await transfer.collect(), policy_version=...)`. Nothing is loaded before.
-    """
-
-    async def open(self, rendezvous: Rendezvous, packing: BufferPacking) -> None:
-        """Connect to a trainer, which has rank 0 and sends weights in this `packing`; closes an older connection first.
-
-        Raises:
-            SamplingError: the world does not count the engine's workers.
-            WeightsError: the trainer or a worker did not come in time.
-        """
-        ...
-
-    async def start(self) -> None:
-        """Begin an update, and drop what an unfinished one has received. `SamplingError` without a trainer."""
-        ...
-
-    async def receive(self, specs: Sequence[TensorSpec], packing: BufferPacking | None = None) -> None:
-        """Receive the next weights of the update, in this `packing` or that of `open`; returns when they are here.
-
-        Empty `specs` repeat those of the last call: trainers of vLLM 0.33 send them for an equal update.
-
-        Raises:
-            SamplingError: no update has begun, there was no last call, or the model has no such weight, which ends the
-                update.
-            WeightsError: the trainer is gone or too slow, there is no room, or the update has failed before.
-
-        Refused weights are received too, and dropped: the trainer sends them in any case, and would wait forever.
-        """
-        ...
-
-    async def collect(self) -> WeightSource:
-        """Return what was received, for `update_weights`. Raises as `receive` does before it receives."""
-        ...
-
-    async def cancel(self, reason: str) -> None:
-        """End an update that cannot be loaded; `reason` is in the errors of its further calls."""
         ...
 
 

@@ -30,7 +30,7 @@ from unbroken.engines.checks import (
     check_unused,
     check_version_rises,
 )
-from unbroken.engines.receivers import LocalReceivers
+from unbroken.engines.transfer import LocalReceivers
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (
@@ -186,6 +186,7 @@ class ScriptedEngine:
         self._running: dict[str, _RunningRequest] = {}
         self._finishing = False
         self._receivers = LocalReceivers()
+        self.transfer = self._receivers.make_transfer(lambda: "cpu", check_awake=self._check_open)
 
     @property
     def forks(self) -> Sequence[str]:

@@ -202,7 +202,7 @@ async def _connect(
 ) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient
-        from unbroken.weights.collective import CollectivePublisher
+        from unbroken.weights.broadcast import BroadcastPublisher
         from unbroken.weights.disk import DiskPublisher
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
@@ -215,7 +215,7 @@ async def _connect(
             if config.transport is WeightTransport.FILES:
                 publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
             else:
-                publisher = CollectivePublisher(
+                publisher = BroadcastPublisher(
                     clients,
                     host=config.host,
                     device=device.type,
@@ -324,6 +324,10 @@ class EngineHost:
         assert self._engine is not None
         publisher = InProcessPublisher(self._engine)
         return await self._thread.call(publisher.publish(named_parameters, policy_version=policy_version))
+
+    async def dtype(self) -> str | None:
+        assert self._engine is not None
+        return await self._thread.call(InProcessPublisher(self._engine).dtype())
 
     async def sleep(self) -> None:
         assert self._engine is not None

@@ -251,7 +251,8 @@ async def _train(
             metrics=records.metrics,
             timeline=records.timeline,
         )
-        snapshots = Snapshots(trainer, is_sender=run.engine.publisher is not None or run.rank.index == 0)
+        publisher = run.engine.publisher
+        snapshots = Snapshots(trainer, is_sender=publisher is not None or run.rank.index == 0, publishers=[publisher])
         background = await _make_background(config, run, evaluations, snapshots)
         if background is not None:
             stack.push_async_callback(background.close)

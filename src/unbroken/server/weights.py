@@ -7,10 +7,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unbroken.engines.base import Engine
-from unbroken.engines.checks import check_version_rises, require_updatable
+from unbroken.engines.base import Engine, TransferEngine
+from unbroken.engines.checks import require_updatable
 from unbroken.server.http.errors import HttpError
-from unbroken.transfer.announcement import Announcement
 from unbroken.transfer.files import FileSource
 from unbroken.types import InFlight, WeightReceipt
 from unbroken.weights.files import WeightFiles, read_manifest
@@ -19,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class WeightLoader:
-    """Loads versions from one folder or from a trainer's broadcast. The version in use is not loaded again.
+    """Loads versions from one folder, or what a trainer has broadcast. The version in use is not loaded again.
 
     An update that has begun is finished even if its caller leaves; the next one waits for it.
     """
@@ -56,14 +55,22 @@ class WeightLoader:
         path = self.check_folder(folder)
         return await self._run_to_end(self._load(path, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
-    async def receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
-        """Receive and load the weights that a trainer has announced.
+    async def finish(
+        self,
+        engine: TransferEngine,
+        *,
+        policy_version: int | None,
+        digest: str | None,
+        reuse_kv: bool,
+        in_flight: InFlight,
+    ) -> WeightReceipt:
+        """Load what a trainer has broadcast; without a `policy_version` as the next one.
 
         Raises:
-            HttpError: the trainer counts other workers.
-            SamplingError, WeightsError, EngineError: as `Engine.update_weights`.
+            WeightsError: it is not what the trainer sent, by its `digest`.
+            SamplingError, EngineError: as `Engine.update_weights`.
         """
-        return await self._run_to_end(self._receive(announcement, reuse_kv=reuse_kv, in_flight=in_flight))
+        return await self._run_to_end(self._finish(engine, policy_version, digest, reuse_kv, in_flight))
 
     @property
     def _digest_in_use(self) -> str | None:
@@ -96,21 +103,24 @@ class WeightLoader:
             self._loaded = policy_version, files.digest
             return True
 
-    async def _receive(self, announcement: Announcement, *, reuse_kv: bool, in_flight: InFlight) -> WeightReceipt:
+    async def _finish(
+        self,
+        engine: TransferEngine,
+        policy_version: int | None,
+        digest: str | None,
+        reuse_kv: bool,
+        in_flight: InFlight,
+    ) -> WeightReceipt:
         async with self._lock:
-            engine = require_updatable(self._engine)
-            check_version_rises(announcement.policy_version, current=engine.policy_version)
-            meeting = announcement.meeting
-            if meeting.first_rank + engine.world_size > meeting.world_size:
-                raise HttpError(
-                    400,
-                    f"meeting.world_size must count the trainer and all workers, got {meeting.world_size} with "
-                    f"first_rank {meeting.first_rank} for a server of {engine.world_size}",
-                    param="meeting.world_size",
+            try:
+                source = await engine.transfer.collect(digest)
+                version = engine.policy_version + 1 if policy_version is None else policy_version
+                receipt = await engine.update_weights(
+                    source, policy_version=version, reuse_kv=reuse_kv, in_flight=in_flight
                 )
-            receipt = await engine.update_weights(
-                announcement, policy_version=announcement.policy_version, reuse_kv=reuse_kv, in_flight=in_flight
-            )
+            except Exception as error:
+                await engine.transfer.cancel(str(error))
+                raise
             assert receipt.digest is not None
             self._loaded = receipt.policy_version, receipt.digest
             return receipt

@@ -72,6 +72,7 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
+from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -304,7 +305,7 @@ class TrainerBackend:
                 part = shard_like(tensor, parameters[name]).to(parameters[name].dtype)
                 parameters[name].mul_(1 - share).add_(part, alpha=share)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> WeightStream:
         """The model's parameters for engines, one after the other (`Trainer.named_weights`)."""
         gather = gather_adapter_weights if self._config.lora_updates is LoraUpdates.ADAPTER else gather_weights
         return gather(self._model())

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from uuid import uuid4
 
 import torch.distributed
@@ -22,9 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from unbroken.errors import EngineError
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import from_all_processes, log_waiting
-from unbroken.weights.base import WeightPublisher, WeightUpdate
+from unbroken.transfer.adapters import is_adapter
+from unbroken.transfer.sources import WeightStream
+from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
 
-Snapshot: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+Snapshot: TypeAlias = WeightStream
 
 _POLL_S = 0.01
 _TAKEN, _FAILED = "taken", "failed"
@@ -54,13 +56,16 @@ async def publish_together(trainer: Trainer, publisher: WeightPublisher | None) 
 class Snapshots:
     """One copy of a version for all that send it: the loop to its engines, an evaluation to its own.
 
+    It is in the host's memory, in the dtype of the engines if all have the same.
+
     Every process calls `take` together: with sharded models they gather the weights together.
     """
 
-    def __init__(self, trainer: Trainer, *, is_sender: bool) -> None:
-        """Only a process that sends weights, `is_sender`, copies them."""
+    def __init__(self, trainer: Trainer, *, is_sender: bool, publishers: Sequence[WeightPublisher | None] = ()) -> None:
+        """Only a process that sends weights, `is_sender`, copies them; `publishers` are those that get the copies."""
         self._trainer = trainer
         self._is_sender = is_sender
+        self.publishers = [publisher for publisher in publishers if publisher is not None]
         self._version: int | None = None
         """Of the copy that is kept; the same in all processes."""
         self._newest: Snapshot | None = None
@@ -77,21 +82,34 @@ class Snapshots:
         """Keep the copy no longer. Those who took it still have it."""
         self._version, self._newest = None, None
 
+    async def _dtype(self) -> str | None:
+        """The dtype of all engines that get the copies; None if they have several, or one does not say."""
+        found = {await one.dtype() if isinstance(one, CastingPublisher) else None for one in self.publishers}
+        return found.pop() if len(found) == 1 else None
+
     async def _copy(self) -> Snapshot | None:
         weights = self._trainer.named_weights()
         copies: Snapshot | None = None
         failure: Exception | None = None
         if self._is_sender:
             try:
-                copies = await asyncio.to_thread(_copy, weights)
+                copies = await asyncio.to_thread(_copy, weights, await self._dtype())
             except Exception as error:
                 failure = error
         await asyncio.to_thread(self._trainer.finish_together, weights, failure)
         return copies
 
 
-def _copy(weights: Any) -> Snapshot:
-    return [(name, tensor.detach().clone()) for name, tensor in weights]
+def _copy(weights: WeightStream, dtype: str | None) -> Snapshot:
+    if not is_adapter([spec.name for spec in weights.specs]):  # an engine may merge an adapter in float32
+        weights = weights.cast(dtype)
+    copies = []
+    for spec, (name, tensor) in zip(weights.specs, weights, strict=True):
+        copy = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=tensor.is_cuda)
+        copies.append((name, copy.copy_(tensor.detach(), non_blocking=True)))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return WeightStream(weights.specs, copies)
 
 
 class Notices:

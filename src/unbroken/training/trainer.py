@@ -41,6 +41,7 @@ from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Obje
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json
+from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, TrainingSample
 
 T = TypeVar("T")
@@ -189,8 +190,10 @@ class Trainer:
         scored = [ScoredRow(sample=row, old_logprobs=of_row) for row, of_row in zip(rows, old, strict=True)]
         return self.objective.find_left_out(scored, logprobs, self._config, device=self.backend.accelerator.device)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters for `WeightPublisher.publish`. Some are not copies, and change with the next step.
+    def named_weights(self) -> WeightStream:
+        """The model's parameters for `WeightPublisher.publish`, made one after the other as they are read, once.
+
+        Some are not copies, and change with the next step.
 
         With FSDP2 all processes gather each parameter together, so each process must iterate over all of them. With
         `LoraUpdates.ADAPTER` they are the adapter's matrices (`transfer.adapters`) instead of merged weights.

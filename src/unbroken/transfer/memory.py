@@ -1,7 +1,7 @@
 """Weights in memory that other processes of this machine open: a GPU's by CUDA IPC, otherwise the host's.
 
     this process                                  a process with the model
-    WeightRow(layout), put(name, tensor)   one weight behind the other, in the dtype of the layout
+    WeightRow(specs), put(name, tensor)    one weight behind the other, in the dtypes of the specs
     source(num_workers)          ──────────►      MemoryReceiver: the same memory, from which the model loads
 
 A handle is numbers, text and bytes, which any RPC carries as they are: nothing is pickled.
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import WeightsError
-from unbroken.transfer.layout import ALIGNMENT, Layout, TensorSpec
-from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
+from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch
 
 _HOST, _CUDA = "host", "cuda"
+_ALIGNMENT = 16
+"""Weights begin at multiples of it, in bytes. It is a multiple of each element's size."""
 Handle: TypeAlias = list[Any]
 """Values with which one process opens the memory."""
 
@@ -62,13 +63,13 @@ class MemoryReceiver(Receiver[MemorySource]):
     """
 
     def receive(self, source: MemorySource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        layout = row_layout(source.specs)
+        size = _row_bytes(source.specs)
         kind, where, *rest = source.handles[self._rank]
         try:
-            row = _map_file(where, layout) if kind == _HOST else _open_on_gpu(where, rest, layout)
+            row = map_file(where, size) if kind == _HOST else _open_on_gpu(where, rest, size)
         except (RuntimeError, OSError) as error:
             raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
-        weights = dict(layout.split(row))
+        weights = dict(_split(row, source.specs))
         check_tied(weights, tied)
         if row.is_cuda:
             return ReceivedWeights(tensors=((name, tensor.to(self._device)) for name, tensor in weights.items()))
@@ -84,24 +85,21 @@ class WeightRow:
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
         import torch
 
-        self._layout = layout = row_layout(specs)
-        self._file: int | None = None
+        self._specs = tuple(specs)
+        self._file: HostFile | None = None
+        size = _row_bytes(specs)
         try:
             if device.type == _CUDA:
-                row = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+                row = torch.empty(size, dtype=torch.uint8, device=device)
             else:
-                # A file without a name: nothing is left of it when the processes are gone, however they end.
-                self._file = os.memfd_create("unbroken-weights")
-                os.ftruncate(self._file, layout.num_bytes)
-                row = _map_file(self._path, layout)
+                self._file = HostFile(size)
+                row = self._file.row
         except (RuntimeError, OSError) as error:
-            self.close()
             raise WeightsError(
-                f"the new weights need {layout.num_bytes / 2**30:.1f} GiB more on {device} while they load, which are "
-                "not free"
+                f"the new weights need {size / 2**30:.1f} GiB more on {device} while they load, which are not free"
             ) from error
         self._row: torch.Tensor | None = row
-        self._places = dict(layout.split(row))
+        self._places = dict(_split(row, specs))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a weight to its place."""
@@ -110,18 +108,17 @@ class WeightRow:
     def source(self, num_workers: int) -> MemorySource:
         """Return the source for an engine of `num_workers` processes, whose `close` closes the row."""
         handles = [self._handle() for _ in range(num_workers)]
-        return MemorySource(specs=self._layout.specs, handles=handles, row=self)
+        return MemorySource(specs=self._specs, handles=handles, row=self)
 
     def close(self) -> None:
         """Free the memory; what a worker has open stays until the worker frees it too. Idempotent."""
         self._row, self._places = None, {}
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            self._file.close()
 
     def _handle(self) -> Handle:
         if self._file is not None:
-            return [_HOST, self._path]
+            return [_HOST, self._file.path]
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -131,26 +128,62 @@ class WeightRow:
         # Of the arguments of `rebuild_cuda_tensor`: memory, its size and offset; then the count and the event.
         return [_CUDA, _gpu_uuid(self._row.device), *arguments[7:10], *arguments[11:]]
 
+
+class HostFile:
+    """A file in memory, without a name: nothing is left of it when the processes are gone, however they end."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Make it, of 1 byte or more; `OSError` if there is no room."""
+        self._descriptor: int | None = os.memfd_create("unbroken-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        """Where other processes open it."""
+        try:
+            os.ftruncate(self._descriptor, num_bytes)
+            self._row: torch.Tensor | None = map_file(self.path, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
     @property
-    def _path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+    def row(self) -> torch.Tensor:
+        """Its bytes."""
+        assert self._row is not None
+        return self._row
+
+    def close(self) -> None:
+        """Let it be opened no more; who has its bytes keeps them. Idempotent."""
+        self._row = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def row_layout(specs: Sequence[TensorSpec]) -> Layout:
-    """Return the layout of a row that is not sent in buckets."""
-    return Layout(specs=tuple(specs), bucket_bytes=ALIGNMENT)
-
-
-def _map_file(path: str, layout: Layout) -> torch.Tensor:
+def map_file(path: str, num_bytes: int) -> torch.Tensor:
+    """Map a file in memory, as bytes."""
     import torch
 
     # All pages at once: one fault for each of them would take longer than the copy.
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     with Path(path).open("r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), layout.num_bytes, flags=flags), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes, flags=flags), dtype=torch.uint8)
 
 
-def _open_on_gpu(uuid: str, rest: Sequence[Any], layout: Layout) -> torch.Tensor:
+def _row_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(-(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs)
+
+
+def _split(row: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and values of each weight, as views of the row's bytes."""
+    import torch
+
+    start = 0
+    for spec in specs:
+        values = row[start : start + spec.num_bytes].view(getattr(torch, spec.dtype))
+        yield spec.name, values.view(spec.shape)
+        start += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _open_on_gpu(uuid: str, rest: Sequence[Any], num_bytes: int) -> torch.Tensor:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -160,7 +193,7 @@ def _open_on_gpu(uuid: str, rest: Sequence[Any], layout: Layout) -> torch.Tensor
             f"the new weights are on GPU {uuid}, which a worker does not see: give engine and trainer the same GPUs "
             "(CUDA_VISIBLE_DEVICES), or the engine a transfer_dir"
         )
-    shape = [torch.Tensor, (layout.num_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8]
+    shape = [torch.Tensor, (num_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8]
     arguments: list[Any] = [*shape, devices[0], *rest[:3], False, *rest[3:]]
     row: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
     return row

@@ -1,6 +1,4 @@
-"""The sources of new weights, and the receivers that read them where the model is.
-
-A transport is one file with these two classes, and a line in `transports.RECEIVERS`:
+"""The weights of an update: their names and shapes, the sources that an engine takes, and what reads them there.
 
     engine.update_weights(source, policy_version=7)       a small object that holds no copy of the weights
       in each process that holds the model or a part:
@@ -12,19 +10,146 @@ An engine in this process hands the source to the receiver; one with workers sen
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from unbroken.errors import WeightsError
+from unbroken.errors import InvalidInputError, WeightsError
 
 if TYPE_CHECKING:
     import torch
 
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The dtypes that can be sent, under torch's names, and the bytes of one element."""
+_FLOATING = frozenset({"float64", "float32", "bfloat16", "float16"})
+
 NamedTensors: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 TiedNames: TypeAlias = tuple[str, str]
 """Names of two weights of a source that are one in the model: their values must be equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor."""
+
+    name: str
+    dtype: str
+    """On the wire, under torch's name: `bfloat16`."""
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidInputError(
+                f"weight {self.name!r} must have a dtype among {sorted(ITEM_BYTES)}, got {self.dtype!r}"
+            )
+        if any(size < 0 for size in self.shape):
+            raise InvalidInputError(f"weight {self.name!r} must have a shape of sizes >= 0, got {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def to_object(self) -> dict[str, Any]:
+        """Return the spec as JSON has it."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @staticmethod
+    def from_object(fields: Mapping[str, Any]) -> TensorSpec:
+        """Return the spec that `to_object` wrote."""
+        return TensorSpec(name=fields["name"], dtype=fields["dtype"], shape=tuple(fields["shape"]))
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+class WeightStream:
+    """The weights of one update: names, dtypes and shapes at once, values one after the other.
+
+    Values may be made while they are read (gathered from other processes, merged with an adapter): whoever reads holds
+    no more than it keeps. Such values can be read once; a second iteration continues where the first one ended.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec], tensors: NamedTensors) -> None:
+        """`tensors` come in the order of `specs`, on any device and in any dtype: who copies them casts them."""
+        self.specs = tuple(specs)
+        self._tensors = tensors
+        self.is_kept = isinstance(tensors, Sequence)
+        """Whether all values are held anyway, and can be read again and again."""
+        self._has_begun = False
+
+    @staticmethod
+    def of(named: NamedTensors) -> WeightStream:
+        """Return `named` itself if it is a stream; of other iterables all tensors are held."""
+        if isinstance(named, WeightStream):
+            return named
+        weights = list(named)
+        return WeightStream((TensorSpec.of(name, tensor) for name, tensor in weights), weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(spec.num_bytes for spec in self.specs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values can be read from now on."""
+        return self.is_kept or not self._has_begun
+
+    def cast(self, dtype: str | None) -> WeightStream:
+        """Return the same values with the floating-point ones in another dtype; None leaves them."""
+        if dtype is None:
+            return self
+        specs = (replace(spec, dtype=dtype) if spec.dtype in _FLOATING else spec for spec in self.specs)
+        return WeightStream(specs, self._tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in self._tensors:
+            self._has_begun = True
+            yield named
+
+
+def check_stream(stream: WeightStream) -> None:
+    """Raise `InvalidInputError` unless there are weights, each once."""
+    names = [spec.name for spec in stream.specs]
+    if not names:
+        raise InvalidInputError("weights is empty: nothing to send (an iterator that was used up before?)")
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"weight {max(names, key=names.count)!r} came twice")
+
+
+def sum_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bytes, taken as 64-bit integers, modulo 2**64."""
+    import torch
+
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    num_whole = len(flat) // 8 * 8
+    words, rest = flat[:num_whole], flat[num_whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    total = words.view(torch.int64).sum()
+    if len(rest):
+        total = total + torch.nn.functional.pad(rest, (0, 8 - len(rest))).view(torch.int64).sum()
+    return total
+
+
+def make_digest(specs: Sequence[TensorSpec], sums: Sequence[int]) -> str:
+    """Return a checksum of names, dtypes, shapes and values: equal for equal weights.
+
+    The values enter as one sum for each weight (`sum_bytes`). That finds weights that differ by mistake; it does not
+    protect from an attacker.
+    """
+    found = [[spec.name, spec.dtype, list(spec.shape), total] for spec, total in zip(specs, sums, strict=True)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 class WeightSource:
@@ -63,13 +188,38 @@ class SharedSource(WeightSource, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSource(SharedSource):
+    """Weights that the receivers have received already, over several calls, and keep until all are loaded."""
+
+    specs: tuple[TensorSpec, ...]
+    digest: str | None = None
+    shared: Mapping[int, Any] | None = None
+    """For the ranks that keep nothing, the files in memory that another process of their machine keeps."""
+    forget: Callable[[], None] = lambda: None
+    """Called when the update is over: the receivers have the weights no longer."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {spec.name: spec.shape for spec in self.specs}
+
+    def to_object(self) -> dict[str, Any]:
+        return {"tensors": [spec.to_object() for spec in self.specs], "shared": dict(self.shared or {})}
+
+    @classmethod
+    def from_object(cls, fields: Mapping[str, Any]) -> StagedSource:
+        return cls(specs=tuple(map(TensorSpec.from_object, fields["tensors"])), shared=fields["shared"])
+
+    def close(self) -> None:
+        self.forget()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedWeights:
     """Weights that are in this process and verified."""
 
     tensors: NamedTensors
     """Under the source's names; can be read once."""
     digest: str | None = None
-    """A checksum of names, shapes and values, where the transport computes one."""
+    """A checksum of names, dtypes, shapes and values, where the transport computes one."""
 
 
 S = TypeVar("S", bound=WeightSource)
@@ -80,7 +230,9 @@ class Receiver(ABC, Generic[S]):
 
     def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
         """Receive for the model on `device`; `rank` is the number of this process among those of its engine."""
-        self._device = device
+        import torch
+
+        self._device = torch.device(device)
         self._rank = rank
 
     @abstractmethod

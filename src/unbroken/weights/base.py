@@ -25,6 +25,15 @@ class WeightUpdate:
 
 
 @runtime_checkable
+class CastingPublisher(Protocol):
+    """A publisher whose engines have one dtype, so that a copy of the weights is made in it."""
+
+    async def dtype(self) -> str | None:
+        """Return the dtype of floating-point weights in the engines, under torch's name; None if there are several."""
+        ...
+
+
+@runtime_checkable
 class WeightPublisher(Protocol):
     """Sends versions of the weights to engines."""
 
@@ -38,6 +47,7 @@ class WeightPublisher(Protocol):
 
         `named_parameters` has each parameter once, under the name that the model's `named_parameters()` gives it; tied
         weights are not repeated. The tensors are the trainer's own: they are only read, and only until this returns.
+        Of a `WeightStream` only a part is held at a time.
 
         Raises:
             SamplingError: the version does not rise, or a name or shape is not that of the engine's model.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_updatable
-from unbroken.transfer.sources import TensorSource
+from unbroken.transfer.sources import TensorSource, WeightStream
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 
@@ -29,10 +29,12 @@ class InProcessPublisher:
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
     ) -> WeightUpdate:
         started = time.perf_counter()
-        weights = list(named_parameters)
-        source = TensorSource(weights)
+        stream = WeightStream.of(named_parameters)
         await self._engine.update_weights(
-            source, policy_version=policy_version, reuse_kv=self._reuse_kv, in_flight=self._in_flight
+            TensorSource(stream), policy_version=policy_version, reuse_kv=self._reuse_kv, in_flight=self._in_flight
         )
-        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in weights)
-        return WeightUpdate(num_bytes=num_bytes, seconds=time.perf_counter() - started)
+        return WeightUpdate(num_bytes=stream.num_bytes, seconds=time.perf_counter() - started)
+
+    async def dtype(self) -> str | None:
+        """Return the dtype of the engine's weights."""
+        return (await self._engine.weight_placement()).dtype

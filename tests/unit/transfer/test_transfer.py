@@ -1,123 +1,172 @@
-"""What trainer and worker agree on: where bytes lie, and that what came is what was sent."""
+"""What trainer and worker agree on: the group, the chunks, and that what came is what was sent."""
 
 from __future__ import annotations
 
-import time
-import uuid
+import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.transfer.announcement import Announcement, Staging, Transport
-from unbroken.transfer.broadcast import BroadcastReceiver
-from unbroken.transfer.group import Step, WeightGroup
-from unbroken.transfer.layout import Layout, Piece, TensorSpec
-from unbroken.transfer.sender import compute_sums, send
+from unbroken.transfer.packed import (
+    BufferPacking,
+    PackedGroup,
+    PackedReceiver,
+    PackedSource,
+    Rendezvous,
+    Transport,
+    listen,
+    open_fields,
+    pickle_unique_id,
+    read_unique_id,
+    send,
+    sum_stream,
+)
+from unbroken.transfer.sources import TensorSpec, WeightStream, check_stream, make_digest
 
 CPU = torch.device("cpu")
-SPECS = (TensorSpec(name="norm", dtype="float32", shape=(3,)), TensorSpec(name="embed", dtype="float32", shape=(5, 4)))
+WEIGHTS = [("norm", torch.ones(3)), ("embed", torch.arange(20.0).view(5, 4)), ("head", torch.zeros(5, 4))]
+PACKING = {"packed": True, "buffer_bytes": 64}
 
 
-def test_tensors_lie_in_one_row_and_buckets_are_its_slices() -> None:
-    layout = Layout(specs=SPECS, bucket_bytes=64)
-    assert (layout.offsets, layout.num_bytes, layout.buckets()) == ((0, 16), 96, [(0, 64), (64, 96)])
-    assert layout.pieces() == [
-        [
-            Piece(index=0, tensor_start=0, bucket_start=0, num_bytes=12),
-            Piece(index=1, tensor_start=0, bucket_start=16, num_bytes=48),
-        ],
-        [Piece(index=1, tensor_start=48, bucket_start=0, num_bytes=32)],
-    ]
+def digest_of(weights: list[tuple[str, torch.Tensor]]) -> str:
+    stream = WeightStream.of(weights)
+    return make_digest(stream.specs, sum_stream(stream))
 
 
-def test_a_digest_tells_names_shapes_and_values_apart() -> None:
-    layout = Layout(specs=SPECS, bucket_bytes=64)
-    tensors = [torch.ones(3), torch.arange(20.0).view(5, 4)]
-    digest = layout.digest(compute_sums(layout, tensors, device=CPU))
-    assert digest == layout.digest(compute_sums(layout, [tensor.clone() for tensor in tensors], device=CPU))
-    assert digest != layout.digest(compute_sums(layout, [tensors[0], tensors[1] + 1], device=CPU))
-    renamed = Layout(specs=(TensorSpec(name="other", dtype="float32", shape=(3,)), SPECS[1]), bucket_bytes=64)
-    assert digest != renamed.digest(compute_sums(renamed, tensors, device=CPU))
+def test_a_digest_tells_names_dtypes_shapes_and_values_apart() -> None:
+    digest = digest_of(WEIGHTS)
+    assert digest == digest_of([(name, tensor.clone()) for name, tensor in WEIGHTS])
+    (first, norm), (second, embed), last = WEIGHTS
+    for other in (
+        [("other", norm), (second, embed), last],
+        [(first, norm), (second, embed + 1), last],
+        [(first, norm), (second, embed.view(4, 5)), last],
+        [(first, norm.bfloat16()), (second, embed), last],
+    ):
+        assert digest != digest_of(other)
 
 
-def test_names_that_repeat_are_refused() -> None:
+def test_names_that_repeat_and_updates_without_weights_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="weight 'norm' came twice"):
-        Layout(specs=(SPECS[0], SPECS[0]), bucket_bytes=64)
+        check_stream(WeightStream.of([*WEIGHTS, WEIGHTS[0]]))
+    with pytest.raises(InvalidInputError, match="weights is empty: nothing to send"):
+        check_stream(WeightStream.of([]))
 
 
-def test_an_announcement_survives_its_way_as_json() -> None:
-    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    announcement = announced(group, Layout(specs=SPECS, bucket_bytes=64))
-    assert Announcement.from_object(announcement.to_object()) == announcement
+def test_a_stream_that_is_made_while_it_is_read_goes_on_where_it_stopped() -> None:
+    stream = WeightStream([TensorSpec.of(*named) for named in WEIGHTS], iter(WEIGHTS))
+    assert (stream.is_whole, stream.is_kept) == (True, False)
+    assert next(iter(stream))[0] == "norm"
+    assert not stream.is_whole
+    assert [name for name, _ in stream] == ["embed", "head"]
+    kept = WeightStream.of(WEIGHTS)
+    assert [name for name, _ in kept] == [name for name, _ in kept.cast("bfloat16")]
+    assert kept.is_whole
+    assert {spec.dtype for spec in kept.cast("bfloat16").specs} == {"bfloat16"}
+
+
+@contextmanager
+def meeting(num_workers: int) -> Iterator[tuple[PackedGroup, list[PackedReceiver]]]:
+    """A trainer and the workers of an engine."""
+    listener = listen("127.0.0.1")
+    rendezvous = Rendezvous(
+        host="127.0.0.1", port=listener.getsockname()[1], first_rank=1, world_size=1 + num_workers,
+        transport=Transport.GLOO, join_timeout_s=10.0, timeout_s=10.0,
+    )  # fmt: skip
+    receivers = [PackedReceiver(CPU, rank=rank) for rank in range(num_workers)]
+    with ThreadPoolExecutor(num_workers) as threads:
+        machines = [threads.submit(receiver.open, open_fields(rendezvous)) for receiver in receivers]
+        group = PackedGroup(rendezvous, rank=0, device=CPU, listener=listener)
+        assert len({machine.result() for machine in machines}) == 1
+    yield group, receivers
+    for receiver in receivers:
+        receiver.close()
     group.close()
 
 
-def announced(group: WeightGroup, layout: Layout) -> Announcement:
-    return Announcement(
-        update_id=uuid.uuid4().hex,
-        policy_version=1,
-        layout=layout,
-        meeting=group.meeting,
-        staging=Staging.DEVICE,
-        timeout_s=5.0,
-    )
+def transfer(
+    group: PackedGroup, receivers: list[PackedReceiver], keepers: dict[int, bool]
+) -> tuple[list[int], list[Any]]:
+    """Send the weights; returns the trainer's sums, and what each worker answers."""
+    stream = WeightStream.of(WEIGHTS)
+    tensors = [spec.to_object() for spec in stream.specs]
+    with ThreadPoolExecutor(len(receivers)) as threads:
+        taken = [threads.submit(receiver.take, tensors, PACKING, keepers) for receiver in receivers]
+        sums = send(group, stream, BufferPacking(**PACKING), check=lambda: None)  # type: ignore[arg-type]
+        return sums, [one.result() for one in taken]
 
 
-def transfer(*, off_by: int, tied: tuple[str, str] | None = None) -> tuple[Any, str]:
-    """One transfer: the weights or the error of the receiver, and the error that the trainer sees."""
-    specs = (*SPECS, TensorSpec(name="head", dtype="float32", shape=(5, 4)))
-    layout = Layout(specs=specs, bucket_bytes=64)
-    tensors = [torch.ones(3), torch.arange(20.0).view(5, 4), torch.zeros(5, 4)]
-    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    announcement = announced(group, layout)
-    receiver = BroadcastReceiver(CPU)
-    with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(receiver.receive, announcement, tied=tied)
-        while group.num_arrived(announcement.update_id, Step.READY) < 1:
-            pass
-        group.say_go(announcement.update_id, Step.READY)
-        sums = send(group, layout, tensors, device=CPU, check=lambda: None)
-        group.say_sums(announcement.update_id, [sums[0], sums[1] + off_by, *sums[2:]])
-        heard = ""
-        try:
-            while group.num_arrived(announcement.update_id, Step.TAKEN) < 1:
-                pass
-            group.say_go(announcement.update_id, Step.TAKEN)
-        except WeightsError as error:
-            heard = str(error)
-        error = outcome.exception()
-    receiver.leave()
-    group.close()
-    return (outcome.result() if error is None else error), heard
+def source(**more: Any) -> PackedSource:
+    return PackedSource(specs=WeightStream.of(WEIGHTS).specs, **more)
 
 
-def test_what_came_as_it_was_sent_is_kept_when_the_trainer_says_so() -> None:
-    received, heard = transfer(off_by=0)
-    weights = dict(received.tensors)
-    assert (len(received.digest), heard, list(weights)) == (64, "", ["norm", "embed", "head"])
-    assert torch.equal(weights["embed"], torch.arange(20.0).view(5, 4))
+def test_what_came_has_the_sums_of_what_was_sent() -> None:
+    with meeting(1) as (group, (receiver,)):
+        sums, (taken,) = transfer(group, [receiver], {0: False})
+        assert taken == {"sums": sums, "files": []}
+        weights = dict(receiver.receive(source()).tensors)
+    assert list(weights) == ["norm", "embed", "head"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in WEIGHTS)
 
 
-def test_a_bucket_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_why() -> None:
-    error, heard = transfer(off_by=1)
-    assert str(error) == "1 of 3 buckets are not what the trainer sent, the first is number 1"
-    assert heard == str(error)
+def test_of_the_workers_of_one_machine_one_keeps_the_bytes_and_the_others_open_them() -> None:
+    with meeting(3) as (group, receivers):
+        sums, (first, *others) = transfer(group, receivers, {0: True})
+        assert first["sums"] == sums
+        assert others == [None, None]
+        assert [sum(spec["name"] != "" for spec in tensors) for _, _, tensors in first["files"]] == [2, 1]
+        assert not any(receiver._weights for receiver in receivers[1:])
+        found = [receiver.receive(source(shared={1: first["files"], 2: first["files"]})) for receiver in receivers]
+        for received in found:  # they load after all have received
+            weights = dict(received.tensors)
+            assert all(torch.equal(weights[name], tensor) for name, tensor in WEIGHTS)
+        with pytest.raises(WeightsError, match="cannot open the weights that another one received"):
+            receivers[1].receive(source(shared={1: first["files"]}))  # the files are gone
 
 
-def test_tied_weights_that_differ_are_refused_and_the_trainer_hears_why() -> None:
-    error, heard = transfer(off_by=0, tied=("head", "embed"))
-    assert str(error) == heard == "weights 'head' and 'embed' are tied in the model, but their values differ"
+def test_tied_weights_that_differ_are_refused() -> None:
+    with meeting(1) as (group, (receiver,)):
+        transfer(group, [receiver], {0: False})
+        with pytest.raises(WeightsError, match="'head' and 'embed' are tied in the model, but their values differ"):
+            receiver.receive(source(), tied=("head", "embed"))
 
 
-def test_a_worker_whose_trainer_is_gone_does_not_wait_for_it() -> None:
-    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=2, timeout_s=5.0)
-    announcement = replace(announced(group, Layout(specs=SPECS, bucket_bytes=64)), timeout_s=20.0)
-    group.close()
-    began = time.monotonic()
-    with pytest.raises(WeightsError, match="cannot be reached"):
-        BroadcastReceiver(CPU).receive(announcement)
-    assert time.monotonic() - began < 5
+def test_weights_that_were_announced_otherwise_are_not_sent() -> None:
+    with meeting(1) as (group, _):
+        stream = WeightStream(WeightStream.of(WEIGHTS[:1]).specs, [("other", torch.ones(3))])
+        with pytest.raises(WeightsError, match=r"'norm' of shape \(3,\) was announced, and 'other' of shape \(3,\)"):
+            send(group, stream, BufferPacking(**PACKING), check=lambda: None)  # type: ignore[arg-type]
+        stream = WeightStream(WeightStream.of(WEIGHTS).specs, WEIGHTS[:1])
+        with pytest.raises(WeightsError, match=r"'embed' of shape .* was announced, and nothing came"):
+            send(group, stream, BufferPacking(**PACKING), check=lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_trainer_gives_up_while_a_worker_does_not_come() -> None:
+    def refuse() -> None:
+        raise WeightsError("a server has failed")
+
+    with meeting(1) as (group, _):
+        with pytest.raises(WeightsError, match="a server has failed"):
+            send(group, WeightStream.of(WEIGHTS), BufferPacking(**PACKING), check=refuse)  # type: ignore[arg-type]
+        work = group.begin(torch.zeros(2**26, dtype=torch.uint8))  # nobody receives it
+        with pytest.raises(WeightsError, match="a server has failed"):
+            group.wait(work, check=refuse)
+
+
+def test_the_id_of_nccl_is_pickled_as_vllms_and_read_without_running_a_pickle() -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+
+    value = bytes(range(100, 228))
+    theirs = pickle.loads(pickle_unique_id(value))
+    assert isinstance(theirs, ncclUniqueId)
+    assert bytes(theirs) == value
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert read_unique_id(pickle.dumps(theirs, protocol=protocol)) == value
+    with pytest.raises(WeightsError, match="no id of NCCL"):
+        read_unique_id(pickle.dumps("nothing"))

@@ -24,7 +24,7 @@ from unbroken.training.trainer import Trainer
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -60,7 +60,7 @@ async def publishing(kind: str, folder: Path) -> AsyncIterator[tuple[Transformer
             if kind == "files":
                 yield engine, DiskPublisher([client], folder)
             else:
-                publisher = CollectivePublisher([client], bucket_bytes=4096, timeout_s=10.0)
+                publisher = BroadcastPublisher([client], bucket_bytes=4096, timeout_s=10.0)
                 yield engine, publisher
                 publisher.close()
     await engine.close()

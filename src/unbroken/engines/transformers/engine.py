@@ -34,18 +34,18 @@ from unbroken.engines.checks import (
     check_unused,
     check_version_rises,
 )
-from unbroken.engines.receivers import LocalReceivers
 from unbroken.engines.registry import EngineOptions
+from unbroken.engines.transfer import LocalReceivers
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
-from unbroken.engines.transformers.weights import UpdateLoader
+from unbroken.engines.transformers.weights import UpdateLoader, check_names
 from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.images.processor import ImageProcessor
-from unbroken.transfer.sources import ReceivedWeights, WeightSource
+from unbroken.transfer.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -111,6 +111,11 @@ class TransformersEngine:
         )
         self._worker = Worker(self._batch, name="unbroken-engine")
         self._receivers = LocalReceivers()
+        self.transfer = self._receivers.make_transfer(
+            lambda: str(self._forward.device),
+            check_awake=self._worker.check_health,
+            check_weights=lambda shapes: check_names(self._forward.model, shapes),
+        )
         self._loader = UpdateLoader()
         self._refusing = False
         """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
@@ -233,6 +238,9 @@ class TransformersEngine:
     ) -> WeightReceipt:
         """Take new weights. Those left out keep their values; all given ones are held until the copy is done.
 
+        A `WeightStream` whose values are made as they are read is checked by its names and shapes, and then copied one
+        by one: if it fails in between, the engine fails.
+
         An adapter is merged into the weights of the start, so running requests go on with it, as with whole weights.
         """
         check_source(source, self.weight_sources)
@@ -240,7 +248,10 @@ class TransformersEngine:
         check_version_rises(policy_version, current=self.policy_version)
         check_can_finish(in_flight, paused=self._worker.is_paused)
         began = time.perf_counter()
-        received = await self._receivers.receive(source, device=str(self._forward.device))
+        if isinstance(source, TensorSource) and isinstance(source.tensors, WeightStream):
+            received = ReceivedWeights(tensors=source.tensors)
+        else:
+            received = await self._receivers.receive(source, device=str(self._forward.device))
         arrived = time.perf_counter()
         async with self._finish_first() if in_flight is InFlight.FINISH else nullcontext():
             await self._worker.call(lambda: self._load(received, policy_version, reuse_kv))
@@ -344,8 +355,7 @@ class TransformersEngine:
 
     def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)
-        tensors = list(received.tensors)
-        self._loader.load(self._forward.model, tensors, policy_version=self._batch.policy_version)
+        self._loader.load(self._forward.model, received.tensors, policy_version=self._batch.policy_version)
         if self._asleep:
             self._forward.wake()
             self._refusing = self._asleep = False

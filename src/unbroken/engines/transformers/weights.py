@@ -13,6 +13,7 @@ import torch
 from unbroken.engines.checks import check_same_kind
 from unbroken.errors import SamplingError
 from unbroken.transfer.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapter
+from unbroken.transfer.sources import NamedTensors, WeightStream
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -26,28 +27,30 @@ class UpdateLoader:
         self._is_changed = False
         """Whether whole weights have replaced the first ones."""
 
-    def load(self, model: torch.nn.Module, tensors: Named, *, policy_version: int) -> None:
+    def load(self, model: torch.nn.Module, tensors: NamedTensors, *, policy_version: int) -> None:
         """Load the tensors of an update into `model`, all or none; `policy_version` is the one in use.
 
         Raises:
             SamplingError: as `load_into`, `match_adapter` and `check_same_kind`.
         """
-        given = dict(tensors)
-        adapts = is_adapter(given)
+        stream = tensors if isinstance(tensors, WeightStream) and not tensors.is_kept else None
+        weights = [] if stream is not None else list(tensors)
+        adapts = is_adapter([name for name, _ in weights] if stream is None else [spec.name for spec in stream.specs])
         check_same_kind(
             is_adapter=adapts, had_adapter=bool(self._base), policy_version=policy_version, changed=self._is_changed
         )
-        load_into(model, self._merge_all(model, given) if adapts else tensors)
+        if adapts:
+            load_into(model, self._merge_all(model, dict(weights if stream is None else stream)))
+        elif stream is None:
+            load_into(model, weights)
+        else:
+            copy_into(model, stream)
         self._is_changed = not adapts
 
     def _merge_all(self, model: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> Named:
         """Each weight that has an adapter, merged, and those that had one before, as they were at first."""
         targets = model.state_dict(keep_vars=True)
-
-        def find(name: str) -> tuple[str, Shape | None]:
-            return name, targets[name].shape if name in targets else None
-
-        adapted = match_adapter({name: tensor.shape for name, tensor in given.items()}, find)
+        adapted = _match_adapter(targets, {name: tensor.shape for name, tensor in given.items()})
         for one in adapted:
             if one.name not in self._base:
                 self._base[one.name] = targets[one.name].detach().to("cpu", copy=True)
@@ -59,6 +62,49 @@ class UpdateLoader:
         base = self._base[one.name].to(device)
         a, b = (given[one.given + ending].detach().to(device, torch.float32) for ending in (A, B))
         return (base.float() + b @ a).to(base.dtype)
+
+
+def check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:
+    """Raise `SamplingError` for names or shapes of an update that the model lacks."""
+    targets = model.state_dict(keep_vars=True)
+    if is_adapter(given):
+        _match_adapter(targets, given)
+        return
+    for name, shape in given.items():
+        _check(targets, name, shape)
+
+
+def copy_into(model: torch.nn.Module, stream: WeightStream) -> None:
+    """Copy weights that are made as they are read into `model`, once their names and shapes are checked.
+
+    Raises:
+        SamplingError: no weights, a name or shape that the model lacks, or a repeated name; nothing was copied.
+        RuntimeError: the stream failed, and the model has some of the new weights.
+    """
+    shapes = {spec.name: spec.shape for spec in stream.specs}
+    if not shapes:
+        raise SamplingError("weights is empty: nothing to load")
+    if len(shapes) < len(stream.specs):
+        raise SamplingError("a weight came twice")
+    check_names(model, shapes)
+    targets = model.state_dict(keep_vars=True)
+    try:
+        with torch.no_grad():
+            for name, tensor in stream:
+                targets[name].copy_(tensor)
+    except Exception as error:
+        raise RuntimeError(f"the new weights ended in between: {error!r}") from error
+
+
+def _match_adapter(targets: Mapping[str, torch.Tensor], given: Mapping[str, Shape]) -> list[AdaptedWeight]:
+    return match_adapter(given, lambda name: (name, targets[name].shape if name in targets else None))
+
+
+def _check(targets: Mapping[str, torch.Tensor], name: str, shape: Shape) -> None:
+    if name not in targets:
+        raise SamplingError(f"the model has no weight named {name!r}; its names begin with {next(iter(targets))!r}")
+    if tuple(shape) != targets[name].shape:
+        raise SamplingError(f"weight {name!r} must have shape {tuple(targets[name].shape)}, got {tuple(shape)}")
 
 
 def load_into(module: torch.nn.Module, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -75,14 +121,9 @@ def load_into(module: torch.nn.Module, weights: Sequence[tuple[str, torch.Tensor
     sources: dict[str, torch.Tensor] = {}
     by_storage: dict[int, str] = {}
     for name, tensor in weights:
-        if name not in targets:
-            raise SamplingError(f"the model has no weight named {name!r}; its names begin with {next(iter(targets))!r}")
         if name in sources:
             raise SamplingError(f"weight {name!r} came twice")
-        if tensor.shape != targets[name].shape:
-            raise SamplingError(
-                f"weight {name!r} must have shape {tuple(targets[name].shape)}, got {tuple(tensor.shape)}"
-            )
+        _check(targets, name, tensor.shape)
         twin = by_storage.setdefault(targets[name].data_ptr(), name)
         if twin != name and not torch.equal(sources[twin], tensor):
             raise SamplingError(f"weights {twin!r} and {name!r} are tied in the model, but their new values differ")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,17 +34,17 @@ from unbroken.engines.checks import (
     check_source,
     check_version_rises,
 )
+from unbroken.engines.transfer import EngineTransfer
 from unbroken.engines.vllm.calls import WorkerCalls
 from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.startup import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
-from unbroken.engines.vllm.weights.packed import WorkerTransfer
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
-from unbroken.engines.vllm.weights.staged import Workers
 from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import EngineError, WeightsError
+from unbroken.transfer.packed import PackedSource
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
 
@@ -66,15 +67,19 @@ class ControlledEngine:
         self._prompts = prompts
         self._requests = Requests(llm, prompts, check=self._check_not_failed)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
-        workers = Workers(
-            rpc=self._calls.rpc,
+        self.communicator = WorkerCommunicator(
+            self._calls.rpc,
             shapes=self._deliveries.shapes,
             check_awake=self._check_awake,
-            number=self.world_size,
+            num_workers=self.world_size,
         )
-        self.communicator = WorkerCommunicator(workers)
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""
-        self.transfer = WorkerTransfer(workers)
+        self.transfer = EngineTransfer(
+            partial(self._calls.rpc, "call_receiver", PackedSource.__name__),
+            check_awake=self._check_open,
+            check_weights=self._deliveries.check,
+            num_workers=self.world_size,
+        )
         """Receives weights in chunks; see `TransferEngine`."""
         self._policy = PolicyAdapters(llm, self._calls.rpc)
         self._policy_version = 0

@@ -28,12 +28,12 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.threads import LoopThread
 from unbroken.training.model.adapters import check_adapters
 from unbroken.training.model.weights import gather_weights
+from unbroken.transfer.sources import WeightStream
 from unbroken.types import SamplingParams, check_reproducible
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.in_process import InProcessPublisher
 
 if TYPE_CHECKING:
-    import torch
     from trl import GRPOTrainer
 
 
@@ -338,7 +338,7 @@ class _WeightVersions:
         self.policy_version = policy_version
 
 
-def _trained_weights(trainer: GRPOTrainer) -> Iterator[tuple[str, torch.Tensor]]:
+def _trained_weights(trainer: GRPOTrainer) -> WeightStream:
     """The weights that TRL trains, under the names of an engine's model; LoRA adapters are merged.
 
     Raises:

@@ -273,6 +273,8 @@ class EvaluationServers:
     ) -> EvaluationServers:
         """Agree with the other processes on how they learn what was published; all call it together."""
         notices = await Notices.open(trainer)
+        if publisher is not None:
+            snapshots.publishers.append(publisher)
         return cls(engine, publisher, trainer=trainer, snapshots=snapshots, notices=notices, timeline=timeline)
 
     async def find_fault(self) -> str | None:

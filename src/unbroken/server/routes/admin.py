@@ -119,7 +119,7 @@ async def wake_up(request: Request) -> Response:
     if isinstance(engine, SleepingEngine) and engine.is_asleep:
         raise HttpError(
             409,
-            f"{_name(engine)} sleeps without weights: new ones wake it (POST /v1/weights, /v1/weights/collective or "
+            f"{_name(engine)} sleeps without weights: new ones wake it (POST /v1/weights, /finish_weight_update or "
             "/finish_weight_update)",
         )
     return json_response({"status": "awake", "tags": request.query_params.getlist("tags") or None})

@@ -21,8 +21,8 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
-from unbroken.transfer.announcement import Transport
-from unbroken.transfer.layout import TensorSpec
+from unbroken.transfer.packed import Transport
+from unbroken.transfer.sources import TensorSpec
 
 router = Routes(Access.ADMIN)
 
@@ -59,7 +59,7 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
         raise HttpError(
             400,
             f"the communicator needs GPUs (NCCL), and this server's engine is on {device}: publish weights through "
-            "POST /v1/weights or /v1/weights/collective",
+            "POST /v1/weights",
             param="transport",
         )
     await engine.communicator.open(
@@ -112,6 +112,6 @@ def _communicator_engine(request: Request) -> CommunicatorEngine:
         raise HttpError(
             400,
             f"{type(engine).__name__} takes no weights over a communicator: serve with --engine vllm, or publish them "
-            "through POST /v1/weights or /v1/weights/collective",
+            "through POST /v1/weights, or by /init_weight_transfer_engine",
         )
     return engine

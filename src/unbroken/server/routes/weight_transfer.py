@@ -6,7 +6,8 @@
     /finish_weight_update          all that came is loaded as one update: the policy version rises, the cache is dropped
 
 vLLM loads each weight as it comes. Here nothing is loaded before the end, so a partial update never is: an error is in
-the answer, and the old weights stay in use.
+the answer, and the old weights stay in use. Fields that vLLM lacks are for our own trainer, which lets no server load
+before all servers have everything: `policy_version`, `last` and `digest`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.engines.base import TransferEngine
+from unbroken.engines.checks import check_version_rises
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
-from unbroken.transfer.announcement import Transport
-from unbroken.transfer.layout import TensorSpec
-from unbroken.transfer.packed import BUFFER_BYTES, BufferPacking, Rendezvous
+from unbroken.transfer.packed import BUFFER_BYTES, BufferPacking, Rendezvous, Transport
+from unbroken.transfer.sources import TensorSpec
+from unbroken.types import InFlight
 
 router = Routes(Access.ADMIN)
 _Size = Annotated[int, Field(ge=0, lt=2**40)]
@@ -44,6 +46,8 @@ class InitInfo(BodyModel):
     packed: bool = False
     """Whether weights are sent in chunks (vLLM since 0.28)."""
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
+    transport: Annotated[Transport, Field(strict=False)] | None = None
+    """Our addition: `nccl` for engines on GPUs by default, `gloo` otherwise."""
     timeout_s: _Seconds | None = None
     """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
 
@@ -52,6 +56,13 @@ class InitBody(BodyModel):
     """A trainer to meet."""
 
     init_info: InitInfo
+
+
+class StartBody(BodyModel):
+    """The begin of an update."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Our addition: refused at once unless it rises above the version in use."""
 
 
 class UpdateInfo(BodyModel):
@@ -65,6 +76,8 @@ class UpdateInfo(BodyModel):
     packed: bool | None = None
     """If given, this and the size replace those of `init_info` (vLLM before 0.28)."""
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
+    last: bool = False
+    """Our addition: the update is whole with these. It is checked as a whole, and its digest is in the answer."""
 
 
 class TransferBody(BodyModel):
@@ -78,6 +91,12 @@ class FinishBody(BodyModel):
 
     weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,9}$")] | None = None
     """The policy version, by default the next one."""
+    digest: Annotated[str, Field(max_length=128)] | None = None
+    """Our addition: nothing is loaded unless what came has this digest."""
+    reuse_kv: bool = False
+    """Our addition: keep keys and values that older weights computed."""
+    in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
+    """Our addition. `pause`: running requests continue with the new weights. `finish`: they end first."""
 
 
 @router.post("/init_weight_transfer_engine", summary="Meet a trainer (vLLM's form, TRL since 1.11)")
@@ -93,7 +112,7 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
             port=info.master_port,
             first_rank=info.rank_offset,
             world_size=info.world_size,
-            transport=Transport.NCCL if device == "cuda" else Transport.GLOO,
+            transport=info.transport or (Transport.NCCL if device == "cuda" else Transport.GLOO),
             **timeouts,
         ),
         BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes),
@@ -102,9 +121,12 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
 
 
 @router.post("/start_weight_update", summary="Begin an update (vLLM's form)")
-async def start_weight_update(request: Request) -> Response:
+async def start_weight_update(request: Request, body: StartBody | None = None) -> Response:
     """What an update that was not finished has left is dropped."""
-    await _transfer_engine(request).transfer.start()
+    engine = _transfer_engine(request)
+    if body is not None and body.policy_version is not None:
+        check_version_rises(body.policy_version, current=engine.policy_version)
+    await engine.transfer.start()
     return json_response({"message": "the update has begun"})
 
 
@@ -125,24 +147,36 @@ async def update_weights(body: TransferBody, request: Request) -> Response:
         for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
     ]
     own = None if info.packed is None else BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
-    await transfer.receive(specs, own)
-    return json_response({"message": "the workers have the weights"})
+    digest = await transfer.receive(specs, own, last=info.last)
+    return json_response({"message": "the workers have the weights", "digest": digest})
 
 
 @router.post("/finish_weight_update", summary="Load the weights that came (vLLM's form)")
 async def finish_weight_update(request: Request, body: FinishBody | None = None) -> Response:
     """Answer once the engine samples with them. If one is missing, none is loaded."""
-    engine = _transfer_engine(request)
-    wanted = None if body is None else body.weight_version
-    source = await engine.transfer.collect()
-    try:
-        receipt = await engine.update_weights(
-            source, policy_version=engine.policy_version + 1 if wanted is None else int(wanted)
-        )
-    except Exception as error:
-        await engine.transfer.cancel(str(error))
-        raise
-    return json_response({"message": "the new weights are in use", "policy_version": receipt.policy_version})
+    body = body or FinishBody()
+    receipt = await get_context(request).weights.finish(
+        _transfer_engine(request),
+        policy_version=None if body.weight_version is None else int(body.weight_version),
+        digest=body.digest,
+        reuse_kv=body.reuse_kv,
+        in_flight=body.in_flight,
+    )
+    return json_response(
+        {
+            "message": "the new weights are in use",
+            "policy_version": receipt.policy_version,
+            "digest": receipt.digest,
+            "seconds": dict(receipt.seconds),
+        }
+    )
+
+
+@router.post("/shutdown_weight_transfer_engine", summary="Leave the trainer (vLLM's form)")
+async def shutdown_weight_transfer_engine(request: Request) -> Response:
+    """What came and is not loaded is dropped."""
+    await _transfer_engine(request).transfer.close()
+    return json_response({"message": "there is no trainer"})
 
 
 def _transfer_engine(request: Request) -> TransferEngine:
@@ -151,6 +185,6 @@ def _transfer_engine(request: Request) -> TransferEngine:
         raise HttpError(
             400,
             f"{type(engine).__name__} takes no transfer of weights: serve with --engine vllm, or publish them through "
-            "POST /v1/weights or /v1/weights/collective",
+            "POST /v1/weights",
         )
     return engine

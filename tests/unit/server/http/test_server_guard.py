@@ -61,7 +61,7 @@ async def test_what_changes_the_engine_needs_the_admin_key(path: str) -> None:
     [
         "/v1/weights",
         "/v1/weights/",
-        "/v1/weights/collective",
+        "/shutdown_weight_transfer_engine",
         "/init_communicator/",
         "/update_named_param/",
         "/init_weight_transfer_engine",

@@ -130,8 +130,11 @@ class WeightShapes:
         return name, self.shapes.get(name)
 
     def check_one(self, given: str, shape: Sequence[int]) -> None:
-        """Raise `SamplingError` unless the model has such a weight."""
-        self._check(self._own_name(given), shape, set())
+        """Raise `SamplingError` unless the model has such a weight, or weights of single experts that it joins."""
+        experts = self._find_experts(given, shape)
+        parts = {self._own_name(given): shape} if experts is None else experts.get_shapes(shape)
+        for name, part_shape in parts.items():
+            self._check(name, part_shape, set())
 
     def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights of an update one at a time, under the names of the checkpoint; a tied head is left out.

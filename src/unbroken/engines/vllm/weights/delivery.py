@@ -21,9 +21,16 @@ from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_fo
 from unbroken.errors import SamplingError, WeightsError
 from unbroken.transfer.adapters import AdaptedWeight, is_adapter, match_adapter
 from unbroken.transfer.files import FileSource, write_tensors
-from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemorySource, WeightRow
-from unbroken.transfer.sources import NamedTensors, SharedSource, TensorSource, TiedNames, WeightSource
+from unbroken.transfer.sources import (
+    NamedTensors,
+    SharedSource,
+    StagedSource,
+    TensorSource,
+    TensorSpec,
+    TiedNames,
+    WeightSource,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,7 +52,7 @@ class Delivery:
     """If the weights are an adapter: the weights that it adds to. `names` is empty then."""
 
     async def receive(self, rpc: Rpc) -> str | None:
-        """Have all workers receive the weights without loading them, and return their digest.
+        """Have all workers receive the weights without loading them; returns the digest of weights from a trainer.
 
         If a worker fails (`WeightsError`), no worker keeps them.
         """
@@ -54,8 +61,7 @@ class Delivery:
         if errors:
             await rpc("drop_weights")
             raise WeightsError(errors[0])
-        digest: str | None = answers[0]["answer"]
-        return digest
+        return self.source.digest if isinstance(self.source, StagedSource) else None
 
     async def load(self, rpc: Rpc) -> None:
         """Have all workers load what they received. If it raises, the model may be a mixture."""
@@ -105,6 +111,18 @@ class Deliveries:
             return Delivery(source=source, names={}, adapted=match_adapter(found, shapes.find))
         names, tied = shapes.match(found)
         return Delivery(source=source, names=names, tied=tied)
+
+    async def check(self, given: Mapping[str, tuple[int, ...]], is_whole: bool) -> None:
+        """Raise `SamplingError` for weights that the model lacks; of a whole update also for missing ones."""
+        shapes = await self.shapes()
+        if is_adapter(given):
+            if is_whole:
+                match_adapter(given, shapes.find)
+        elif is_whole:
+            shapes.match(given)
+        else:
+            for name, shape in given.items():
+                shapes.check_one(name, shape)
 
     async def shapes(self) -> WeightShapes:
         """Return names and shapes of the model's weights, read once from its checkpoint."""

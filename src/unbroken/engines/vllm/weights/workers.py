@@ -7,21 +7,21 @@ from typing import Any, cast
 
 import torch
 
+from unbroken.engines.transfer import RECEIVERS as COMMON_RECEIVERS
 from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
 from unbroken.engines.vllm.weights.checkpoint import ExpertNames
 from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
-from unbroken.engines.vllm.weights.packed import PackedReceiver, PackedSource
 from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
 from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_experts_again, pack_heads_again
-from unbroken.errors import WeightsError
-from unbroken.transfer import transports
+from unbroken.transfer.packed import answer
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, WeightSource
 
 EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
 RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {
-    **transports.RECEIVERS, ParameterSource: ParameterReceiver, PackedSource: PackedReceiver,
-}  # fmt: skip
+    **COMMON_RECEIVERS,
+    ParameterSource: ParameterReceiver,
+}
 """The kinds of source that vLLM takes, and the receiver of each."""
 _KINDS = {kind.__name__: kind for kind in RECEIVERS}
 
@@ -54,12 +54,15 @@ class WorkerExtension:
         return sorted(str(dtype).removeprefix("torch.") for dtype in found)
 
     def receive_weights(self, kind: str, fields: Mapping[str, Any], tied: TiedNames | None) -> dict[str, Any]:
-        """Receive a source's weights and keep them; `answer` is their digest, `error` what went wrong."""
-        return _answer(lambda: self._receive(kind, fields, tied))
+        """Receive a source's weights and keep them; `error` is what went wrong."""
+        return answer(lambda: self._receive(kind, fields, tied))
 
     def call_receiver(self, kind: str, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of a receiver, for transports with more steps than one: its `answer`, or `error`."""
-        return _answer(lambda: getattr(self._receiver(kind), method)(*args))
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        with unpinned_nccl_env():  # the trainer does not have vLLM's settings of NCCL
+            return answer(lambda: getattr(self._receiver(kind), method)(*args))
 
     def load_received(self, names: Mapping[str, str]) -> None:
         """Load what `receive_weights` keeps, under the checkpoint's `names`; weights without one are left out."""
@@ -75,7 +78,7 @@ class WorkerExtension:
         """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
         assert self._received is not None
         received, self._received = self._received, None
-        return _answer(lambda: keep_adapter(self.model_runner, number, received.tensors, modules, rank))
+        return answer(lambda: keep_adapter(self.model_runner, number, received.tensors, modules, rank))
 
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter, if it is kept."""
@@ -85,11 +88,10 @@ class WorkerExtension:
         """Forget what `receive_weights` keeps."""
         self._received = None
 
-    def _receive(self, kind: str, fields: Mapping[str, Any], tied: TiedNames | None) -> str | None:
+    def _receive(self, kind: str, fields: Mapping[str, Any], tied: TiedNames | None) -> None:
         self._received = None
         source = cast("type[SharedSource]", _KINDS[kind]).from_object(fields)
         self._received = self._receiver(kind).receive(source, tied=tied)
-        return self._received.digest
 
     def _receiver(self, kind: str) -> Receiver[Any]:
         self._receivers = self._receivers or {}
@@ -119,15 +121,3 @@ class WorkerExtension:
 def _name(tensor: torch.Tensor, name: str) -> Iterable[tuple[str, torch.Tensor]]:
     experts = ExpertNames.of_pattern(name)
     return [(name, tensor)] if experts is None else experts.split(tensor)
-
-
-def _answer(work: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `work` returns, or its error, as an answer.
-
-    An exception of one worker would reach the engine before the answers of the others, which the engine would then take
-    for the answers to its next call.
-    """
-    try:
-        return {"answer": work()}
-    except Exception as error:
-        return {"error": str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"}

@@ -16,7 +16,7 @@ from unbroken.client import AsyncClient
 from unbroken.errors import EngineError
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight, SampledSequence, SampleRequest, SamplingParams, token_ids
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 from unbroken.weights.files import write_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -40,9 +40,9 @@ async def greedy_of(model: Any, length: int) -> list[int]:
 
 
 @asynccontextmanager
-async def publisher_to(engine: Any, **options: Any) -> AsyncIterator[CollectivePublisher]:
+async def publisher_to(engine: Any, **options: Any) -> AsyncIterator[BroadcastPublisher]:
     async with listening(make_app(engine)) as url, AsyncClient(url, max_retries=0) as client:
-        publisher = CollectivePublisher([client], **{"bucket_bytes": 4096, "timeout_s": 20.0, **options})
+        publisher = BroadcastPublisher([client], **{"bucket_bytes": 4096, "timeout_s": 20.0, **options})
         yield publisher
         publisher.close()
 
@@ -59,7 +59,7 @@ async def test_i6_greedy_outputs_after_an_update_are_those_of_the_new_weights(sh
             sequence = await sample_one(engine, temperature=0.0, max_tokens=40)
             assert sequence.completion_ids.tolist() == await greedy_of(new, 40)
             assert set(sequence.policy_versions.tolist()) == {version}
-            assert update.phases_s.keys() == {"receive", "load", "resume", "announce", "send"}
+            assert update.phases_s.keys() == {"receive", "load", "resume", "start", "send", "verify"}
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))

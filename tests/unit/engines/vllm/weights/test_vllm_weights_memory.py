@@ -15,8 +15,8 @@ from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy
 from unbroken.engines.vllm.weights.workers import WorkerExtension
 from unbroken.errors import SamplingError, WeightsError
-from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.memory import MemoryReceiver, MemorySource, WeightRow
+from unbroken.transfer.sources import TensorSpec
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from unbroken.engines.base import TransferEngine
-from unbroken.transfer.layout import TensorSpec
 from unbroken.transfer.packed import BufferPacking, unpack
-from unbroken.transfer.sources import TensorSource
+from unbroken.transfer.sources import TensorSource, TensorSpec
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -220,17 +220,38 @@ async def test_bad_fields_are_refused_by_name(shared_vllm: Any) -> None:
             assert reason in message(await http.post(path, json=body))
 
 
-async def test_an_engine_without_workers_of_its_own_says_that_it_takes_no_transfer() -> None:
-    async with asgi_client(make_app(scripted_engine("never"))) as http:
-        for path, body in (
-            ("/init_weight_transfer_engine", {"init_info": MEETING}),
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": WEIGHT}),
-            ("/finish_weight_update", {}),
-        ):
-            assert "serve with --engine vllm" in message(await http.post(path, json=body))
-        info = (await http.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
-    assert info["weight_transfer_config"] is None
+async def test_an_engine_in_the_servers_process_takes_the_same_transfers() -> None:
+    weights = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(3))]
+    engine = scripted_engine("never")
+    async with listening(make_app(engine)) as url, sender_to(url, packed=True) as sender:
+        await asyncio.to_thread(sender.start)
+        assert (await asyncio.to_thread(sender.send, weights)).status_code == 200
+        finished = (await asyncio.to_thread(sender.finish, weight_version="4")).json()
+        assert (finished["policy_version"], engine.policy_version, engine.loaded_names) == (4, 4, ["a", "b"])
+        state = (await asyncio.to_thread(sender.http.get, "/v1/weights")).json()
+        assert state["digest"] == finished["digest"] is not None
+
+
+async def test_fields_of_our_own_trainer_refuse_early_and_compare_digests(shared_vllm: Any) -> None:
+    engine = shared_vllm.engine
+    before, old, weights = engine.policy_version, await greedy(engine), weights_of(93)
+    async with listening(make_app(engine)) as url, sender_to(url, packed=True) as sender:
+        late = await asyncio.to_thread(sender.http.post, "/start_weight_update", json={"policy_version": before})
+        assert "must rise above" in message(late)
+        await asyncio.to_thread(sender.start)
+        assert "1 of" in message(await asyncio.to_thread(sender.send, weights[1:], last=True))
+        await asyncio.to_thread(sender.start)
+        digest = (await asyncio.to_thread(sender.send, weights, last=True)).json()["digest"]
+        assert "their digests differ" in message(await asyncio.to_thread(sender.finish, digest="other"))
+        assert (engine.policy_version, await greedy(engine)) == (before, old)
+        await asyncio.to_thread(sender.start)
+        await asyncio.to_thread(sender.send, weights, last=True)
+        finished = await asyncio.to_thread(sender.finish, digest=digest, reuse_kv=True, in_flight="finish")
+        assert finished.status_code == 200, finished.text
+        await asyncio.to_thread(sender.start)
+        await asyncio.to_thread(sender.post, "/shutdown_weight_transfer_engine", {})
+        assert "init_weight_transfer_engine first" in message(await asyncio.to_thread(sender.finish))
+    assert await greedy(engine) != old
 
 
 async def test_the_configuration_is_in_vllms_form(shared_vllm: Any) -> None:
@@ -248,7 +269,6 @@ async def test_the_configuration_is_in_vllms_form(shared_vllm: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Tensor .* has size:UserWarning")
 @pytest.mark.parametrize("buffer_bytes", [1, 8, 30, 100, 10**6])
 async def test_packed_weights_are_cut_as_vllm_cuts_them(buffer_bytes: int) -> None:
-    import torch
     from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
 
     generator = torch.Generator().manual_seed(buffer_bytes)

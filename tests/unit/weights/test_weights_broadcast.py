@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,15 +19,13 @@ import torch
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.client import AsyncClient
-from unbroken.engines.scripted import ScriptedEngine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, WeightsError
-from unbroken.transfer.announcement import Meeting, Transport
-from unbroken.transfer.group import WeightGroup
-from unbroken.transfer.sources import TensorSource
+from unbroken.transfer.packed import PackedGroup, Rendezvous, Transport, listen
+from unbroken.transfer.sources import TensorSource, TensorSpec, WeightStream
 from unbroken.types import InFlight, SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 
 IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -50,8 +49,8 @@ async def servers(number: int = 1, **config: Any) -> AsyncIterator[list[AsyncCli
 
 
 @asynccontextmanager
-async def publishing(clients: list[AsyncClient], **options: Any) -> AsyncIterator[CollectivePublisher]:
-    publisher = CollectivePublisher(clients, **{"bucket_bytes": 4096, "timeout_s": 10.0, **options})
+async def publishing(clients: list[AsyncClient], **options: Any) -> AsyncIterator[BroadcastPublisher]:
+    publisher = BroadcastPublisher(clients, **{"bucket_bytes": 4096, "timeout_s": 10.0, **options})
     yield publisher
     publisher.close()
 
@@ -80,7 +79,7 @@ async def test_i6_every_server_samples_with_the_new_weights_and_says_so() -> Non
     assert update.seconds > update.phases_s["load"] > 0
 
 
-@pytest.mark.parametrize("bucket_bytes", [16, 2**20])
+@pytest.mark.parametrize("bucket_bytes", [1, 16, 2**20])
 async def test_weights_of_all_dtypes_and_shapes_arrive_as_they_were(bucket_bytes: int) -> None:
     received: dict[str, torch.Tensor] = {}
     engine = scripted_engine("never")
@@ -137,7 +136,7 @@ async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_updat
         publishing([client, ahead]) as publisher,
     ):
         await other.update_weights(TensorSource([]), policy_version=5)
-        with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers: policy_version must rise above 5"):
+        with pytest.raises(EngineError, match=r"not taken by 1 of 2 servers .*policy_version must rise above 5"):
             await publisher.publish(model(1).named_parameters(), policy_version=3)
         assert await client.policy_version() == 0
         np.testing.assert_array_equal(await scores(client), await scores_of(0))
@@ -147,9 +146,10 @@ async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_updat
 
 async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> None:
     class Slow(AsyncClient):
-        async def receive_weights(self, announcement: Any) -> dict[str, Any]:
-            answer = await super().receive_weights(announcement)
-            await asyncio.sleep(60)
+        async def transfer_weights(self, step: str, body: Any) -> dict[str, Any]:
+            answer = await super().transfer_weights(step, body)
+            if step == "finish_weight_update":
+                await asyncio.sleep(60)
             return answer
 
     async with (
@@ -158,7 +158,7 @@ async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> 
         publishing([slow], timeout_s=1.0) as publisher,
     ):
         with pytest.raises(
-            EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not load within 1 s .*no answer"
+            EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not answer within 1 s .*no answer"
         ):
             await publisher.publish(model(1).named_parameters(), policy_version=1)
 
@@ -205,61 +205,126 @@ async def test_a_server_that_was_started_again_meets_the_trainer_anew() -> None:
         await engine.close()
 
 
-class TwoWorkers(ScriptedEngine):
-    @property
-    def world_size(self) -> int:
-        return 2
+async def test_what_one_server_lacks_is_found_before_another_has_loaded() -> None:
+    small, large = TransformersEngine(model(0)), TransformersEngine(tiny_qwen3(vocab_size=512))
+    async with AsyncExitStack() as stack:
+        clients = []
+        for engine in (small, large):
+            stack.push_async_callback(engine.close)
+            url = await stack.enter_async_context(listening(make_app(engine)))
+            clients.append(await stack.enter_async_context(AsyncClient(url, max_retries=0)))
+        async with publishing(clients) as publisher:
+            with pytest.raises(EngineError, match=r"not taken by 1 of 2 servers.* must have shape"):
+                await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert (small.policy_version, large.policy_version) == (0, 0)
+        np.testing.assert_array_equal(await scores(clients[0]), await scores_of(0))
+
+
+async def test_weights_that_are_damaged_on_the_way_are_loaded_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unbroken.engines.transfer import EngineTransfer
+
+    digest = EngineTransfer._digest
+    number = 0
+
+    def differs(self: EngineTransfer) -> str:  # of the second server
+        nonlocal number
+        number += 1
+        return digest(self) if number == 1 else "other"
+
+    monkeypatch.setattr(EngineTransfer, "_digest", differs)
+    async with servers(2) as clients, publishing(clients) as publisher:
+        with pytest.raises(EngineError, match="received other weights than were sent: their digests differ"):
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+        for client in clients:
+            assert await client.policy_version() == 0
+            np.testing.assert_array_equal(await scores(client), await scores_of(0))
+        monkeypatch.undo()
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert [await client.policy_version() for client in clients] == [1, 1]
+
+
+async def test_other_weights_under_a_version_that_one_server_has_are_loaded_by_nobody() -> None:
+    async with servers(2) as clients:
+        async with publishing(clients[:1]) as first:
+            await first.publish(model(1).named_parameters(), policy_version=4)
+        async with publishing(clients) as publisher:
+            with pytest.raises(EngineError, match="has version 4 with other weights"):
+                await publisher.publish(model(2).named_parameters(), policy_version=4)
+        assert [await client.policy_version() for client in clients] == [4, 0]
+
+
+async def test_a_stream_is_read_once_and_two_chunks_of_it_are_held() -> None:
+    weights = list(model(1).named_parameters())
+    alive: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            copy = weight.detach().double()
+            made.append(weakref.ref(copy))
+            alive.append(sum(one() is not None for one in made))
+            yield name, copy
+
+    specs = [TensorSpec(name=name, dtype="float64", shape=tuple(weight.shape)) for name, weight in weights]
+    async with servers(2) as clients, publishing(clients, bucket_bytes=4096) as publisher:
+        update = await publisher.publish(WeightStream(specs, read()), policy_version=1)
+        assert update.num_bytes == sum(weight.numel() * 4 for _, weight in weights)  # in the servers' float32
+        for client in clients:
+            np.testing.assert_array_equal(await scores(client), await scores_of(1))
+    assert len(made) == len(weights)
+    assert max(alive) <= 2
+
+
+async def test_a_stream_that_was_not_begun_reaches_a_server_that_was_started_again() -> None:
+    engines = [TransformersEngine(model(0)) for _ in range(2)]
+    apps = [make_app(engine) for engine in engines]
+    async with listening(apps[0]) as url, AsyncClient(url, max_retries=0) as client, publishing([client]) as publisher:
+        for version, app in ((1, apps[0]), (2, apps[1])):
+            apps[0].state.context = app.state.context
+            weights = list(model(version).named_parameters())
+            stream = WeightStream([TensorSpec.of(*named) for named in weights], iter(weights))
+            await publisher.publish(stream, policy_version=version)
+        np.testing.assert_array_equal(await scores(client), await scores_of(2))
+    for engine in engines:
+        await engine.close()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"first_rank": 2},
-            "world_size must count the trainer and all workers, got 3 with first_rank 2 for a server of 2",
-        ),
-        ({"first_rank": 3}, r"first_rank must lie in \[1, world_size\), got 3 with world_size 3"),
+        ({"world_size": 2, "rank_offset": 2}, "world_size must count the trainer and all workers, got 2 with rank_o"),
         ({"transport": "nccl"}, "nccl needs a GPU, and this worker is on cpu: use gloo"),
         ({"timeout_s": "1"}, "timeout_s must be a valid number, got '1'"),
-        ({}, r"the trainer's store at 127\.0\.0\.1:9 cannot be reached"),
+        ({}, r"the group of 2 did not meet at 127\.0\.0\.1:9 within 1 s"),
     ],
 )
-async def test_an_announcement_that_cannot_be_followed_is_refused(change: dict[str, Any], message: str) -> None:
-    meeting: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 9,
-        "group_id": "a",
-        "transport": "gloo",
-        "world_size": 3,
-        "first_rank": 1,
-    }
-    body: dict[str, Any] = {
-        "update_id": "a", "policy_version": 1, "bucket_bytes": 16, "timeout_s": 1.0,
-        "tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "meeting": meeting,
-    }  # fmt: skip
-    for name, value in change.items():
-        (meeting if name in meeting else body)[name] = value
-    engine = TwoWorkers([])
-    async with listening(make_app(engine)) as url, AsyncClient(url, max_retries=0) as client:
+async def test_a_meeting_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout_s": 1.0, **change}
+    async with listening(make_app(scripted_engine("never"))) as url, AsyncClient(url, max_retries=0) as client:
         with pytest.raises(InvalidInputError, match=message):
-            await client.receive_weights(body)
-    assert engine.policy_version == 0
+            await client.transfer_weights("init_weight_transfer_engine", {"init_info": info})
 
 
 async def test_a_rendezvous_that_never_comes_together_times_out_on_both_sides() -> None:
-    group = WeightGroup.host("127.0.0.1", group_id="a", transport=Transport.GLOO, world_size=3, timeout_s=1.0)
-    worker = WeightGroup.join(group.meeting, rank=1, timeout_s=1.0)
-    for member in (group, worker):
-        with pytest.raises(WeightsError, match="the group of 3 did not come together within 1 s"):
-            await asyncio.to_thread(member.connect, torch.device("cpu"))
-        member.close()
+    listener = listen("127.0.0.1")
+    meeting = Rendezvous(
+        host="127.0.0.1", port=listener.getsockname()[1], first_rank=1, world_size=3, transport=Transport.GLOO,
+        join_timeout_s=1.0, timeout_s=1.0,
+    )  # fmt: skip
+    members = [
+        asyncio.to_thread(PackedGroup, meeting, rank=rank, device=torch.device("cpu"), listener=socket)
+        for rank, socket in ((0, listener), (1, None))
+    ]
+    for failure in await asyncio.gather(*members, return_exceptions=True):
+        assert isinstance(failure, WeightsError)
+        assert "the group of 3 did not meet" in str(failure)
 
 
 _TRAINER = """
 import asyncio, sys, time
 import torch
 from unbroken.client import AsyncClient
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.weights.broadcast import BroadcastPublisher
 
 class Slow(torch.Tensor):
     def detach(self):
@@ -269,7 +334,7 @@ class Slow(torch.Tensor):
 async def main():
     async with AsyncClient(sys.argv[1]) as client:
         weights = [("a", torch.zeros(4096)), ("b", torch.zeros(4096).as_subclass(Slow))]
-        await CollectivePublisher([client], bucket_bytes=4096).publish(weights, policy_version=1)
+        await BroadcastPublisher([client], bucket_bytes=4096).publish(weights, policy_version=1)
 
 asyncio.run(main())
 """
@@ -303,15 +368,10 @@ async def test_requests_can_finish_before_weights_are_loaded() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"timeout_s": 0.0}, "timeout_s must be > 0"), ({"bucket_bytes": 20}, "bucket_bytes must be a multiple of 16")],
+    [({"timeout_s": 0.0}, "timeout_s must be > 0"), ({"bucket_bytes": 0}, "bucket_bytes must be at least 1")],
 )
 async def test_a_publisher_checks_its_numbers(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        CollectivePublisher([AsyncClient("http://127.0.0.1:9")], **options)
+        BroadcastPublisher([AsyncClient("http://127.0.0.1:9")], **options)
     with pytest.raises(InvalidInputError, match="at least one client"):
-        CollectivePublisher([])
-
-
-def test_a_first_rank_must_lie_within_the_group() -> None:
-    with pytest.raises(InvalidInputError, match=r"first_rank must lie in \[1, world_size\), got 2 with world_size 2"):
-        Meeting(host="a", port=1, group_id="a", transport=Transport.GLOO, world_size=2, first_rank=2)
+        BroadcastPublisher([])
