@@ -1,21 +1,18 @@
-"""Time updates of a server's weights: announced for each parameter (TRL's way) against once for all, in one run.
+"""Time updates of a server's weights over the one wire, and measure what they hold, on both sides.
 
-    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH=tests python bench/weights.py --dtype float32       # gloo
-    PYTHONPATH=src:tests python bench/weights.py --device cuda:1 --shape 8b -- --gpu-memory-utilization 0.5   # NCCL
+    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH=src:tests:bench python bench/weights.py --dtype float32
+    PYTHONPATH=src:tests:bench python bench/weights.py --device cuda:1 --shape 8b -- --gpu-memory-utilization 0.5
+    ... --kind merged --lora-rank 32       # LoRA, merged with the weights one by one while they are sent
+    ... --kind adapter --lora-rank 32      # LoRA, the adapter alone
+    ... --engine receiver                  # without vLLM: a process that receives and verifies, and loads nothing
 
-The server is a process of its own: `unbroken serve` with vLLM on a Qwen3 of this shape, which starts with dummy
-weights (on GPU 0, with `--device cuda:1`). The trainer is this process, its weights are random. Both ways use the same
-transport, gloo or NCCL, and end with the same load and reset of the caches; only the transfer differs.
+The first goes over gloo, the second over NCCL. The server is a process of its own (on GPU 0, with `--device cuda:1`):
+`unbroken serve` with vLLM on a Qwen3 of this shape, which starts with dummy weights. The trainer is this process, its
+weights are random. Times are from the call to the server's answer that it samples with the new weights; the first
+update, in which the group is formed, does not count.
 
-    TRL's    an HTTP request, a call to the workers, a broadcast and a barrier for each parameter
-    ours     one HTTP request and one call to the workers for all, packed buckets, sums of every bucket compared
-
-With `--lora-rank 16` it compares instead, by the same broadcast, a model with LoRA adapters on all linear layers:
-merged weights, and the adapter alone, which a second server (`--enable-lora`) adds to its weights.
-
-Times are from the announcement to the server's answer that it samples with the new weights; the first update, in which
-the group is formed, does not count. Afterwards both must have given the server the same weights. Options after `--` go
-to vLLM.
+Extra memory is the peak during an update over what there was before it: of the GPU as a whole for the server, of
+torch's allocator for the trainer; without GPUs that of the resident memory of the processes. Options after `--` are vLLM's.
 """
 
 from __future__ import annotations
@@ -24,12 +21,14 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,8 @@ import torch
 from server import free_port
 from unbroken.client import AsyncClient
 from unbroken.transfer.adapters import A, B
-from unbroken.transfer.announcement import Staging
-from unbroken.weights.collective import CollectivePublisher
+from unbroken.transfer.sources import TensorSpec, WeightStream
+from unbroken.weights.broadcast import BroadcastPublisher
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -61,7 +60,6 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-_IDS = list(range(1, 60))
 
 
 def say(text: str) -> None:
@@ -108,13 +106,16 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 @contextmanager
-def serving(folder: Path, dtype: str, options: list[str]) -> Iterator[str]:
-    """Run `unbroken serve` in its own process; yields its URL."""
+def serving(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Run the server in its own process; yields its URL and the process's id."""
     port = free_port()
-    command = [
-        sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--engine", "vllm", "--port", str(port),
-        "--dtype", dtype, "--load-format", "dummy", "--max-model-len", "1024", "--enforce-eager", *options,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "unbroken", "serve", "--model", str(folder), "--engine", "vllm"]
+    command += ["--port", str(port), "--dtype", args.dtype, "--load-format", "dummy", "--max-model-len", "1024"]
+    command += ["--enforce-eager", *args.options]
+    if args.kind == "adapter":
+        command += ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras", "3"]
+    if args.engine == "receiver":
+        command = [sys.executable, __file__, "--receive", str(port), "--device", args.device, "--dtype", args.dtype]
     say("starting " + " ".join(command[1:]))
     with tempfile.NamedTemporaryFile("w+", prefix="serve-", suffix=".log") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -126,7 +127,7 @@ def serving(folder: Path, dtype: str, options: list[str]) -> Iterator[str]:
                     raise SystemExit(f"the server does not serve:\n{Path(log.name).read_text()[-6000:]}")
                 time.sleep(0.5)
             say("the server serves")
-            yield url
+            yield url, process.pid
         except Exception:
             say(f"the server's log ends with:\n{Path(log.name).read_text()[-4000:]}")
             raise
@@ -136,6 +137,83 @@ def serving(folder: Path, dtype: str, options: list[str]) -> Iterator[str]:
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def receive(port: int, device: str, dtype: str) -> None:
+    """Serve an engine that receives weights on GPU 0, or on the CPU, and loads nothing."""
+    import uvicorn
+
+    from support.servers import make_app, scripted_engine
+    from unbroken.types import WeightPlacement
+
+    on_gpu = device.startswith("cuda")
+    own = "cuda:0" if on_gpu else "cpu"
+    engine = scripted_engine("never")
+
+    async def placement() -> WeightPlacement:
+        uuids = (str(torch.cuda.get_device_properties(0).uuid),) if on_gpu else ()
+        return WeightPlacement(dtype=dtype, device="cuda" if on_gpu else "cpu", gpu_uuids=uuids)
+
+    engine.weight_placement = placement
+    engine.transfer = engine._receivers.make_transfer(lambda: own, check_awake=lambda: None)
+    uvicorn.run(make_app(engine), host="127.0.0.1", port=port, log_level="warning")
+
+
+class Memory:
+    """The peak of the memory that is in use, over what there was when the block began, in bytes."""
+
+    def __init__(self, device: str, server: int) -> None:
+        self._device = device
+        self._server = server
+        self._on_gpu = device.startswith("cuda")
+        self.trainer = self.server = 0
+
+    def __enter__(self) -> Memory:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = self._of_trainer(), self._of_server()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._on_gpu:
+            self.trainer = torch.cuda.max_memory_allocated(self._device) - self._before[0]
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self.trainer = max(self.trainer, self._of_trainer() - self._before[0])
+            self.server = max(self.server, self._of_server() - self._before[1])
+
+    def _of_trainer(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else _resident(os.getpid())
+
+    def _of_server(self) -> int:
+        if self._on_gpu:
+            free, total = torch.cuda.mem_get_info(0)
+            return total - free
+        return sum(_resident(pid) for pid in _descendants(self._server))
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [each for child in children.read_text().split() for each in _descendants(int(child))]
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 def _is_healthy(url: str) -> bool:
@@ -168,124 +246,75 @@ def make_adapter(specs: list[tuple[str, tuple[int, ...]]], rank: int, device: st
     return made
 
 
-def merge(
-    weights: list[tuple[str, torch.Tensor]], adapter: list[tuple[str, torch.Tensor]]
-) -> list[tuple[str, torch.Tensor]]:
-    """Add the adapter to the weights."""
+def merge(weights: Sequence[tuple[str, torch.Tensor]], adapter: Sequence[tuple[str, torch.Tensor]]) -> WeightStream:
+    """Merge the weights with the adapter, one by one as they are read."""
     found = dict(adapter)
-    merged = []
-    for name, weight in weights:
-        stem = name.removesuffix(".weight")
-        added = found[stem + B] @ found[stem + A] if stem + A in found else 0.0
-        merged.append((name, (weight.float() + added).to(weight.dtype)))
-    return merged
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            stem = name.removesuffix(".weight")
+            added = found[stem + B] @ found[stem + A] if stem + A in found else None
+            yield name, weight if added is None else weight.float().add_(added)
+
+    return WeightStream((TensorSpec.of(*named) for named in weights), read())
 
 
-def compare_adapter(folder: Path, specs: list[tuple[str, tuple[int, ...]]], args: argparse.Namespace) -> None:
-    """Time updates with an adapter, merged and alone, of servers that begin with the same weights."""
-    from safetensors.torch import save_file
-
-    dtype = getattr(torch, args.dtype)
-    weights = random_weights(specs, args.device, dtype)
-    save_file({name: weight.cpu() for name, weight in weights}, folder / "model.safetensors")
-    adapter = make_adapter(specs, args.lora_rank, args.device)
-    scores = {}
-    for kind, sent, options in (
-        ("merged", merge(weights, adapter), []),
-        ("adapter", adapter, ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras", "3"]),
-    ):
-        # On the wire both have the server's dtype.
-        num_bytes = sum(tensor.numel() for _, tensor in sent) * dtype.itemsize
-        with serving(folder, args.dtype, ["--load-format", "auto", *options, *args.options]) as url:
-            *times, scores[kind] = asyncio.run(ours(url, sent, args))
-        print(
-            f"{kind:8} {len(sent)} tensors, {num_bytes / 1e6:.1f} MB, median {statistics.median(times):.4f} s, fastest "
-            f"{min(times):.4f} s",
-            flush=True,
-        )
-    print(f"sums of the scores: merged {scores['merged']:.6f}, adapter {scores['adapter']:.6f}")
-
-
-async def ours(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
-    """Return the seconds of each update but the first, and at last the sum of the scores."""
-    times = []
+async def update(url: str, server: int, args: argparse.Namespace, specs: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Make the updates, and print what each took."""
+    weights = random_weights(specs, args.device, getattr(torch, args.trainer_dtype or args.dtype))
+    adapter = make_adapter(specs, args.lora_rank, args.device) if args.kind != "full" else []
+    times, peaks, num_bytes = [], [], 0
     async with AsyncClient(url, max_retries=0) as client:
-        publisher = CollectivePublisher(
-            [client], device=args.device, bucket_bytes=args.bucket_mib * 2**20, staging=Staging(args.staging),
-            timeout_s=60.0,
-        )  # fmt: skip
+        publisher = BroadcastPublisher(
+            [client], device=args.device, bucket_bytes=args.bucket_mib * 2**20, timeout_s=60.0
+        )
         version = await client.policy_version()
         for number in range(args.repeats + 1):
-            version += 1
-            update = await publisher.publish(weights, policy_version=version)
-            phases = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in update.phases_s.items())
-            say(f"ours, update {number}: {update.seconds * 1e3:.1f} ms ({phases})")
+            sent = {"full": weights, "adapter": adapter}.get(args.kind) or merge(weights, adapter)
+            with Memory(args.device, server) as memory:
+                made = await publisher.publish(sent, policy_version=version + number + 1)
+            phases = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in made.phases_s.items())
+            say(
+                f"update {number}: {made.seconds * 1e3:.1f} ms ({phases}); extra: trainer "
+                f"{memory.trainer / 1e9:.3f} GB, server {memory.server / 1e9:.3f} GB"
+            )
+            num_bytes = made.num_bytes
             if number:
-                times.append(update.seconds)
+                times.append(made.seconds)
+                peaks.append((memory.trainer, memory.server))
         publisher.close()
-        scored = await client.score([_IDS])
-    say(f"  sum of the scores: {float(scored[0].logprobs.sum()):.6f}")
-    return [*times, float(scored[0].logprobs.sum())]
-
-
-def one_by_one(url: str, weights: list[tuple[str, torch.Tensor]], args: argparse.Namespace) -> list[float]:
-    """Return the same for updates as TRL's client makes them."""
-    from support.parameter_sender import ParameterSender
-
-    sender = ParameterSender(url, device=args.device)
-    times = []
-    for number in range(args.repeats_one_by_one + 1):
-        began = time.perf_counter()
-        sender.send(weights)
-        sent = time.perf_counter()
-        sender.post("/reset_prefix_cache/")
-        seconds = time.perf_counter() - began
-        say(f"one by one, update {number}: {seconds * 1e3:.1f} ms (load {(began + seconds - sent) * 1e3:.1f})")
-        if number:
-            times.append(seconds)
-    sender.post("/close_communicator/")
-    body = {"sequences": [_IDS], "temperature": 1.0, "num_top_logprobs": 0}
-    scored = httpx.post(f"{url}/v1/score", json=body, timeout=60).json()["results"][0]["logprobs"]
-    sender.close()
-    say(f"  sum of the scores: {sum(scored):.6f}")
-    return [*times, float(sum(scored))]
+    trainer, receiver = (max(column) / 1e9 for column in zip(*peaks, strict=True))
+    print(
+        f"{args.shape} {args.kind}: {num_bytes / 1e9:.3f} GB, median {statistics.median(times):.4f} s, fastest "
+        f"{min(times):.4f} s; extra at most: trainer {trainer:.3f} GB, server {receiver:.3f} GB",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(_SHAPES), default="tiny")
+    parser.add_argument("--kind", choices=["full", "merged", "adapter"], default="full")
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--engine", choices=["vllm", "receiver"], default="vllm")
     parser.add_argument("--dtype", default="bfloat16", help="of the server's model (bfloat16)")
     parser.add_argument("--trainer-dtype", help="of the trainer's weights, which are cast to the server's (the same)")
     parser.add_argument("--device", default="cpu", help="of the trainer: cpu, or cuda:1")
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--staging", choices=[str(one) for one in Staging], default="device")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--repeats-one-by-one", type=int, default=3)
-    parser.add_argument("--only-ours", action="store_true")
-    parser.add_argument("--lora-rank", type=int, help="compare merged weights with the adapter alone, of this rank")
+    parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
     args.options = options
+    if args.receive is not None:
+        receive(args.receive, args.device, args.dtype)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         specs = save_shell(Path(folder), args.shape, getattr(torch, args.dtype))
-        if args.lora_rank is not None:
-            compare_adapter(Path(folder), specs, args)
-            return
-        with serving(Path(folder), args.dtype, options) as url:
-            weights = random_weights(specs, args.device, getattr(torch, args.trainer_dtype or args.dtype))
-            num_bytes = sum(math.prod(shape) for _, shape in specs) * getattr(torch, args.dtype).itemsize
-            say(f"{len(specs)} parameters, {num_bytes / 1e9:.3f} GB on the wire")
-            *mine, own_score = asyncio.run(ours(url, weights, args))
-            print(f"ours        median {statistics.median(mine):.4f} s, fastest {min(mine):.4f} s")
-            if args.only_ours:
-                return
-            *theirs, their_score = one_by_one(url, weights, args)
-            print(f"one by one  median {statistics.median(theirs):.4f} s, fastest {min(theirs):.4f} s")
-            print(f"ratio of the medians: {statistics.median(theirs) / statistics.median(mine):.1f}")
-            same = math.isclose(own_score, their_score, rel_tol=1e-4)
-            print("both gave the server the same weights" if same else "THE WEIGHTS DIFFER")
+        with serving(Path(folder), args) as (url, server):
+            asyncio.run(update(url, server, args, specs))
 
 
 if __name__ == "__main__":

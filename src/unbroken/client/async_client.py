@@ -261,10 +261,6 @@ class AsyncClient:
             "is_stock": True,
         }
 
-    async def control(self, path: str) -> None:
-        """Send an empty body to a path of stock vLLM that answers with a status alone."""
-        await self._calls.post_without_answer(path)
-
     async def transfer_weights(self, step: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a call of a broadcast, `POST /{step}`, of this server or of stock vLLM. Never retried.
 

@@ -1,4 +1,4 @@
-"""A stock `vllm serve` (0.32 or later) as one of the servers of `HttpEngine`: ids in, ids out, without weights.
+"""A stock `vllm serve` (0.32 or later) as one of the servers of `HttpEngine`: ids in, ids out.
 
     POST /inference/v1/generate   {"token_ids": [...], "sampling_params": {...}, "stream": false}
     {"prompt_token_ids": [...], "choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop",

@@ -101,6 +101,7 @@ async def open_engine(
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
     weights = output / "weights" if config.weights_dir is None else config.weights_dir
+    vocab_size = len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
             embedded = replace(config.embedded, records_routing=config.embedded.records_routing or records_routing)
@@ -120,8 +121,8 @@ async def open_engine(
                     wait_s=config.wait_s,
                 )
                 urls = await _start_in_first_process(stack, server, rank)
-            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device, name))
-        check_vocabulary(found.engine, len(model.get_input_embeddings().weight))
+            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device, name, vocab_size))
+        check_vocabulary(found.engine, vocab_size)
         yield found
 
 
@@ -198,7 +199,13 @@ def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:
 
 @asynccontextmanager
 async def _connect(
-    urls: tuple[str, ...], config: EngineConfig, weights: Path, rank: Rank, device: Any, name: str
+    urls: tuple[str, ...],
+    config: EngineConfig,
+    weights: Path,
+    rank: Rank,
+    device: Any,
+    name: str,
+    vocab_size: int,
 ) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient
@@ -207,7 +214,7 @@ async def _connect(
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
-        engine = await connect_servers(stack, config, urls, name=name)
+        engine = await connect_servers(stack, config, urls, name=name, vocab_size=vocab_size)
         publisher: WeightPublisher | None = None
         if rank.index == 0:
             key = read_key(config.api_key_file, field=f"{name}.api_key_file")
@@ -227,13 +234,18 @@ async def _connect(
 
 
 async def connect_servers(
-    stack: AsyncExitStack, config: EngineConfig, urls: Sequence[str], *, name: str = "engine"
+    stack: AsyncExitStack,
+    config: EngineConfig,
+    urls: Sequence[str],
+    *,
+    name: str = "engine",
+    vocab_size: int | None = None,
 ) -> HttpEngine:
     """Connect to servers, until the stack is closed; raises as `HttpEngine.connect`."""
     from unbroken.engines.http import HttpEngine
 
     key = read_key(config.api_key_file, field=f"{name}.api_key_file")
-    engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s)
+    engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s, vocab_size=vocab_size)
     stack.push_async_callback(engine.close)
     return engine
 

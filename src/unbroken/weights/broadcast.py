@@ -318,7 +318,9 @@ class BroadcastPublisher:
         """Let a stock server sample again, with keys and values of the new weights."""
         if server.is_stock:
             if not self._reuse_kv:
-                await server.client.control("/reset_prefix_cache?reset_running_requests=true")
+                reset = await server.client.transfer_weights("reset_prefix_cache?reset_running_requests=true", {})
+                if not reset.get("success", True):
+                    raise EngineError("it did not drop the keys and values of older weights")
             await server.client.transfer_weights("resume", {})
 
     async def _send_in_thread(self, stream: WeightStream, check: Callable[[], None]) -> list[int]:
