@@ -12,7 +12,8 @@ weights are random. Times are from the call to the server's answer that it sampl
 update, in which the group is formed, does not count.
 
 Extra memory is the peak during an update over what there was before it: of the GPU as a whole for the server, of
-torch's allocator for the trainer; without GPUs that of the resident memory of the processes. Options after `--` are vLLM's.
+torch's allocator for the trainer; without GPUs that of the resident memory of the processes.
+Options after `--` are vLLM's.
 """
 
 from __future__ import annotations
