@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from unbroken.errors import CheckpointError
 from unbroken.training.state import TrainerState, copy_tensors, load_averages, name_averages, read_state, write_state
@@ -34,7 +35,7 @@ NUM_PROCESSES = 4
 def make_model(seed: int) -> nn.Module:
     """A model some of whose sizes four processes do not divide."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 5), nn.LayerNorm(5))
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 5), nn.LayerNorm(5), nn.Linear(5, 16))
 
 
 def shard(model: nn.Module) -> None:
@@ -52,11 +53,20 @@ def shard_and_split(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh["shards"])
 
 
+def split_packed(model: nn.Module) -> None:
+    """Tensor parallelism of a projection that is two packed ones, of each of which a process holds a part."""
+    mesh, packed = init_device_mesh("cpu", (NUM_PROCESSES,)), model.get_submodule("3")
+    for name, parameter in list(packed.named_parameters()):
+        sharded = distribute_tensor(parameter.detach(), mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
+        packed.register_parameter(name, nn.Parameter(sharded))
+
+
 LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
     "replicated": lambda model: None,
     "sharded": shard,
     "replicated-shards": replicate_shards,
     "sharded-and-split": shard_and_split,
+    "split-packed": split_packed,
 }
 
 

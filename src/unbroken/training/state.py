@@ -13,6 +13,7 @@ sharded in any way, reads what any other wrote. Format 1 had whole tensors in sa
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.model.adapters import strip_wrappers
@@ -95,13 +97,20 @@ class StoredState:
         if self.whole is not None:
             for name, tensor in self._read_whole(part):
                 tensors[name].copy_(shard_like(tensor, tensors[name]))
-        elif tensors:
-            _ignore_one_process()
-            named = {f"{part}.{name}": tensor for name, tensor in tensors.items()}
-            try:
-                load(named, storage_reader=FileSystemReader(self.folder), no_dist=True)
-            except CheckpointException as error:
-                raise CheckpointError(f"the {part} in {self.folder} cannot be read: {_find_cause(error)}") from error
+            return
+        self._read({f"{part}.{name}": tensor for name, tensor in tensors.items() if not _is_interleaved(tensor)})
+        for name, tensor in tensors.items():
+            if _is_interleaved(tensor):
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._read({f"{part}.{name}": whole})
+                tensor.copy_(shard_like(whole, tensor))
+
+    def _read(self, tensors: dict[str, torch.Tensor]) -> None:
+        _ignore_one_process()
+        try:
+            load(tensors, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{self.folder} cannot be read: {_find_cause(error)}") from error
 
     def _read_whole(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors of format 1, which has the number of a parameter where this one has its name."""
@@ -114,16 +123,20 @@ class StoredState:
 def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """Copy to the CPU's memory what this process writes: its shards, and a part of the tensors that all have whole."""
     rank, sizes = (0, [0]) if group is None else (dist.get_rank(group), [0] * dist.get_world_size(group))
-    own = {}
+    copied: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            own[name] = tensor.detach()
-            continue
-        least = sizes.index(min(sizes))
-        sizes[least] += tensor.nbytes
-        if least == rank:
-            own[name] = tensor.detach()
-    return BlockingAsyncStager().stage(own)
+        own = tensor.detach()
+        if not isinstance(own, DTensor):
+            least = sizes.index(min(sizes))
+            sizes[least] += own.nbytes
+            if least != rank:
+                continue
+        elif _is_interleaved(own):
+            own = own.redistribute(
+                placements=[Shard(p.dim) if isinstance(p, _StridedShard) else p for p in own.placements]
+            )
+        copied |= BlockingAsyncStager().stage({name: own})
+    return copied
 
 
 def write_state(
@@ -290,6 +303,23 @@ def _read_part(parent: Path, digest: str) -> WeightFiles:
     if files.digest != digest:
         raise CheckpointError(f"{folder} holds other tensors than those that {_STATE} was written with")
     return files
+
+
+def _is_interleaved(tensor: torch.Tensor) -> bool:
+    """Whether this process's part is several regions of the tensor (transformers' packed projections under tensor
+    parallelism), of which torch.distributed.checkpoint would write the first with the bytes of all.
+
+    FSDP2's cut across one that tensor parallelism made before is one region.
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return any(
+        isinstance(placement, _StridedShard)
+        and placement.split_factor
+        != math.prod(mesh.size(k) for k in range(number + 1, mesh.ndim) if placements[k].is_shard(placement.dim))
+        for number, placement in enumerate(placements)
+    )
 
 
 def _describe(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
