@@ -11,7 +11,7 @@ from support.models import random_qwen3
 from support.rows import random_rows
 from unbroken.training.config import Packing, TrainerConfig
 from unbroken.training.model.backbone import compute_norm
-from unbroken.training.model.lanes import MAX_PASS_IDS, MIN_PASS_IDS, RowLayout, measure_pass_size
+from unbroken.training.model.lanes import MAX_PASS_IDS, MIN_PASS_IDS, RowLayout
 from unbroken.training.model.scores import Entropy, LogitScaling, RoundedHead, rounded_scores
 from unbroken.training.trainer import Trainer
 
@@ -78,6 +78,8 @@ def test_rows_are_attended_by_their_borders_and_score_as_when_padded():
 def test_the_size_of_a_pass_is_measured_and_leaves_no_gradients():
     trainer = make_trainer(Packing.AUTO)
     policy = trainer.backend.policy
-    size = measure_pass_size(policy, trainer.backend.accelerator, chunk_size=1024)
-    assert MIN_PASS_IDS <= size <= MAX_PASS_IDS
+    trainer.backend.measure()
+    found = trainer.backend.pass_memory
+    assert MIN_PASS_IDS <= found.num_ids <= MAX_PASS_IDS
+    assert found.bytes_per_id > 0
     assert all(parameter.grad is None for parameter in policy.parameters())

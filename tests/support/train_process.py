@@ -209,6 +209,26 @@ def train_in_parts(kind: str, accelerator: Accelerator, rank: int, directory: Pa
     torch.save(dict(backend.named_weights()), directory / f"weights-{kind}-parts-{rank}.pt")
 
 
+def train_short_of_memory(accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Make an update of all rows, with passes for which the second process has no memory, and with half of them."""
+
+    def limited(scores: Any, batch: Any) -> Any:
+        value, stats = pull(scores, batch)
+        if rank == 1 and batch.token_ids_BT.numel() > 30:
+            value.backward(retain_graph=True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return value, stats
+
+    rows = unscored([row for step in range(len(NUM_ROWS)) for row in samples_of("plain", rank, step)])
+    for size in (50, 25):
+        changed = replace(CONFIGS["plain"], tokens_per_micro_batch=size)
+        backend = TrainerBackend(tiny_qwen3(), changed, accelerator=accelerator)
+        for _ in range(2):
+            backend.forward_backward(rows, limited, weights=[0.1] * len(rows))
+            backend.optimizer_step(1e-2)
+        torch.save(dict(backend.named_weights()), directory / f"weights-ddp-memory-{size}-{rank}.pt")
+
+
 def main() -> None:
     """Train, and save the results of this process."""
     faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the other one forever says where
@@ -227,6 +247,7 @@ def main() -> None:
             train_compiled(kind, accelerator, rank, directory)
         if kind == "ddp":
             failing.run(accelerator, rank, directory)
+            train_short_of_memory(make_accelerator(), rank, directory)
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

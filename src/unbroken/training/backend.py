@@ -11,10 +11,12 @@ Every process passes its own rows to the same calls, and the gradients are those
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
 
 from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError
 from unbroken.images.processor import ImageProcessor
@@ -34,7 +37,15 @@ from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
 from unbroken.training.model.compilation import compile_blocks
 from unbroken.training.model.images import RowImages
-from unbroken.training.model.lanes import MAX_COMPILED_PASS_IDS, MAX_PASS_IDS, measure_pass_size
+from unbroken.training.model.lanes import (
+    MAX_COMPILED_PASS_IDS,
+    MAX_PASS_IDS,
+    CudaMemory,
+    PassSize,
+    holding_gradients,
+    make_probe_pass,
+    measure_pass_size,
+)
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.pretrained import (
     AddFiles,
@@ -75,6 +86,7 @@ from unbroken.training.state import (
 from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, TrainingSample
 
+_logger = logging.getLogger(__name__)
 T = TypeVar("T")
 StatsT = TypeVar("StatsT")
 LossFn: TypeAlias = Callable[[TokenScores, Batch], tuple[torch.Tensor, StatsT]]
@@ -100,6 +112,14 @@ class Passes(Generic[StatsT]):
     routing: RoutingStats = field(default_factory=RoutingStats)
 
 
+class _MemoryIsOut(Exception):  # noqa: N818
+    """A process ran out of memory in a pass, and all of them can begin again with smaller ones."""
+
+    def __init__(self, *, longest: int) -> None:
+        super().__init__(longest)
+        self.longest = longest
+
+
 class TrainerBackend:
     """Computes with one model in all processes of a trainer, and updates it."""
 
@@ -118,6 +138,10 @@ class TrainerBackend:
         """Updates of the weights, in all steps."""
         self._config = config
         self._pass_size = config.tokens_per_micro_batch
+        self.pass_memory: PassSize | None = None
+        """What `measure` found, on a GPU without `TrainerConfig.tokens_per_micro_batch`."""
+        self._fits = False
+        """Whether passes of this size were made before."""
         self._images = None if images is None else RowImages(images, max_bytes=config.image_cache_bytes)
         self._routers = self._find_routers(model)
         if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
@@ -241,6 +265,33 @@ class TrainerBackend:
         Every process makes the same number of passes, idle ones once its rows are used up, because DDP and FSDP
         communicate in each of them. If no process has rows, there are none.
         """
+        has_gradients = any(parameter.grad is not None for parameter in self.policy.parameters())
+        temperature = rows[0].sample.temperature if rows else 1.0
+        add_pass = partial(self._add_pass, loss=loss, temperature=temperature, entropy=entropy)
+        while True:
+            try:
+                passes = self._try_passes(rows, add_pass, weights, trajectories)
+                self._fits = True
+                return passes
+            except _MemoryIsOut as error:
+                longest = error.longest
+            if has_gradients:
+                raise self._out_of_memory("gradients of earlier calls since the last update would be lost")
+            self._wrapped.zero_grad(set_to_none=True)
+            self._halve_passes(longest)
+
+    def _try_passes(
+        self,
+        rows: Sequence[ScoredRow],
+        add_pass: Callable[..., tuple[StatsT, torch.Tensor]],
+        weights: Sequence[float],
+        trajectories: Sequence[TrajectorySums | None],
+    ) -> Passes[StatsT]:
+        """Add the gradients of all passes.
+
+        Raises:
+            _MemoryIsOut: in all processes, if one ran out of memory; some gradients are added.
+        """
         device, counts_choices = self.accelerator.device, self._config.router_loss_weight > 0
         planned = self.policy.plan_rows([row.sample.token_ids for row in rows], self._pass_size or MAX_PASS_IDS)
         num_passes = max(gather_object([len(planned)]))
@@ -263,8 +314,8 @@ class TrainerBackend:
         batches += [idle_batch(device)] * (num_passes - len(batches))
         choices_2E = self._count_choices(batches) if counts_choices else None
         self._take_routing_counts()  # of what was scored before
-        temperature = rows[0].sample.temperature if rows else 1.0
-        stats, logprobs = self._accumulate(batches, loss, temperature, entropy, choices_2E)
+        longest = max((len(row.sample.token_ids) for row in rows), default=0)
+        stats, logprobs = self._accumulate(batches, partial(add_pass, choices_2E=choices_2E), longest)
         return Passes(
             stats=stats,
             rows=tuple(i for each in planned for i in each.rows),
@@ -472,17 +523,22 @@ class TrainerBackend:
         return policy
 
     def _choose_pass_size(self) -> int:
-        """By what is free on the fullest GPU, now that an engine in this process sleeps."""
+        """By what is free on the fullest GPU, now that an engine in this process sleeps, beside gradients and what the
+        optimizer keeps from its first update on.
+        """
         if self.accelerator.device.type != "cuda":
             return MAX_PASS_IDS
-        own = measure_pass_size(
-            self.policy,
-            self.accelerator,
-            chunk_size=self._config.logprob_chunk_size,
-            max_ids=MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS,
-        )
-        smallest: int = min(gather_object([own]))
-        return smallest
+        with holding_gradients(self.policy):
+            found = measure_pass_size(
+                partial(make_probe_pass, self.policy, self.accelerator),
+                CudaMemory(self.accelerator.device),
+                reserved_bytes=0 if self.optimizer.state else count_state_bytes(self.policy, self._config.optimizer),
+                max_ids=MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS,
+                agree=lambda value: max(self.from_all_processes(value)),
+            )
+        _logger.info("%s", found)
+        self.pass_memory = found
+        return found.num_ids
 
     def _score(
         self,
@@ -491,17 +547,23 @@ class TrainerBackend:
         *,
         entropy: Entropy = Entropy.NONE,
     ) -> list[RowScores]:
-        with self.accelerator.autocast():  # as in the policy's own passes, also for a reference
-            return score_rows(
-                policy,
-                samples,
-                tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
-                images=self._images,
-                device=self.accelerator.device,
-                together=self.is_sharded,
-                routers=self._routers,
-                entropy=entropy,
-            )
+        while True:
+            try:
+                with self.accelerator.autocast():  # as in the policy's own passes, also for a reference
+                    return score_rows(
+                        policy,
+                        samples,
+                        tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
+                        images=self._images,
+                        device=self.accelerator.device,
+                        together=self.is_sharded,
+                        routers=self._routers,
+                        entropy=entropy,
+                    )
+            except torch.OutOfMemoryError as error:
+                if self.is_sharded:
+                    raise self._out_of_memory("the sharded processes cannot go back") from error
+            self._halve_passes(max(len(sample.token_ids) for sample in samples))
 
     @torch.no_grad()
     def _count_choices(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -518,32 +580,90 @@ class TrainerBackend:
         return torch.stack(gather_object(mine)).sum(0).to(self.accelerator.device)
 
     def _accumulate(
+        self, batches: Sequence[Batch], add_pass: Callable[[Batch], tuple[StatsT, torch.Tensor]], longest: int
+    ) -> tuple[tuple[StatsT, ...], list[Logprobs]]:
+        """Backward through all passes; the last one exchanges gradients. Returns what the loss says of each pass, and
+        the logprobs of each row, also of those of idle passes, which have none. The longest row has `longest` ids.
+
+        Processes that share nothing but gradients ask each other before the last pass whether memory was enough for
+        the others. The first time, that is an idle pass more, because a process that fails while gradients are
+        exchanged lets the others wait. Rows are planned longest first: later passes need no more than the first.
+        """
+        is_alone = self.accelerator.num_processes == 1
+        if not (is_alone or self._fits or self.is_sharded):
+            batches = [*batches, idle_batch(self.accelerator.device)]
+        found, has_failed = [], False
+        try:
+            with self.accelerator.no_sync(self._wrapped):
+                for batch in batches if is_alone else batches[:-1]:
+                    found.append(add_pass(batch))
+        except torch.OutOfMemoryError as error:
+            if self.is_sharded:
+                raise self._out_of_memory("the sharded processes cannot go back") from error
+            has_failed = True
+        if not self.is_sharded and any(failed := self.from_all_processes(has_failed and longest)):
+            raise _MemoryIsOut(longest=max(failed))
+        if not is_alone:
+            try:
+                found.append(add_pass(batches[-1]))
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory("the other processes wait for its gradients") from error
+        stats, logprobs = zip(*found, strict=True)
+        ends = np.cumsum([number for batch in batches for number in batch.num_row_tokens])
+        return stats, np.split(torch.cat(logprobs).cpu().numpy(), ends[:-1])
+
+    def _add_pass(
         self,
-        batches: Sequence[Batch],
+        batch: Batch,
+        *,
         loss: LossFn[StatsT],
         temperature: float,
         entropy: Entropy,
         choices_2E: torch.Tensor | None,
-    ) -> tuple[tuple[StatsT, ...], list[Logprobs]]:
-        """Backward through all passes; the last one exchanges gradients. Returns what the loss says of each pass, and
-        the logprobs of each row, also of those of idle passes, which have none.
+    ) -> tuple[StatsT, torch.Tensor]:
+        """Add the gradient of a pass; return what the loss says of it, and the logprobs.
 
         Gradients are averaged over the processes, while the loss adds up over all of them: so each process multiplies
         its own by the number of processes.
         """
-        stats, logprobs = [], []
-        for number, batch in enumerate(batches, 1):
-            with nullcontext() if number == len(batches) else self.accelerator.no_sync(self._wrapped):
-                scores = self._run_pass(self._wrapped, batch, temperature, entropy)
-                value, of_batch = loss(scores, batch)
-                if choices_2E is not None and scores.choices_2E is not None:
-                    balance = balance_loss(choices_2E, scores.choices_2E[1])
-                    value = value + self._config.router_loss_weight * balance
-                self.accelerator.backward(value * self.accelerator.num_processes)
-            stats.append(of_batch)
-            logprobs.append(scores.logprobs_N.detach())
-        ends = np.cumsum([number for batch in batches for number in batch.num_row_tokens])
-        return tuple(stats), np.split(torch.cat(logprobs).cpu().numpy(), ends[:-1])
+        scores = self._run_pass(self._wrapped, batch, temperature, entropy)
+        value, of_batch = loss(scores, batch)
+        if choices_2E is not None and scores.choices_2E is not None:
+            balance = balance_loss(choices_2E, scores.choices_2E[1])
+            value = value + self._config.router_loss_weight * balance
+        self.accelerator.backward(value * self.accelerator.num_processes)
+        return of_batch, scores.logprobs_N.detach()
+
+    def _halve_passes(self, longest: int) -> None:
+        """Halve the pass size after a process ran out of memory, whose longest row has `longest` ids.
+
+        Raises:
+            TrainingError: that row had a pass of its own already.
+        """
+        size = self._pass_size or MAX_PASS_IDS
+        if longest >= size:
+            raise TrainingError(
+                f"a row of {longest:,} ids needs more memory than is free, alone in its pass: set "
+                "trainer.gradient_checkpointing, or bound the rows (rollouts.sampling.max_tokens, rollouts.limits)"
+            )
+        self._pass_size = size // 2
+        gc.collect()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _logger.warning(
+            "a pass of %d ids ran out of memory: passes have at most %d from now on. "
+            "trainer.tokens_per_micro_batch = %d makes a run begin so",
+            size,
+            size // 2,
+            size // 2,
+        )
+
+    def _out_of_memory(self, reason: str) -> TrainingError:
+        size = self._pass_size or MAX_PASS_IDS
+        return TrainingError(
+            f"process {self.accelerator.process_index} ran out of memory in a pass of at most {size:,} ids, and "
+            f"{reason}: set trainer.tokens_per_micro_batch to {size // 2} or trainer.gradient_checkpointing to true"
+        )
 
     def _run_pass(
         self, policy: Any, batch: Batch, temperature: float = 1.0, entropy: Entropy = Entropy.NONE
@@ -569,3 +689,9 @@ def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.op
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
+
+
+def count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
+    """Bytes of this process's device that the optimizer keeps from its first update on: AdamW's two averages."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return sum(2 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trained)

@@ -197,3 +197,67 @@ def test_the_temperature_of_the_rows_is_that_of_a_call():
     passes = add(backend, unscored([cold]))
     np.testing.assert_allclose(passes.logprobs[0], backend.logprobs([cold])[0][2:], atol=2e-6)
     assert np.abs(passes.logprobs[0] - backend.logprobs([warm])[0][2:]).max() > 1e-3
+
+
+class LimitedMemory:
+    """A loss for which memory is out in passes of more ids, as a GPU's is, and in those that `fails` names."""
+
+    def __init__(self, max_ids):
+        self.max_ids = max_ids
+        self.sizes = []
+
+    def __call__(self, scores, batch):
+        self.sizes.append(batch.token_ids_BT.numel())
+        value, stats = pull(scores, batch)
+        if batch.token_ids_BT.numel() > self.max_ids:
+            value.backward(retain_graph=True)  # some gradients are there when memory is out
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return value, stats
+
+
+def test_a_pass_that_runs_out_of_memory_is_made_again_in_halves_as_if_it_had_begun_so(caplog):
+    rows = rows_of(0, 12)
+    begun_large = make_backend(replace(CONFIG, tokens_per_micro_batch=100))
+    begun_small = make_backend(replace(CONFIG, tokens_per_micro_batch=25))
+    loss = LimitedMemory(30)
+    found, expected = add(begun_large, rows, loss), add(begun_small, rows)
+    assert max(loss.sizes) > 30
+    assert found.rows == expected.rows
+    np.testing.assert_array_equal(np.concatenate(found.logprobs), np.concatenate(expected.logprobs))
+    assert begun_large.optimizer_step(1e-2) == begun_small.optimizer_step(1e-2)
+    assert_close(weights_of(begun_large), weights_of(begun_small), atol=0)
+    assert "trainer.tokens_per_micro_batch = 25 makes a run begin so" in caplog.text
+    loss.sizes.clear()
+    add(begun_large, rows, loss)
+    assert max(loss.sizes) <= 25  # the smaller size stays
+
+
+def test_a_row_that_does_not_fit_alone_is_an_error_that_says_what_helps():
+    backend, rows = make_backend(replace(CONFIG, tokens_per_micro_batch=100)), rows_of(0)
+    longest = max(len(each.sample.token_ids) for each in rows)
+    with pytest.raises(TrainingError, match=rf"a row of {longest} ids needs more memory.*trainer.gradient_checkpoint"):
+        add(backend, rows, LimitedMemory(longest - 1))
+    assert all(parameter.grad is None for parameter in backend.policy.parameters())
+
+
+def test_gradients_of_earlier_calls_are_not_lost_when_memory_is_out():
+    backend, rows = make_backend(replace(CONFIG, tokens_per_micro_batch=100)), rows_of(0)
+    add(backend, rows)
+    with pytest.raises(TrainingError, match=r"earlier calls since the last update would be lost: set trainer.tokens"):
+        add(backend, rows, LimitedMemory(30))
+
+
+def test_scores_that_run_out_of_memory_are_computed_again_in_smaller_passes(monkeypatch):
+    samples = [each.sample for each in rows_of(0, 12)]
+    expected = make_backend().logprobs(samples)
+    backend = make_backend(replace(CONFIG, tokens_per_micro_batch=100))
+    forward = type(backend.policy).forward
+
+    def limited(policy, token_ids_BT, *given):
+        if token_ids_BT.numel() > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(policy, token_ids_BT, *given)
+
+    monkeypatch.setattr(type(backend.policy), "forward", limited)
+    for found, own in zip(backend.logprobs(samples), expected, strict=True):
+        np.testing.assert_array_equal(found, own)

@@ -102,6 +102,12 @@ def test_gradients_of_several_calls_are_exchanged_once_each(results, kind):
         torch.testing.assert_close(together[name], weight, atol=1e-5, rtol=0, msg=name)
 
 
+def test_memory_that_is_out_in_one_process_makes_smaller_passes_in_all(results):
+    found = [weights(results, f"ddp-memory-{size}-{rank}") for size in (50, 25) for rank in (0, 1)]
+    for other in found[1:]:
+        assert all(torch.equal(weight, other[name]) for name, weight in found[0].items())
+
+
 def test_sharded_layers_that_are_compiled_train_as_they_are(results):
     plain, compiled = (weights(results, f"fsdp2-{config}-0") for config in ("plain", "compiled"))
     for name, weight in plain.items():

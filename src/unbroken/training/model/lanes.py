@@ -24,15 +24,17 @@ the rest of a layer, 4 D x D against 24 D x D operations per id.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unbroken.training.model.scores import Entropy
 from unbroken.training.model.tree import Ids, TreeInputs, TreeSizes, merge_rows, pick_nodes, plan_trees
 from unbroken.types import BoolMask, TrainingSample
 
@@ -264,57 +266,137 @@ MAX_COMPILED_PASS_IDS = 24_576
 """Compiled layers are done in two thirds of the time, but launched no faster: of this many ids a step took 3.56 s on an
 H200, of 12,288 3.90 s (docs/lab-notes/training-speed.md)."""
 MIN_PASS_IDS = 768
+_NUM_SIZES = 4
+"""The largest size, and those by halves below it that a measurement begins with."""
 _USABLE_SHARE = 0.8
 """Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
-_PROBE_IDS = (1_024, 2_048)
 _ROW_IDS = 256
-_LOGIT_COPIES = 5
-"""Of a chunk of logits that are in memory at the same time, at most."""
 
 
-def choose_pass_size(*, bytes_per_id: float, free_bytes: float, max_ids: int = MAX_PASS_IDS) -> int:
+class Memory(Protocol):
+    """What a measurement asks of a device's memory, in bytes."""
+
+    def restart(self) -> None:
+        """Begin to look for a peak, over what is in use now."""
+
+    def peak(self) -> int:
+        """The most that was in use since `restart`, over what was in use then."""
+
+    def free(self) -> int:
+        """What is free now."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """The memory of a GPU."""
+
+    device: torch.device
+
+    def restart(self) -> None:
+        """Begin to look for a peak."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """The most since `restart`, if as much is in use now as then."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def free(self) -> int:
+        """Of the whole GPU, once what PyTorch keeps for later is given back."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSize:
+    """How many ids a pass may have, and what that is based on."""
+
+    num_ids: int
+    bytes_per_id: float
+    fixed_bytes: float
+    """What a pass needs in addition, of any number of ids."""
+    free_bytes: int
+    """Beside weights, gradients and the optimizer's state."""
+
+    def __str__(self) -> str:
+        return (
+            f"passes of {self.num_ids:,} ids: {self.bytes_per_id / 2**20:.2f} MiB an id and "
+            f"{self.fixed_bytes / 2**30:.1f} GiB, of {self.free_bytes / 2**30:.1f} GiB free"
+        )
+
+
+def choose_pass_size(
+    *, bytes_per_id: float, free_bytes: float, fixed_bytes: float = 0, max_ids: int = MAX_PASS_IDS
+) -> int:
     """The largest size that fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
     size = max_ids
-    while size > MIN_PASS_IDS and size * bytes_per_id > _USABLE_SHARE * free_bytes:
+    while size > MIN_PASS_IDS and fixed_bytes + size * bytes_per_id > _USABLE_SHARE * free_bytes:
         size //= 2
     return size
 
 
-def measure_pass_size(policy: Any, accelerator: Any, *, chunk_size: int, max_ids: int = MAX_PASS_IDS) -> int:
+def measure_pass_size(
+    make_pass: Callable[[int], object],
+    memory: Memory,
+    *,
+    reserved_bytes: int = 0,
+    max_ids: int = MAX_PASS_IDS,
+    agree: Callable[[int], int] = int,
+) -> PassSize:
     """Measure how many ids may go through the model at a time: what keeps an H200 busy, or what memory allows.
 
-        a pass of 1,024 ids needs 3 GiB, one of 2,048 needs 4.4: 1.4 MiB an id    40 GiB free: 12,288 ids
-                                                                                   8 GiB free:  3,072 ids
+        a pass of 1,536 ids needs 12 GiB, one of 3,072 needs 21: 6 MiB an id and 3 GiB    60 GiB free:  6,144 ids
+                                                                                          30 GiB free:  3,072 ids
+
+    `make_pass` makes a forward and a backward pass of so many ids, all with a loss, while gradients are held: else the
+    gradients that it makes would hide its activations. Each size that fits is followed by its double, whose need is
+    extrapolated, because with checkpointing small passes need no more memory than the head alone.
+    `reserved_bytes` are for what comes later, such as the optimizer's state.
 
     Sizes are halved, so that small differences in free memory change nothing, and a run that is continued makes the
-    same passes. All processes call it with the trained `PolicyLogprobs`, on a GPU.
-
-    Gradients are dropped: call it where there are none.
+    same passes. All processes call it, and `agree` returns the largest of their numbers.
     """
-    peaks = [_measure_pass(policy, accelerator, num_ids) for num_ids in _PROBE_IDS]
-    bytes_per_id = max((peaks[1] - peaks[0]) / (_PROBE_IDS[1] - _PROBE_IDS[0]), 1.0)
-    gc.collect()
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(accelerator.device)
-    for_logits = _LOGIT_COPIES * chunk_size * policy.vocab_size * 4
-    # Gradients, and AdamW's two averages, which the first update makes.
-    for_update = 3 * sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
-    left = max(free_bytes - for_logits - for_update, 0)
-    return choose_pass_size(bytes_per_id=bytes_per_id, free_bytes=left, max_ids=max_ids)
+    free_bytes = -agree(-max(memory.free() - reserved_bytes, 0))
+    sizes = [max_ids]
+    while sizes[0] // 2 >= MIN_PASS_IDS and len(sizes) < _NUM_SIZES:
+        sizes.insert(0, sizes[0] // 2)
+    peaks: dict[int, int] = {}
+    slope = fixed = 0.0
+    for size in sizes[:-1]:
+        if peaks and fixed + size * slope > _USABLE_SHARE * free_bytes:
+            break
+        memory.restart()
+        make_pass(size)
+        peaks[size] = agree(memory.peak())
+        if size // 2 in peaks:
+            slope = max((peaks[size] - peaks[size // 2]) / (size - size // 2), 0.0)
+            fixed = max(peaks[size] - size * slope, 0.0)
+        else:
+            slope, fixed = peaks[size] / size, 0.0
+    chosen = choose_pass_size(bytes_per_id=slope, free_bytes=free_bytes, fixed_bytes=fixed, max_ids=max_ids)
+    return PassSize(num_ids=chosen, bytes_per_id=slope, fixed_bytes=fixed, free_bytes=free_bytes)
 
 
-def _measure_pass(policy: Any, accelerator: Any, num_ids: int) -> int:
-    """Most bytes that a forward and a backward pass add, for any number of its loss tokens."""
-    device = accelerator.device
-    token_ids_BT = torch.zeros(num_ids // _ROW_IDS, _ROW_IDS, dtype=torch.int64, device=device)
-    mask_BT = torch.zeros_like(token_ids_BT, dtype=torch.bool)
-    mask_BT[0, 1:] = True
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+@contextmanager
+def holding_gradients(policy: Any) -> Iterator[None]:
+    """Give each trained parameter a gradient of zeros, as after the first pass of an update, and drop it afterwards."""
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        policy.zero_grad(set_to_none=True)
+
+
+def make_probe_pass(policy: Any, accelerator: Any, num_ids: int) -> None:
+    """A forward and a backward pass of so many ids, in rows of 256, whose gradients are zero."""
+    token_ids_BT = torch.zeros(num_ids // _ROW_IDS, _ROW_IDS, dtype=torch.int64, device=accelerator.device)
+    mask_BT = torch.ones_like(token_ids_BT, dtype=torch.bool)
+    mask_BT[:, 0] = False
     with accelerator.autocast():
-        scores = policy(token_ids_BT, mask_BT, 1.0)
+        scores = policy(token_ids_BT, mask_BT, 1.0, entropy=Entropy.MEASURED)
     (scores.logprobs_N.sum() * 0.0).backward()
-    policy.zero_grad(set_to_none=True)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

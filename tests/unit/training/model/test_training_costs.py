@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from support.models import tiny_qwen3
 from unbroken.training.config import Packing
@@ -16,6 +17,9 @@ from unbroken.training.model.lanes import (
     RowLayout,
     choose_pass_size,
     estimate_cost,
+    holding_gradients,
+    make_probe_pass,
+    measure_pass_size,
     plan_cheapest,
     plan_passes,
 )
@@ -111,3 +115,81 @@ def test_attention_by_rows_is_not_tried_on_a_cpu():
     with torch.autocast("cpu", torch.bfloat16):
         policy.allow_by_rows()
     assert policy.layout is RowLayout.LANES
+
+
+class FakeMemory:
+    """A GPU on which a pass of n ids needs the most of `needs`, pairs of fixed bytes and bytes an id."""
+
+    def __init__(self, *needs, free):
+        self._needs, self._free = needs, free
+        self.sizes = []
+        self._last = 0
+
+    def make_pass(self, num_ids):
+        self.sizes.append(num_ids)
+        self._last = max(fixed + of_id * num_ids for fixed, of_id in self._needs)
+
+    def restart(self):
+        self._last = 0
+
+    def peak(self):
+        return self._last
+
+    def free(self):
+        return self._free
+
+
+def measure(memory, **given):
+    return measure_pass_size(memory.make_pass, memory, **given)
+
+
+MIB = 2**20
+
+
+def test_the_slope_is_found_beside_what_every_pass_needs():
+    memory = FakeMemory((3 * GIB, 6 * MIB), free=60 * GIB)
+    found = measure(memory)
+    assert (found.num_ids, found.bytes_per_id, found.fixed_bytes) == (6_144, 6 * MIB, 3 * GIB)
+    assert memory.sizes == [1_536, 3_072, 6_144]
+
+
+def test_with_checkpointing_larger_passes_show_a_slope_that_the_head_hides_in_small_ones():
+    # The head needs 4 GiB; a layer that is computed again needs more from 4,096 ids on.
+    found = measure(FakeMemory((4 * GIB, 0.25 * MIB), (0, 1.25 * MIB), free=30 * GIB), max_ids=24_576)
+    assert found.bytes_per_id == pytest.approx(1.25 * MIB, rel=0.2)
+    assert found.num_ids == 12_288
+
+
+def test_sizes_that_would_not_fit_are_not_tried():
+    memory = FakeMemory((2 * GIB, 6 * MIB), free=20 * GIB)
+    assert measure(memory).num_ids == 1_536
+    assert memory.sizes == [1_536]
+
+
+def test_what_the_optimizer_will_need_is_not_free():
+    def make():
+        return FakeMemory((0, 4 * MIB), free=100 * GIB)
+
+    assert measure(make()).num_ids == 12_288
+    assert measure(make(), reserved_bytes=60 * GIB).num_ids == 6_144
+    assert measure(make(), reserved_bytes=200 * GIB).num_ids == MIN_PASS_IDS
+
+
+def test_processes_agree_on_what_is_free_and_on_each_peak():
+    # Another process has 30 GiB free, and needs 1 GiB more in every pass.
+    def agree(value):
+        return max(value, -30 * GIB) if value < 0 else value + GIB
+
+    found = measure(FakeMemory((0, 4 * MIB), free=100 * GIB), agree=agree)
+    assert (found.free_bytes, found.bytes_per_id, found.fixed_bytes) == (30 * GIB, 4 * MIB, GIB)
+    assert found.num_ids == 3_072
+
+
+def test_a_probe_holds_gradients_of_zero_and_leaves_none():
+    policy, accelerator = PolicyLogprobs(tiny_qwen3(), chunk_size=64), Accelerator()
+    with holding_gradients(policy):
+        held = [parameter.grad for parameter in policy.parameters()]
+        make_probe_pass(policy, accelerator, 512)
+        assert all(parameter.grad is before for parameter, before in zip(policy.parameters(), held, strict=True))
+        assert not any(gradient.any() for gradient in held)
+    assert all(parameter.grad is None for parameter in policy.parameters())
