@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class WorkerCalls:
-    """WorkerCalls of one engine."""
+    """Calls of one engine, in all of its processes."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -37,9 +37,14 @@ class WorkerCalls:
             task.cancel()
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `WorkerExtension` in every worker; returns each one's answer. Raises as `wait`."""
-        answers: list[Any] = await self.wait(self._llm.collective_rpc(method, args=args))
-        return answers
+        """Call a method of `WorkerExtension` in every worker; returns each one's answer. Raises as `wait`.
+
+        `AsyncLLM.collective_rpc` calls all data-parallel copies, but returns the answers of the first alone: a worker
+        of another that failed would not be noticed.
+        """
+        of_copies = self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        answers: list[list[Any]] = await self.wait(of_copies)
+        return [answer for of_copy in answers for answer in of_copy]
 
 
 @contextmanager

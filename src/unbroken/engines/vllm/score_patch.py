@@ -43,8 +43,9 @@ def _patch_v1(runner: Any) -> None:
             runner.sampler.compute_logprobs = lambda logits, t=temperature: plain_logprobs(logits / t)
             with _without_adapters(heads):
                 found |= compute(hidden_states, num_scheduled_tokens)
-            for key in keys - group.keys():
-                del waiting[key]
+            for key in keys:
+                if key not in group:  # its prompt is whole
+                    del waiting[key]
         runner.num_prompt_logprobs = waiting
         runner.sampler.compute_logprobs = plain_logprobs
         return found
@@ -80,10 +81,14 @@ def _patch_v2(runner: Any) -> None:
     worker.compute_prompt_logprobs = compute_by_temperature
 
 
-def _group_by_temperature(keys: Any, temperature_of: Callable[[str], float]) -> dict[float, set[str]]:
-    groups: dict[float, set[str]] = {}
+def _group_by_temperature(keys: Any, temperature_of: Callable[[str], float]) -> dict[float, list[str]]:
+    """Group requests, in their order, which is that of all workers: each of them has a part of the logits.
+
+    A set of texts has another order in each process, and parts of different prompts would be joined.
+    """
+    groups: dict[float, list[str]] = {}
     for key in keys:
-        groups.setdefault(temperature_of(key) or 1.0, set()).add(key)
+        groups.setdefault(temperature_of(key) or 1.0, []).append(key)
     return groups
 
 

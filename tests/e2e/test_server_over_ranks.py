@@ -1,0 +1,36 @@
+"""`unbroken serve` over two workers: what must reach all of them does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from support.ranks import RankChecks
+from support.served import save_tiny_model, served
+
+WHOLE = ("world_size", "scores", "update", "refusal", "adapter", "sleep", "packed")
+LORA = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names"),
+    [("tensor", WHOLE), ("data", WHOLE), ("data", ("policy_adapter",))],
+    ids=["tensor-whole", "data-whole", "data-adapter"],
+)
+def test_what_must_reach_each_worker_does(tmp_path: Path, parallel: str, names: tuple[str, ...]) -> None:
+    """As a command, whose processes are not forks of one: they differ in the order of sets."""
+    folder, weights = save_tiny_model(tmp_path / "model", num_key_value_heads=2), tmp_path / "weights"
+    weights.mkdir()
+    options = (f"--{parallel}-parallel-size", "2", "--weights-dir", str(weights), *LORA)
+    with served(folder, *options, as_command=True) as running:
+        checks = RankChecks(
+            url=running.url,
+            model=AutoModelForCausalLM.from_pretrained(folder).eval(),
+            weights=weights,
+            num_workers=2,
+            tolerance=2e-5,
+        )
+        asyncio.run(checks.run(*names))
