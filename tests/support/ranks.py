@@ -99,7 +99,8 @@ class RankChecks:
             ids = [int(one) for chunk in chunks[name] for one in chunk.completion_ids]
             logprobs = np.concatenate([chunk.rollout_logprobs for chunk in chunks[name]])
             stop = spans[0][1]
-            assert spans == [(0, stop, 0), (stop, len(ids), 1)] and stop >= 5, spans
+            assert stop >= 5
+            assert spans == [(0, stop, 0), (stop, len(ids), 1)]
             whole = [*prompt, *ids]
             for part, model in ((slice(0, stop), self.model), (slice(stop, None), self.new)):
                 expected = logprobs_of(model, whole)[len(prompt) - 1 :]
