@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.model.adapters import strip_wrappers
@@ -42,6 +43,9 @@ from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_n
 ADAPTER_CONFIG = "adapter_config.json"
 _STATE, _METADATA = "state.json", ".metadata"
 _FORMAT_VERSION = 2
+_OF_PROCESS = " of process "
+"""In the names of tensors that one process alone has."""
+_QUANTISED = ". Quantised averages that are sharded continue with the same number of processes alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ class StoredState:
         return {
             name.removeprefix(f"{part}."): (tuple(tensor.size), str(tensor.properties.dtype))
             for name, tensor in stored.items()
-            if name.startswith(f"{part}.") and isinstance(tensor, TensorStorageMetadata)
+            if name.startswith(f"{part}.") and isinstance(tensor, TensorStorageMetadata) and not _is_of_another(name)
         }
 
     @torch.no_grad()
@@ -92,7 +96,7 @@ class StoredState:
             name = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
             raise CheckpointError(
                 f"{self.folder} must hold the {part} of this model: {name} is {ours.get(name)} in the model and "
-                f"{theirs.get(name)} in the checkpoint"
+                f"{theirs.get(name)} in the checkpoint{_QUANTISED if _OF_PROCESS in f'{[*ours, *theirs]}' else ''}"
             )
         if self.whole is not None:
             for name, tensor in self._read_whole(part):
@@ -126,12 +130,12 @@ def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGrou
     copied: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         own = tensor.detach()
-        if not isinstance(own, DTensor):
+        if not isinstance(own, DTensor) and _OF_PROCESS not in name:
             least = sizes.index(min(sizes))
             sizes[least] += own.nbytes
             if least != rank:
                 continue
-        elif _is_interleaved(own):
+        elif isinstance(own, DTensor) and _is_interleaved(own):
             own = own.redistribute(
                 placements=[Shard(p.dim) if isinstance(p, _StridedShard) else p for p in own.placements]
             )
@@ -253,9 +257,10 @@ def name_averages(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dic
     """The optimizer's state by the names of its parameters: "model.norm.weight.exp_avg", "model.norm.weight.step"."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
-        f"{strip_wrappers(name)}.{key}": tensor
+        f"{strip_wrappers(name)}.{key}{inner}": part
         for name, parameter in zip(names, parameters, strict=True)
         for key, tensor in optimizer.state.get(parameter, {}).items()
+        for inner, part in _flatten(tensor)
     }
 
 
@@ -266,9 +271,23 @@ def load_averages(optimizer: torch.optim.Optimizer, names: Sequence[str], stored
         _create_averages(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
-        if not any(f"{strip_wrappers(name)}.{key}" in known for key in optimizer.state.get(parameter, {})):
+        if not any(other.startswith(f"{strip_wrappers(name)}.") for other in known):
             optimizer.state.pop(parameter, None)  # it has had no gradient yet
     stored.load("optimizer", name_averages(optimizer, names))
+
+
+def _flatten(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a tensor consists of: of a quantised one codes and scales, if sharded those of this process alone.
+
+    Blocks of numbers with one scale do not end where another layout cuts, so that these cannot be put together again.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        yield "", tensor
+        return
+    of_process = f"{_OF_PROCESS}{dist.get_rank()} of {dist.get_world_size()}" if isinstance(tensor, DTensor) else ""
+    names, _ = local.__tensor_flatten__()
+    yield from ((f".{name}{of_process}", getattr(local, name)) for name in names)
 
 
 def _create_averages(optimizer: torch.optim.Optimizer) -> None:
@@ -319,6 +338,18 @@ def _is_interleaved(tensor: torch.Tensor) -> bool:
         and placement.split_factor
         != math.prod(mesh.size(k) for k in range(number + 1, mesh.ndim) if placements[k].is_shard(placement.dim))
         for number, placement in enumerate(placements)
+    )
+
+
+def _is_of_another(name: str) -> bool:
+    """Whether a tensor is what another of as many processes has of its own."""
+    _, _, process = name.partition(_OF_PROCESS)
+    rank, _, num_processes = process.partition(" of ")
+    return (
+        bool(process)
+        and dist.is_initialized()
+        and int(num_processes) == dist.get_world_size()
+        and int(rank) != dist.get_rank()
     )
 
 
