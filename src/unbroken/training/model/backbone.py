@@ -21,7 +21,8 @@ from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.processor import name_token_types
 from unbroken.routing import Routers
 from unbroken.training.model.images import PixelInputs, RowImages
-from unbroken.training.model.varlen import RowBorders, no_masks
+from unbroken.training.model.sequence import SequenceGroup
+from unbroken.training.model.varlen import RowBorders, make_row_mask, no_masks
 
 
 def hidden_states(
@@ -33,8 +34,10 @@ def hidden_states(
     by_rows: bool = False,
     mask: Any | None = None,
     router_logits: list[torch.Tensor] | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> torch.Tensor:
-    """[B, T, D] the last hidden states, to which the output embeddings are applied.
+    """[B, T, D] the last hidden states, to which the output embeddings are applied; with a `sequence`, those of this
+    process's part of the ids, [B, T / P, D].
 
     Only the nodes of a tree have a `mask` (`tree`): lanes are padded on the right, and a causal model does not look
     ahead. Positions keep rows that share a lane apart; with `by_rows`, which is for one lane, their borders do
@@ -43,6 +46,9 @@ def hidden_states(
     `router_logits` gets those of each layer with experts.
     """
     last_hidden = partial(_last_hidden, model, router_logits)
+    if sequence is not None:
+        with no_masks():
+            return last_hidden(**_split_inputs(sequence, token_ids_BT, position_ids_BT, by_rows=by_rows, mask=mask))
     if mask is not None:
         return last_hidden(input_ids=token_ids_BT, position_ids=position_ids_BT, attention_mask=mask)
     if position_ids_BT is not None and by_rows:
@@ -164,6 +170,33 @@ def _count_calls(model: Any, token_ids_BT: torch.Tensor, pixels: PixelInputs) ->
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _split_inputs(
+    sequence: SequenceGroup,
+    token_ids_BT: torch.Tensor,
+    position_ids_BT: torch.Tensor | None,
+    *,
+    by_rows: bool,
+    mask: Any | None,
+) -> dict[str, Any]:
+    """The own part of the ids and their positions, and masks or borders of whole lanes, padded."""
+    missing = -token_ids_BT.shape[1] % sequence.size
+    if position_ids_BT is None:
+        ids_T = torch.arange(token_ids_BT.shape[1] + missing, device=token_ids_BT.device)
+        positions_BT = ids_T.expand(len(token_ids_BT), -1)
+    else:
+        filling = torch.arange(1, 1 + missing, device=token_ids_BT.device)
+        positions_BT = torch.cat([position_ids_BT, position_ids_BT[:, -1:] + filling], 1)
+    inputs: dict[str, Any] = {"exchange": sequence.attend}
+    inputs |= {"input_ids": sequence.split(token_ids_BT), "position_ids": sequence.split(positions_BT)}
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    elif by_rows and position_ids_BT is not None:
+        inputs |= RowBorders.of(positions_BT).as_inputs()
+    elif position_ids_BT is not None:
+        inputs["attention_mask"] = make_row_mask(positions_BT)
+    return inputs
 
 
 def _last_hidden(model: Any, router_logits: list[torch.Tensor] | None, **inputs: Any) -> torch.Tensor:

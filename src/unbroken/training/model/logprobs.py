@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import attending_by, choose_attention, find_length_dependence, get_tolerance
-from unbroken.routing import Routers
+from unbroken.routing import LIVE, Routers
 from unbroken.training.config import Packing, SharedPrefixes
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import (
@@ -63,6 +63,7 @@ from unbroken.training.model.scores import (
     rounded_scores,
     to_float32,
 )
+from unbroken.training.model.sequence import SequenceGroup
 from unbroken.training.model.tree import Ids, TreeInputs
 from unbroken.training.model.tree_attention import MaskKind, count_filling, make_mask
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
@@ -122,6 +123,8 @@ class PolicyLogprobs(nn.Module):
         self._has_tried_trees = False
         self.tree_mask: MaskKind | None = None
         """What the nodes of a tree are attended with; None: each row is computed whole."""
+        self.sequence: SequenceGroup | None = None
+        """The processes that share the ids of each lane; None: each has its own rows."""
         self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
 
@@ -157,8 +160,9 @@ class PolicyLogprobs(nn.Module):
         """
         if tree is not None:
             assert position_ids_BT is not None, "a tree has depths"
-            hidden_TD = self._hidden_of_tree(token_ids_BT, position_ids_BT, tree.ends_T)
-            scores = self._score(hidden_TD[tree.nodes_U], tree.targets_U, temperature, entropy).pick(tree.places_N)
+            hidden_BTD = self._hidden_of_tree(token_ids_BT, position_ids_BT, tree.ends_T)
+            places: tuple[torch.Tensor, ...] = (torch.zeros_like(tree.nodes_U), tree.nodes_U)
+            scores = self._score_at(hidden_BTD, places, tree.targets_U, temperature, entropy).pick(tree.places_N)
         else:
             if pixels is None and self._stand_in is not None:
                 token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
@@ -166,10 +170,13 @@ class PolicyLogprobs(nn.Module):
             with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
-            scores = self._score(hidden_BTD[picked_BT], token_ids_BT[:, 1:][picked_BT], temperature, entropy)
+            places = picked_BT.nonzero(as_tuple=True)
+            scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][picked_BT], temperature, entropy)
             if counted_BT is not None and router_logits is not None:
                 num_lanes, width = token_ids_BT.shape  # with a stand-in's lane
                 counted_BT = pad(counted_BT, (0, width - counted_BT.shape[1], 0, num_lanes - len(counted_BT)))
+                if self.sequence is not None:
+                    counted_BT = self.sequence.split(counted_BT[:, :-1])
                 counted_N = counted_BT[:, : len(router_logits[0]) // num_lanes].flatten()
                 scores = scores._replace(choices_2E=count_choices(router_logits, counted_N, self._top_k))
         if self._stand_in is not None:
@@ -287,7 +294,29 @@ class PolicyLogprobs(nn.Module):
     def _replaying(self, experts_BTLK: torch.Tensor | None, fed_BT: torch.Tensor) -> AbstractContextManager[None]:
         if self.routers is None:
             return nullcontext()
+        if self.sequence is not None:
+            fed_BT = self.sequence.split(fed_BT)
+            if experts_BTLK is not None:  # they have one id more than is fed
+                experts_BTLK = self.sequence.split(experts_BTLK[:, :-1], fill=LIVE)
         return self.routers.replaying(flatten_experts(experts_BTLK, fed_BT.shape, fed_BT.device))
+
+    def _score_at(
+        self,
+        hidden_BTD: torch.Tensor,
+        places: tuple[torch.Tensor, ...],
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: Entropy,
+    ) -> TokenScores:
+        """The scores by the hidden states at `places`, lanes [N] and ids [N], each computed where its id is."""
+        if self.sequence is None:
+            return self._score(hidden_BTD[places], targets_N, temperature, entropy)
+        lanes_N, ids_N = places
+        length = hidden_BTD.shape[1]
+        owners_N = ids_N // length
+        is_own_N = owners_N == self.sequence.rank
+        own_ND = hidden_BTD[lanes_N[is_own_N], ids_N[is_own_N] % length]
+        return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy), owners_N)
 
     def _score(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: Entropy
@@ -329,19 +358,22 @@ class PolicyLogprobs(nn.Module):
             position_ids_BT=None if position_ids_BT is None else position_ids_BT[:, :-1],
             by_rows=self._attends_by_rows(token_ids_BT),
             router_logits=router_logits,
+            sequence=self.sequence,
         )
 
     def _hidden_of_tree(
         self, token_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor, ends_T: torch.Tensor
     ) -> torch.Tensor:
-        """[T, D] those of all nodes. Blocks are filled up with nodes that have no relatives."""
+        """[1, T, D] those of all nodes. Blocks, and parts, are filled up with nodes that have no relatives."""
         assert self.tree_mask is not None, "plan_rows makes trees only where they are allowed"
         num_nodes = len(ends_T)
-        if num_filled := count_filling(num_nodes, self.tree_mask):
+        if num_filled := count_filling(num_nodes, self.tree_mask, 1 if self.sequence is None else self.sequence.size):
             token_ids_BT, position_ids_BT = (pad(each, (0, num_filled)) for each in (token_ids_BT, position_ids_BT))
             ends_T = torch.cat([ends_T, torch.arange(num_nodes, num_nodes + num_filled, device=ends_T.device) + 1])
         mask = make_mask(ends_T, self.tree_mask, self.causal.dtype)
-        return hidden_states(self.causal, token_ids_BT, position_ids_BT=position_ids_BT, mask=mask)[0, :num_nodes]
+        return hidden_states(
+            self.causal, token_ids_BT, position_ids_BT=position_ids_BT, mask=mask, sequence=self.sequence
+        )
 
     @property
     def _costs(self) -> Costs:

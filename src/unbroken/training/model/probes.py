@@ -24,6 +24,7 @@ from unbroken.exactness import choose_long_length, get_tolerance
 from unbroken.training.model.backbone import get_backbone, hidden_states
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.scores import Entropy
+from unbroken.training.model.sequence import SequenceGroup, add_parts
 from unbroken.training.model.tree import Ids, Nodes, merge_rows, pick_nodes
 from unbroken.training.model.tree_attention import MaskKind
 from unbroken.training.model.varlen import IMPLEMENTATION
@@ -211,9 +212,9 @@ def _compare_gradients(policy: Any, rows: Sequence[Ids]) -> tuple[float, float]:
     alone = _score_alone(policy, rows)
     weights = torch.linspace(-1, 1, len(alone), device=alone.device)
     torch.autograd.backward((weights * alone).sum())
-    whole = _add_squares(trained)
+    whole = _add_squares(trained, policy.sequence)
     torch.autograd.backward(-(weights * _score_tree(policy, rows)).sum())  # leaves the difference
-    return whole, _add_squares(trained)
+    return whole, _add_squares(trained, policy.sequence)
 
 
 def _score_alone(policy: Any, rows: Sequence[Ids]) -> torch.Tensor:
@@ -237,10 +238,10 @@ def _score_tree(policy: Any, rows: Sequence[Ids], changed: Nodes | None = None) 
     return logprobs_N
 
 
-def _add_squares(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """Of the gradients' parts in this process."""
+def _add_squares(parameters: Sequence[torch.nn.Parameter], sequence: SequenceGroup | None) -> float:
+    """Of the gradients' parts in this process, after those of the ids in others were added, as FSDP2 does itself."""
     parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    whole = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+    whole = [part.to_local() if isinstance(part, DTensor) else add_parts(part, sequence) for part in parts]
     return sum(float(part.double().square().sum()) for part in whole)
 
 

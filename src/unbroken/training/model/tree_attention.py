@@ -54,9 +54,12 @@ def limit_variants(number: int) -> dict[str, Any]:
     return {"recompile_limit": number} if is_known else {}
 
 
-def count_filling(num_nodes: int, kind: MaskKind) -> int:
-    """How many nodes a lane needs in addition to those of its tree."""
-    return max(MIN_BLOCKS * BLOCK - num_nodes, -num_nodes % BLOCK) if kind is MaskKind.BLOCKS else 0
+def count_filling(num_nodes: int, kind: MaskKind, num_parts: int = 1) -> int:
+    """How many nodes a lane needs in addition to those of its tree, to be cut into equal parts."""
+    if kind is not MaskKind.BLOCKS:
+        return -num_nodes % num_parts
+    least = max(MIN_BLOCKS * BLOCK, num_nodes)
+    return least - num_nodes + -least % math.lcm(BLOCK, num_parts)
 
 
 def make_mask(ends_T: torch.Tensor, kind: MaskKind, dtype: torch.dtype) -> torch.Tensor | BlockMask:

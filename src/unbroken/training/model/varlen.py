@@ -62,6 +62,12 @@ class RowBorders:
         }
 
 
+def make_row_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
+    """[B, 1, T, T] true where an id attends: to itself and those before it in its row."""
+    rows_BT = (position_ids_BT == 0).cumsum(1)
+    return ((rows_BT[:, :, None] == rows_BT[:, None]).tril())[:, None]
+
+
 def can_attend_by_rows(model: Any) -> bool:
     """Whether the kernel takes this model, where it is and under the present autocast; not whether it is right."""
     if model.config.get_text_config()._attn_implementation not in ("sdpa", IMPLEMENTATION):
@@ -72,14 +78,19 @@ def can_attend_by_rows(model: Any) -> bool:
     return _get_dtype(parameter) in _HALF
 
 
+def register_attention() -> None:
+    """Make `IMPLEMENTATION` known to transformers."""
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _make_mask)
+
+
 @contextmanager
 def attention_by_rows(model: Any) -> Iterator[Callable[[], None]]:
     """Make a model that uses SDPA attend within rows where it gets `RowBorders`.
 
     The block gets a function to call if it shall stay so afterwards.
     """
-    AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, _make_mask)
+    register_attention()
     config = model.config.get_text_config()
     before, config._attn_implementation = config._attn_implementation, IMPLEMENTATION
     kept: list[bool] = []
@@ -115,9 +126,14 @@ def _attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    exchange: Callable[..., tuple[torch.Tensor, None]] | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[B, H, T, D] queries, keys and values to [B, T, H, D]."""
+    """[B, H, T, D] queries, keys and values to [B, T, H, D]; by `SequenceGroup.attend` if that is the `exchange`."""
+    if exchange is not None:
+        rest |= {"scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        query, key, value = (states.to(_get_dtype(states)) for states in (query, key, value))
+        return exchange(_attend, module, query, key, value, attention_mask, sliding_window=sliding_window, **rest)
     if isinstance(attention_mask, BlockMask):
         rest["sliding_window"] = sliding_window
         if unknown := sorted(name for name in _CHANGE_SCORES if rest.get(name) is not None):
