@@ -11,13 +11,16 @@ PEFT is imported only for a `peft.PeftModel`.
 from __future__ import annotations
 
 import copy
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import RowPass
@@ -124,6 +127,124 @@ class BasePolicy:
         """Put rows into lanes and passes."""
         passes: list[RowPass] = self._policy.plan_rows(rows, tokens_per_pass)
         return passes
+
+
+def fuse_adapters(model: Any) -> int:
+    """Let plain LoRA layers compute under autocast in its type alone, and return how many; again is harmless.
+
+        PEFT    x to float32, to bfloat16 for A, B(A x) times scaling, added: 3 passes over x and 3 over the result
+        here    x to bfloat16 once for all layers that get it; scaling and sum are in the product with B (`addmm`)
+
+    A and B stay float32 where they are trained; the sum is rounded once. Without autocast, merged, switched off, or
+    with several adapters, DoRA or hooks on the base layer, PEFT's own code computes.
+    """
+    if not is_adapted(model):
+        return 0
+    from peft.tuners.lora.layer import Linear
+
+    found = [m for m in model.modules() if type(m) is Linear and type(m.get_base_layer()) is nn.Linear]
+    inputs = _RoundedInputs()
+    for module in found:
+        module._rounded_inputs = inputs
+        module.forward = MethodType(_forward_fused, module)
+    return len(found)
+
+
+class _RoundedInputs:
+    """The last input of a layer in a smaller type, for the next layers that get it too (queries, keys, values)."""
+
+    def __init__(self) -> None:
+        self._exact: Any = None
+        self._rounded: torch.Tensor | None = None
+
+    def round(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The input in this type, kept as long as `x` is in use."""
+        if x.dtype == dtype or torch.compiler.is_compiling():  # the compiler finds equal casts itself
+            return x.to(dtype)
+        last = self._rounded if self._exact is not None and self._exact() is x else None
+        if last is None or last.dtype != dtype or last.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
+            last = x.to(dtype)
+            self._exact, self._rounded = weakref.ref(x, self._forget), last
+        return last
+
+    def _forget(self, exact: Any) -> None:
+        if exact is self._exact:
+            self._exact = self._rounded = None
+
+
+def _forward_fused(self: Any, x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+    kind, base, names = x.device.type, self.get_base_layer(), self.active_adapters
+    if arguments or options or not torch.is_autocast_enabled(kind) or not _is_plain(self, base, names):
+        own: torch.Tensor = type(self).forward(self, x, *arguments, **options)
+        return own
+    (name,) = names
+    a_RD, b_ER = self.lora_A[name].weight, self.lora_B[name].weight
+    rounded = self._rounded_inputs.round(x, torch.get_autocast_dtype(kind))
+    with torch.autocast(kind, enabled=False):
+        fused: torch.Tensor = _AdaptedLinear.apply(rounded, base.weight, base.bias, a_RD, b_ER, self.scaling[name])  # type: ignore[no-untyped-call]
+        return fused
+
+
+def _is_plain(layer: Any, base: nn.Linear, names: Sequence[str]) -> bool:
+    """Whether the layer's result is base(x) + scaling * B A x, and its base is frozen and not looked at by hooks."""
+    if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
+        return False
+    name = names[0]
+    if name in layer.lora_variant or layer.lora_B[name].bias is not None or base.weight.requires_grad:
+        return False
+    if type(layer.lora_dropout[name]) is not nn.Identity or (base.bias is not None and base.bias.requires_grad):
+        return False
+    parts = (base, layer.lora_A[name], layer.lora_B[name])
+    return not any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W' + bias + scaling * (x A') B' in the type of x. Shapes: N inputs, D wide; E outputs; R the rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_ED: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        a_RD: torch.Tensor,
+        b_ER: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        x_ND = x.reshape(-1, x.shape[-1])
+        rounded_a, rounded_b = a_RD.to(x.dtype), b_ER.to(x.dtype)
+        inner_NR = torch.mm(x_ND, rounded_a.T)
+        out_NE = linear(x_ND, weight_ED.to(x.dtype), None if bias_E is None else bias_E.to(x.dtype))
+        out_NE = torch.addmm(out_NE, inner_NR, rounded_b.T, alpha=scaling)
+        ctx.save_for_backward(x_ND, weight_ED, rounded_a, rounded_b, inner_NR)
+        ctx.scaling, ctx.shape, ctx.dtypes = scaling, x.shape, (a_RD.dtype, b_ER.dtype)
+        return out_NE.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_ND, weight_ED, rounded_a, rounded_b, inner_NR = ctx.saved_tensors
+        gradient_NE = gradient.reshape(-1, gradient.shape[-1])
+        of_inner_NR = torch.mm(gradient_NE, rounded_b).mul_(ctx.scaling)
+        of_a = torch.mm(of_inner_NR.T, x_ND).to(ctx.dtypes[0])
+        of_b = torch.mm(gradient_NE.T, inner_NR).to(ctx.dtypes[1]).mul_(ctx.scaling)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.mm(gradient_NE, weight_ED.to(x_ND.dtype))
+            of_x = torch.addmm(of_x, of_inner_NR, rounded_a).view(ctx.shape)
+        return of_x, None, None, of_a, of_b, None
+
+
+def keep_residual_exact(model: Any) -> None:
+    """Let a model whose embeddings are bfloat16 add up its layers in float32 under autocast, as one does whose weights
+    are float32: only products are rounded, and logprobs are those of the same weights in float32. Again is harmless.
+    """
+    embeddings = causal_lm(model).get_input_embeddings()
+    if embeddings.weight.dtype != torch.float32 and _to_exact not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_to_exact)
+
+
+def _to_exact(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    return embedded.float() if torch.is_autocast_enabled(embedded.device.type) else embedded
 
 
 def merge_parameters(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -229,15 +229,15 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if not (hidden_states.is_cuda and torch.is_autocast_enabled("cuda") and self.weight.dtype == torch.float32):
+    if not (hidden_states.is_cuda and torch.is_autocast_enabled("cuda")):
         own: torch.Tensor = type(self).forward(self, hidden_states)
         return own
     return compute_norm(self, hidden_states)
 
 
 def compute_norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The norm in one kernel, in float32, which is what the model's own code returns for float32 weights."""
-    return rms_norm(hidden_states.float(), tuple(module.weight.shape), module.weight, _get_eps(module))
+    """The norm in one kernel, in float32, which is what the model's own code returns for float32 hidden states."""
+    return rms_norm(hidden_states.float(), tuple(module.weight.shape), module.weight.float(), _get_eps(module))
 
 
 def _get_eps(module: Any) -> float | None:
@@ -250,7 +250,7 @@ def _is_plain_norm(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
         return False
-    if weight.dim() != 1 or weight.dtype != torch.float32 or _get_eps(module) is None:
+    if weight.dim() != 1 or weight.dtype not in (torch.float32, torch.bfloat16) or _get_eps(module) is None:
         return False
     generator = torch.Generator().manual_seed(0)
     probe = 3 * torch.randn(_PROBE_ROWS, len(weight), generator=generator).to(weight.device)

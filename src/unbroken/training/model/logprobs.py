@@ -23,7 +23,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.exactness import attending_by, choose_attention, find_length_dependence, get_tolerance
 from unbroken.routing import LIVE, Routers
 from unbroken.training.config import Packing, SharedPrefixes
-from unbroken.training.model.adapters import causal_lm
+from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_residual_exact
 from unbroken.training.model.backbone import (
     accepted_inputs,
     check_tower_runs_once,
@@ -116,6 +116,8 @@ class PolicyLogprobs(nn.Module):
         if (reason := find_length_dependence(causal)) is not None:
             raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
         fuse_norms(causal)
+        fuse_adapters(model)
+        keep_residual_exact(model)
         self._packing = packing
         self.routers = routers
         self._shared_prefixes = shared_prefixes
@@ -389,9 +391,10 @@ class PolicyLogprobs(nn.Module):
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 even if the rest is computed in bfloat16, which would round a logit of 20 by up to 0.06."""
-        head = self.causal.get_output_embeddings()
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            if self._is_float32 and head.weight.dtype != torch.float32:  # rounded by FSDP2
+        head, kind = self.causal.get_output_embeddings(), hidden_ND.device.type
+        is_exact = self._is_float32 or torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):
+            if is_exact and head.weight.dtype != torch.float32:  # rounded by FSDP2, or below adapters
                 whole = {name: parameter.float() for name, parameter in head.named_parameters()}
                 return self._scaling.apply(functional_call(head, whole, (hidden_ND.float(),)))
             return self._scaling.apply(to_float32(head(hidden_ND.to(head.weight.dtype))))
