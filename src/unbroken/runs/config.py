@@ -147,9 +147,10 @@ class ModelSettings:
     attn_implementation: Attention | None = None
     """None: transformers' choice (sdpa), and eager for a model with soft caps or sinks, which sdpa leaves out.
     flex_attention is compiled on a GPU; the embedded engine then has eager."""
-    dtype: Precision = Precision.FLOAT32
-    """The type of the weights. Those that are trained are float32; with lora, bfloat16 is for those below the adapters.
-    """
+    dtype: Precision | None = None
+    """The type of the weights. Those that are trained are float32; with lora, bfloat16 is for those below the adapters,
+    which take half the memory so. None: bfloat16 with lora and precision = bfloat16, which rounds them in each product
+    anyway; otherwise float32."""
     revision: str | None = None
     """The branch, tag or commit of a model on the hub, for its tokenizer and the started engine too."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -436,7 +437,7 @@ class RunConfig:
                 "trainer's process, got true: take started or server"
             )
         self.evaluation.check_engine(self.engine)
-        if self.model_settings.dtype is not Precision.FLOAT32 and self.lora is None:
+        if self.model_settings.dtype is Precision.BFLOAT16 and self.lora is None:
             raise InvalidInputError(
                 f"model_settings.dtype must be float32 without lora, got {self.model_settings.dtype}: smaller types "
                 "round updates away; precision = bfloat16 computes the layers in it"
@@ -463,6 +464,13 @@ class RunConfig:
     def adapter_rank(self) -> int | None:
         """Rank of the adapters that engines get; None if they get whole weights."""
         return self.lora.rank if self.lora is not None and self.trainer.lora_updates is LoraUpdates.ADAPTER else None
+
+    @property
+    def chosen_model_settings(self) -> ModelSettings:
+        """`model_settings`, with a type of the weights."""
+        is_rounded = self.lora is not None and self.precision is Precision.BFLOAT16
+        chosen = Precision.BFLOAT16 if is_rounded else Precision.FLOAT32
+        return replace(self.model_settings, dtype=self.model_settings.dtype or chosen)
 
     @property
     def training(self) -> TrainerConfig:

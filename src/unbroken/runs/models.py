@@ -21,6 +21,7 @@ from unbroken.runs.config import (
     EngineKind,
     LoraConfig,
     ModelSettings,
+    Precision,
     RendererConfig,
     RunConfig,
 )
@@ -75,7 +76,9 @@ def load_model(source: str | Path, settings: ModelSettings = _DEFAULT, *, takes_
     attention = settings.attn_implementation
     options = {"attn_implementation": attention and str(attention), **settings.kwargs}
     try:
-        model = auto.from_pretrained(locate(source), dtype=getattr(torch, settings.dtype), **options)
+        model = auto.from_pretrained(
+            locate(source), dtype=getattr(torch, settings.dtype or Precision.FLOAT32), **options
+        )
     except (OSError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"model must be a folder or the hub's name of a model, got {str(source)!r}, which takes model_settings, "

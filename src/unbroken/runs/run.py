@@ -153,7 +153,7 @@ async def open_run(
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
         samplers.check_lengths(renderer, images)
-        policy = load_model(model, config.model_settings, takes_images=images is not None)
+        policy = load_model(model, config.chosen_model_settings, takes_images=images is not None)
         processor = None if images is None else images.processor
         engine, evaluation_engine = await _open_engines(
             stack, config, policy, source=model, device=accelerator.device, rank=rank, processor=processor

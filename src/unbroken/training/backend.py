@@ -40,6 +40,7 @@ from unbroken.training.model.images import RowImages
 from unbroken.training.model.lanes import (
     MAX_COMPILED_PASS_IDS,
     MAX_PASS_IDS,
+    WIDE,
     CudaMemory,
     PassSize,
     holding_gradients,
@@ -150,7 +151,8 @@ class TrainerBackend:
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._origin = ModelOrigin.of(model)
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
-        self._frozen = checksum_of_frozen(model) if is_adapted(model) and accelerator.is_main_process else ""
+        self._frozen: str | None = None
+        """The checksum of what adapters leave as it is, once a checkpoint needs it."""
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
@@ -369,6 +371,7 @@ class TrainerBackend:
         """
         if self.accelerator.num_processes > 1 and self._writers is None:
             self._writers = torch.distributed.new_group(backend="gloo")
+        self._frozen = self._frozen or self._sum_frozen()
         key, frozen = self.from_all_processes((uuid.uuid4().hex, self._frozen))[0]
         with self.fail_together():
             tensors = {
@@ -405,7 +408,12 @@ class TrainerBackend:
                     f"{folder} was saved in format 1 by {len(state.processes)} processes and cannot be resumed by "
                     f"{num_processes}: start as many, for one step, whose checkpoint any number can resume"
                 )
-        if state.frozen != (frozen := self.from_all_processes(self._frozen)[0]):
+        if state.model is not None and state.model.dtype != self._origin.dtype:
+            raise CheckpointError(
+                f"{folder} is of a model in {state.model.dtype}, and this one is in {self._origin.dtype}: set "
+                f"model_settings.dtype to {state.model.dtype}"
+            )
+        if state.frozen != (frozen := self.from_all_processes(self._sum_frozen(like=state.frozen))[0]):
             raise CheckpointError(
                 f"{folder} is of a model whose frozen weights have the checksum {state.frozen!r}, and not {frozen!r}: "
                 "give the trainer the model that the run began with"
@@ -420,6 +428,13 @@ class TrainerBackend:
             load_averages(self.optimizer, self._trained, stored)
         self.num_updates = state.num_updates
         return state
+
+    def _sum_frozen(self, like: str = "") -> str:
+        """The checksum of the weights that checkpoints leave out, in the first process; empty if there are none."""
+        model = self._model()
+        if not is_adapted(model) or not (self.is_sharded or self.accelerator.is_main_process):
+            return ""
+        return checksum_of_frozen(model, like=like, gather=gather_tensor)
 
     def _parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint: weights, the optimizer's averages, and a reference that changes."""
@@ -528,12 +543,13 @@ class TrainerBackend:
         """
         if self.accelerator.device.type != "cuda":
             return MAX_PASS_IDS
+        max_ids = MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS
         with holding_gradients(self.policy):
             found = measure_pass_size(
                 partial(make_probe_pass, self.policy, self.accelerator),
                 CudaMemory(self.accelerator.device),
                 reserved_bytes=0 if self.optimizer.state else count_state_bytes(self.policy, self._config.optimizer),
-                max_ids=MAX_COMPILED_PASS_IDS if self._config.compile else MAX_PASS_IDS,
+                max_ids=max_ids // 2 if self.policy.hidden_size >= WIDE else max_ids,
                 agree=lambda value: max(self.from_all_processes(value)),
             )
         _logger.info("%s", found)

@@ -129,6 +129,22 @@ def test_frozen_weights_below_adapters_may_be_bfloat16_and_no_others(phi3):
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "lora", "precision", "chosen"),
+    [
+        (None, None, "bfloat16", "float32"),
+        (None, LoraConfig(), "float32", "float32"),
+        (None, LoraConfig(), "bfloat16", "bfloat16"),
+        ("float32", LoraConfig(), "bfloat16", "float32"),
+        ("bfloat16", LoraConfig(), "float32", "bfloat16"),
+    ],
+)
+def test_the_base_below_adapters_is_in_the_type_that_its_layers_are_computed_in(dtype, lora, precision, chosen):
+    settings = ModelSettings(dtype=dtype and Precision(dtype))
+    config = run_config(model_settings=settings, lora=lora, precision=Precision(precision))
+    assert config.chosen_model_settings.dtype == chosen
+
+
 @pytest.mark.parametrize("kind", ["embedded", "started", "server"])
 def test_keyword_arguments_change_the_config_where_the_engine_has_it_too(gemma2, kind):
     settings = ModelSettings(kwargs={"attn_logit_softcapping": 7.0, "use_safetensors": True})

@@ -92,7 +92,7 @@ def _load_model(origin: ModelOrigin, stored: StoredState) -> Any:
     trained = set(state.trained)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    if state.frozen and state.frozen != (found := checksum_of_frozen(model)):
+    if state.frozen and state.frozen != (found := checksum_of_frozen(model, like=state.frozen)):
         raise CheckpointError(
             f"{checkpoint} is of a model whose frozen weights have the checksum {state.frozen!r}, and those of "
             f"{origin.source} have {found!r}: give the model that the run began with as --model"

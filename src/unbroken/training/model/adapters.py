@@ -11,6 +11,7 @@ PEFT is imported only for a `peft.PeftModel`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,14 @@ ADAPTER_NAMES = ("lora_", ".modules_to_save.")
 """Parts of the names of all parameters that PEFT adds."""
 _UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `LoraConfig.init_lora_weights` that leave the base unchanged; PiSSA and others subtract from it."""
+
+
+_SUMS = "sums-"
+"""Begins a checksum; older ones are a CRC-32."""
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def strip_wrappers(name: str) -> str:
@@ -190,9 +199,9 @@ def _is_plain(layer: Any, base: nn.Linear, names: Sequence[str]) -> bool:
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
         return False
     name = names[0]
-    if name in layer.lora_variant or layer.lora_B[name].bias is not None or base.weight.requires_grad:
+    if name in layer.lora_variant or layer.lora_B[name].bias is not None:
         return False
-    if type(layer.lora_dropout[name]) is not nn.Identity or (base.bias is not None and base.bias.requires_grad):
+    if type(layer.lora_dropout[name]) is not nn.Identity or any(own.requires_grad for own in base.parameters()):
         return False
     parts = (base, layer.lora_A[name], layer.lora_B[name])
     return not any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in parts)
@@ -313,13 +322,43 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield strip_wrappers(name), module
 
 
-def checksum_of_frozen(model: Any) -> str:
-    """A checksum of all parameters that are not trained."""
+def checksum_of_frozen(model: Any, *, like: str = "", gather: Any = _itself) -> str:
+    """A checksum of all parameters that are not trained: whether a checkpoint of adapters is of this base.
+
+    Sums of the bits of each parameter, where it is: a GPU reads 33 GB in a few hundredths of a second, and one core
+    took 20 seconds for their CRC-32. Any changed bit changes it, and so do rows or columns that change places. `like`
+    is that of a checkpoint, which may be an old one's CRC-32. `gather` gathers a sharded parameter.
+    """
+    frozen = [(strip_wrappers(name), own) for name, own in model.named_parameters() if not own.requires_grad]
+    if like and not like.startswith(_SUMS):
+        return _crc_of(frozen, gather)
+    digest = hashlib.sha256()
+    sums = [_sum_bits(gather(parameter.detach())) for _, parameter in frozen]
+    totals = torch.stack(sums).tolist() if sums else []
+    for (name, parameter), of_parameter in zip(frozen, totals, strict=True):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {of_parameter}".encode())
+    return _SUMS + digest.hexdigest()[:16]
+
+
+def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """[4] sums of the bits as integers, modulo 2^64: of all, and of rows and columns, each times its number."""
+    rows = tensor.contiguous().view(len(tensor) if tensor.dim() > 1 else 1, -1)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = rows.view(kinds[tensor.element_size()])
+    of_rows = bits.sum(-1, dtype=torch.int64)
+    places = torch.arange(1, len(of_rows) + 1, device=tensor.device)
+    of_columns = bits.sum(0, dtype=torch.int64)
+    columns = torch.arange(1, len(of_columns) + 1, device=tensor.device)
+    return torch.stack(
+        [of_rows.sum(), (of_rows * places).sum(), (of_rows * places * places).sum(), (of_columns * columns).sum()]
+    )
+
+
+def _crc_of(parameters: Sequence[tuple[str, nn.Parameter]], gather: Any) -> str:
     value = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            value = zlib.crc32(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode(), value)
-            value = zlib.crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), value)
+    for name, parameter in parameters:
+        value = zlib.crc32(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode(), value)
+        value = zlib.crc32(gather(parameter.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy(), value)
     return f"{value:08x}"
 
 

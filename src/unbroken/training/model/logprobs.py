@@ -107,7 +107,7 @@ class PolicyLogprobs(nn.Module):
         self._no_split_modules = _find_block_classes(causal)  # for accelerate: FSDP2 gathers one block at a time
         embeddings_VD = causal.get_input_embeddings().weight
         self.vocab_size: int = embeddings_VD.shape[0]
-        self._hidden_size: int = embeddings_VD.shape[1]
+        self.hidden_size: int = embeddings_VD.shape[1]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.from_config(causal.config.get_text_config())
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
@@ -204,7 +204,7 @@ class PolicyLogprobs(nn.Module):
         """Put rows of these lengths into lanes and passes: padded, unless packing them costs less."""
         if self._packing is not Packing.AUTO:
             return plan_passes(lengths, tokens_per_pass, self.layout)
-        return plan_cheapest(lengths, tokens_per_pass, self.layout, width=self._hidden_size, costs=self._costs)
+        return plan_cheapest(lengths, tokens_per_pass, self.layout, width=self.hidden_size, costs=self._costs)
 
     def plan_rows(self, rows: Sequence[Ids], tokens_per_pass: int) -> list[RowPass]:
         """Put rows into lanes and passes; where allowed and cheaper, rows that begin with the same ids into trees."""
@@ -214,7 +214,7 @@ class PolicyLogprobs(nn.Module):
         if self.tree_mask is None or not rows:
             return passes
         in_blocks = self.tree_mask is MaskKind.BLOCKS
-        width, costs = self._hidden_size, self._costs
+        width, costs = self.hidden_size, self._costs
         trees, cost = plan_trees_by_cost(rows, tokens_per_pass, width=width, costs=costs, in_blocks=in_blocks)
         if self._shared_prefixes is SharedPrefixes.ALWAYS:
             return trees

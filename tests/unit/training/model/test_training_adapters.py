@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.rows import random_rows
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.training.config import OptimizerConfig, Reference, TrainerConfig
+from unbroken.training.model.adapters import checksum_of_frozen
 from unbroken.training.trainer import Trainer
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -123,6 +125,42 @@ def test_a_checkpoint_of_adapters_on_another_base_is_refused(rows, tmp_path):
         other.model.norm.weight[3] += 1e-6
     with pytest.raises(CheckpointError, match="is of a model whose frozen weights have the checksum"):
         make(with_lora(other))[0].load(tmp_path / "state")
+
+
+def test_a_checkpoint_of_an_older_version_whose_base_has_a_crc_goes_on(rows, tmp_path):
+    trainer, model = make(with_lora(tiny_qwen3()))
+    trainer.save(tmp_path / "state")
+    path = tmp_path / "state" / "state.json"
+    state = json.loads(path.read_text())
+    assert state["frozen"] == checksum_of_frozen(model)
+    state["frozen"] = checksum_of_frozen(model, like="0")
+    assert len(state["frozen"]) == 8
+    path.write_text(json.dumps(state))
+    make(with_lora(tiny_qwen3()))[0].load(tmp_path / "state")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checksum_of_a_base_sees_a_bit_and_rows_and_columns_that_change_places(dtype):
+    def change(weight, kind):
+        if kind == "bit":
+            weight.view(torch.int16)[3, 5] ^= 1
+        elif kind == "rows":
+            weight[[1, 2]] = weight[[2, 1]]
+        elif kind == "columns":
+            weight[:, [1, 2]] = weight[:, [2, 1]]
+
+    found = set()
+    for kind in ("none", "bit", "rows", "columns"):
+        model = with_lora(tiny_qwen3().to(dtype))
+        change(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.data, kind)
+        found.add(checksum_of_frozen(model))
+    assert len(found) == 4
+
+
+def test_a_checkpoint_of_a_base_in_another_type_says_which_setting_continues_it(tmp_path):
+    make(with_lora(tiny_qwen3()))[0].save(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"in float32, and this one is in bfloat16: set model_settings.dtype to"):
+        make(with_lora(tiny_qwen3().bfloat16()))[0].load(tmp_path / "state")
 
 
 @pytest.mark.parametrize(
