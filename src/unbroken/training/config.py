@@ -200,9 +200,9 @@ class TrainerConfig:
     tokens_per_micro_batch: int | None = None
     """Maximum ids in one forward pass, padding included and shared ones counted once; a longer row is not cut and has a
     pass of its own. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
-    the first step beside gradients and optimizer; with `compile`, a GPU begins with 24,576; models as wide as
-    2,048 and wider begin with half. A pass that runs out of
-    memory halves it, and the step goes on (not with FSDP2, whose processes wait for each other in every pass)."""
+    the first step beside gradients and optimizer; with `compile`, a GPU begins with 24,576, and with half for models as
+    wide as 2,048 or wider. A pass that runs out of memory halves it, and the step goes on (not with FSDP2, whose
+    processes wait for each other in every pass)."""
     packing: Packing = Packing.AUTO
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
     gradient_checkpointing: bool = False

@@ -266,7 +266,7 @@ MAX_COMPILED_PASS_IDS = 24_576
 """Compiled layers are done in two thirds of the time, but launched no faster: of this many ids a step took 3.56 s on an
 H200, of 12,288 3.90 s (docs/lab-notes/training-speed.md)."""
 WIDE = 2048
-"""Models of this hidden size and more get half as many ids: a GPU needs as long for them, and a pass half the memory."""
+"""Models of this hidden size and more get half as many ids: a GPU is as busy with them, in half the memory."""
 MIN_PASS_IDS = 768
 _NUM_SIZES = 4
 """The largest size, and those by halves below it that a measurement begins with."""
