@@ -69,7 +69,10 @@ def start(arguments: argparse.Namespace, tree: Path, num_processes: int) -> dict
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
         command = command if num_processes > 1 else [sys.executable]
         shape = [f"--layers={arguments.layers}", f"--hidden={arguments.hidden}", f"--rounds={arguments.rounds}"]
-        environment = os.environ | {"PYTHONPATH": str(tree / "src"), "ACCELERATE_USE_CPU": "true"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
+        }
+        environment |= {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
         subprocess.run([*command, __file__, *shape, "--worker", folder], env=environment, check=True)
         rounds: list[dict[str, float]] = json.loads((Path(folder) / "result.json").read_text())
     return {name: statistics.median(each[name] for each in rounds) for name in COLUMNS}
