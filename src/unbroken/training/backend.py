@@ -28,10 +28,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError
+from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.routing import ReplayCounts, Routers
-from unbroken.training.config import LoraUpdates, OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.config import (
+    LoraUpdates,
+    OptimizerConfig,
+    OptimizerName,
+    Reference,
+    SharedPrefixes,
+    TrainerConfig,
+)
 from unbroken.training.model.adapters import BasePolicy, causal_lm, checksum_of_frozen, is_adapted
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
@@ -158,7 +165,9 @@ class TrainerBackend:
             self._reference = self._freeze(reference)
         self.vocab_size = policy.vocab_size
         """Number of ids that the model has embeddings for."""
-        self._wrapped, self.optimizer = accelerator.prepare(policy, _make_optimizer(policy, config.optimizer))
+        self._wrapped, self.optimizer = accelerator.prepare(
+            policy, _make_optimizer(policy, config.optimizer, accelerator.device)
+        )
         self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
         """Without what the accelerator wraps it in."""
         self._writers: torch.distributed.ProcessGroup | None = None
@@ -343,7 +352,10 @@ class TrainerBackend:
                 "logprobs far from the sampler's (a ratio beyond float32), huge rewards, or weights that are not finite"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            if isinstance(group["lr"], torch.Tensor):  # torchao's, in what it has compiled
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_updates += 1
@@ -697,17 +709,23 @@ class TrainerBackend:
         return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
 
 
-def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
+def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    options: dict[str, Any] = {
+        "lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay
+    }  # fmt: skip
+    if config.name is OptimizerName.ADAMW:
+        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda" or None)
+    try:
+        from torchao.optim import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "trainer.optimizer.name adamw_8bit needs the torchao extra", "torchao") from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **options)
+    return optimizer
 
 
 def count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
     """Bytes of this process's device that the optimizer keeps from its first update on: AdamW's two averages."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return sum(2 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trained)
+    of_one = 2 if config.name is OptimizerName.ADAMW_8BIT else 8
+    return sum(of_one * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,12 @@ from accelerate import Accelerator
 from support.adapted import with_lora
 from support.architectures import tiny_model
 from support.gradients import pull
-from support.models import tiny_qwen3
+from support.models import random_qwen3, tiny_qwen3
 from support.prefixes import branching_rows
 from support.rows import random_rows, row, unscored
-from unbroken.errors import TrainingError
+from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.backend import TrainerBackend
-from unbroken.training.config import OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.config import OptimizerConfig, OptimizerName, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import ReferenceSync
 from unbroken.training.model.scores import Entropy
 
@@ -197,6 +198,46 @@ def test_the_temperature_of_the_rows_is_that_of_a_call():
     passes = add(backend, unscored([cold]))
     np.testing.assert_allclose(passes.logprobs[0], backend.logprobs([cold])[0][2:], atol=2e-6)
     assert np.abs(passes.logprobs[0] - backend.logprobs([warm])[0][2:]).max() > 1e-3
+
+
+EIGHT_BITS = replace(CONFIG, optimizer=replace(OPTIMIZER, name=OptimizerName.ADAMW_8BIT))
+
+
+def wide_backend(config: TrainerConfig, *, seed: int = 0) -> TrainerBackend:
+    """Its matrices are large enough to be quantised."""
+    model = random_qwen3(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=64, max_position_embeddings=256, initializer_range=0.3, seed=seed,
+    )  # fmt: skip
+    return TrainerBackend(model, config, accelerator=Accelerator())
+
+
+@torch.compiler.set_stance("force_eager")
+def test_averages_of_8_bits_train_nearly_as_those_of_32_and_continue_bit_for_bit(tmp_path):
+    pytest.importorskip("torchao")
+    exact, rounded, resumed = wide_backend(CONFIG), wide_backend(EIGHT_BITS), wide_backend(EIGHT_BITS, seed=1)
+    before = weights_of(exact)
+    for number in range(3):
+        for backend in (exact, rounded):
+            add(backend, rows_of(number))
+            backend.optimizer_step(1e-2)
+    moved, off = (
+        sum(float((weights_of(rounded)[name] - other).square().sum()) for name, other in others.items())
+        for others in (before, weights_of(exact))
+    )
+    assert 0 < off < 0.01 * moved
+    rounded.copy_state(policy_version=3, processes=[{}])(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    for backend in (rounded, resumed):
+        add(backend, rows_of(9))
+        backend.optimizer_step(3e-3)
+    assert_close(weights_of(resumed), weights_of(rounded), atol=0)
+
+
+def test_averages_of_8_bits_name_the_extra_that_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(InvalidInputError, match=r"trainer.optimizer.name adamw_8bit needs the torchao extra: pip inst"):
+        make_backend(EIGHT_BITS)
 
 
 class LimitedMemory:
