@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,7 @@ from unbroken.engines.vllm.startup import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
 from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
 from unbroken.engines.vllm.weights.workers import RECEIVERS
-from unbroken.errors import EngineError, WeightsError
+from unbroken.errors import EngineError, InvalidInputError, SamplingError, WeightsError
 from unbroken.transfer.packed import PackedSource
 from unbroken.transfer.sources import WeightSource
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
@@ -51,6 +52,9 @@ from unbroken.types import InFlight, WeightPlacement, WeightReceipt
 _T = TypeVar("_T")
 _KEEP_WEIGHTS, _DISCARD_ALL = 1, 2
 _WEIGHTS, _KV = "weights", "kv_cache"
+
+MEASURED_QUANTIZATIONS = frozenset({"fp8"})
+"""Under which served logprobs after an update are those of a fresh load (lab notes)."""
 
 Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Waits for vLLM, and raises our errors for its own."""
@@ -67,16 +71,17 @@ class ControlledEngine:
         self._prompts = prompts
         self._requests = Requests(llm, prompts, check=self._check_not_failed)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
+        self._in_lockstep = steps_in_lockstep(llm)
         self.communicator = WorkerCommunicator(
-            self._calls.rpc,
+            self._call_between_steps,
             shapes=self._deliveries.shapes,
             check_awake=self._check_awake,
             num_workers=self.world_size,
         )
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""
         self.transfer = EngineTransfer(
-            partial(self._calls.rpc, "call_receiver", PackedSource.__name__),
-            check_awake=self._check_open,
+            partial(self._call_between_steps, "call_receiver", PackedSource.__name__),
+            check_awake=self._check_takes_weights,
             check_weights=self._deliveries.check,
             num_workers=self.world_size,
         )
@@ -179,8 +184,9 @@ class ControlledEngine:
         `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
         loads, the engine answers nothing more: some of its weights may be new.
 
-        Raises `SamplingError` also for missing weights, `WeightsError` if there is no room for a copy or a worker
-        cannot open it, and `EngineError` if the checkpoint's names cannot be read.
+        Raises `SamplingError` also for missing weights and a quantisation that was not measured, `WeightsError` if
+        there is no room for a copy or a worker cannot open it, and `EngineError` if the checkpoint's names cannot be
+        read.
         """
         check_source(source, self.weight_sources)
         self._check_can_update(policy_version, in_flight)
@@ -254,7 +260,8 @@ class ControlledEngine:
     async def _receive_adapter(self, delivery: Delivery, policy_version: int) -> WeightReceipt:
         """Load an adapter while requests run with theirs; they go on between its parts."""
         times = [time.perf_counter()]
-        digest = await delivery.receive(self._calls.rpc)
+        async with self._between_steps():
+            digest = await delivery.receive(self._calls.rpc)
         times.append(time.perf_counter())
         await self._policy.make_room(num_others=self._num_adapters)
         if self._asleep:
@@ -284,8 +291,8 @@ class ControlledEngine:
         """Stop the steps, and receive the weights: at the same time, unless requests must finish first."""
         if self._asleep:
             return await delivery.receive(self._calls.rpc)
-        if in_flight is InFlight.FINISH:
-            await self._stop_steps("wait")
+        if in_flight is InFlight.FINISH or self._in_lockstep:
+            await self._stop_steps("wait" if in_flight is InFlight.FINISH else "keep")
             return await delivery.receive(self._calls.rpc)
         outcomes: tuple[Any, Any] = await asyncio.gather(
             self._stop_steps("keep"),
@@ -297,6 +304,29 @@ class ControlledEngine:
                 raise outcome
         digest: str | None = outcomes[1]
         return digest
+
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Stop the steps for the block if data-parallel copies step together; the lock is held.
+
+        A worker that waits for a sender and for all other workers would wait forever for one whose step waits for the
+        first worker's part of it.
+        """
+        stops = self._in_lockstep and not self._asleep and not self._paused
+        if stops:
+            await self._stop_steps("keep")
+        try:
+            yield
+        finally:
+            if stops:
+                await self._resume_unless_paused()
+
+    async def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
+        """Call all workers, for transports whose workers wait for each other, outside of an update."""
+        if not self._in_lockstep:
+            return await self._calls.rpc(method, *args)
+        async with self._lock, self._between_steps():
+            return await self._calls.rpc(method, *args)
 
     async def _stop_steps(self, mode: Literal["keep", "wait"]) -> None:
         """Stop the steps, with "wait" once running requests have finished; requests that come meanwhile are kept.
@@ -348,6 +378,7 @@ class ControlledEngine:
 
     def _check_can_update(self, policy_version: int, in_flight: InFlight) -> None:
         self._check_open()
+        check_quantization(self._llm)
         check_version_rises(policy_version, current=self._policy_version)
         check_can_finish(in_flight, paused=self._paused)
 
@@ -355,6 +386,11 @@ class ControlledEngine:
         """Raise `EngineError` unless requests may come."""
         self._check_open()
         check_awake(self._refusing)
+
+    def _check_takes_weights(self) -> None:
+        """Raise unless weights may be received before their update begins."""
+        self._check_open()
+        check_quantization(self._llm)
 
     def _check_open(self) -> None:
         """Raise `EngineError` if the engine is closed, has failed or is dead."""
@@ -367,6 +403,41 @@ class ControlledEngine:
     def _check_not_failed(self) -> None:
         if self._failure is not None:
             raise EngineError(self._failure)
+
+
+def steps_in_lockstep(llm: AsyncLLM) -> bool:
+    """Whether a step of one data-parallel copy needs the others: those of a mixture of experts share its layers."""
+    return llm.vllm_config.parallel_config.data_parallel_size > 1 and bool(llm.model_config.is_moe)
+
+
+def check_runs_here(llm: AsyncLLM) -> None:
+    """Raise `InvalidInputError` for what vLLM starts and cannot run: on a CPU its copies cannot share experts.
+
+    vLLM 0.32 raises NotImplementedError in `DeviceCommunicatorBase.all_gatherv` at the first request, and is dead.
+    """
+    if steps_in_lockstep(llm) and current_platform.is_cpu():
+        size = llm.vllm_config.parallel_config.data_parallel_size
+        raise InvalidInputError(
+            f"--data-parallel-size {size} with a mixture of experts ({llm.model_config.model!r}) needs GPUs: vLLM on a "
+            "CPU ends at the first request"
+        )
+
+
+def check_quantization(llm: AsyncLLM) -> None:
+    """Raise `SamplingError` if new weights in this quantisation were not compared with a fresh load of them."""
+    name = llm.model_config.quantization
+    if name is None:
+        return
+    if name not in MEASURED_QUANTIZATIONS:
+        raise SamplingError(
+            f"an update of the weights with --quantization {name} was not measured, only one with "
+            f"{sorted(MEASURED_QUANTIZATIONS)}: start vLLM with one of these, or without --quantization"
+        )
+    if getattr(llm.model_config.hf_config, "quantization_config", None) is not None:
+        raise SamplingError(
+            f"an update of the weights needs a checkpoint that is not quantised itself, got {llm.model_config.model!r} "
+            f"with --quantization {name}: vLLM quantises trained weights from a bfloat16 checkpoint's form"
+        )
 
 
 def check_can_sleep(llm: AsyncLLM) -> None:

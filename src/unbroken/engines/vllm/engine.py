@@ -26,7 +26,7 @@ from unbroken.engines.checks import (
 )
 from unbroken.engines.registry import EngineOptions
 from unbroken.engines.vllm import conversion
-from unbroken.engines.vllm.control import ControlledEngine
+from unbroken.engines.vllm.control import ControlledEngine, check_runs_here
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.startup import (
     SampledCounter,
@@ -108,6 +108,7 @@ class VllmEngine(ControlledEngine):
         counter = SampledCounter()
         llm = await start_llm(args, counter)
         try:
+            check_runs_here(llm)
             await llm.collective_rpc("score_at_temperature")
             await llm.collective_rpc("map_on_free")
             await llm.update_weight_version("0")

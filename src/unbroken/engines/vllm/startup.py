@@ -69,13 +69,15 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
     are computed whole (no chunked prefill) unless the options say otherwise.
 
     Raises:
-        InvalidInputError: another worker extension is given, or settings of images for the whole engine.
+        InvalidInputError: another worker extension is given, settings of images for the whole engine, or copies that
+            this process does not control.
     """
     if args.mm_processor_kwargs:
         raise InvalidInputError(
             f"mm_processor_kwargs must be left out, got {args.mm_processor_kwargs}: renderer and trainer would not "
             "know them. Give them with requests, or in the model's preprocessor_config.json"
         )
+    check_all_copies_are_here(args)
     if args.worker_extension_cls not in ("", EXTENSION):
         raise InvalidInputError(
             f"worker_extension_cls must be left out, got {args.worker_extension_cls!r}: the engine needs its own "
@@ -98,6 +100,28 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
         max_loras=max(args.max_loras, num_adapters + 1),
         enable_chunked_prefill=False if whole_prompts else args.enable_chunked_prefill,
     )
+
+
+def check_all_copies_are_here(args: AsyncEngineArgs) -> None:
+    """Raise `InvalidInputError` if other processes have some of the data-parallel copies, which no update would reach.
+
+    A copy that another machine starts without a server (`--headless`) is this process's.
+    """
+    for name in (
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+        "data_parallel_multi_port_external_lb",
+    ):
+        value = getattr(args, name, None)
+        if value is not None and value is not False:  # 0 is a rank
+            option = name.replace("_", "-")
+            raise InvalidInputError(
+                f"--{option} must be left out with --data-parallel-size {args.data_parallel_size}, got {value}: "
+                "updates and pauses would reach this server's copies only. Start one server with all, or one for each, "
+                "without --data-parallel-size"
+            )
 
 
 async def start_llm(args: AsyncEngineArgs, counter: SampledCounter) -> AsyncLLM:

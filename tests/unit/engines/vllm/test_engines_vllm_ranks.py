@@ -1,10 +1,13 @@
 """Engines of several workers: conversations stay on one data-parallel rank; answers and orders of all workers."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from unbroken.errors import InvalidInputError, SamplingError
 
 
 @pytest.fixture
@@ -77,3 +80,113 @@ def test_all_workers_score_the_prompts_of_a_step_in_the_same_order() -> None:
     groups = _group_by_temperature(dict.fromkeys(keys), lambda key: 0.5 if int(key[6:]) % 3 else 0)
     assert list(groups) == [1.0, 0.5]
     assert groups == {1.0: keys[::3], 0.5: [key for key in keys if int(key[6:]) % 3]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--data-parallel-rank", "0"),
+        ("--data-parallel-start-rank", "1"),
+        ("--data-parallel-external-lb",),
+        ("--data-parallel-hybrid-lb",),
+    ],
+)
+def test_copies_that_this_server_does_not_control_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
+    from unbroken.engines.vllm.startup import parse_engine_args, require_exactness
+
+    args = parse_engine_args(["--model", str(tmp_path), "--data-parallel-size", "2", *words])
+    with pytest.raises(InvalidInputError, match=f"{words[0]} must be left out with --data-parallel-size 2"):
+        require_exactness(args, num_adapters=0)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "checkpoint", "message"),
+    [
+        (None, None, None),
+        ("fp8", None, None),
+        ("fp8", {"quant_method": "fp8"}, "needs a checkpoint that is not quantised itself"),
+        ("nvfp4_per_token", None, "with --quantization nvfp4_per_token was not measured, only one with"),
+        ("modelopt_fp4", {"quant_method": "modelopt"}, "with --quantization modelopt_fp4 was not measured"),
+    ],
+)
+def test_weights_are_updated_in_quantisations_that_were_measured(
+    quantization: str | None, checkpoint: Any, message: str | None
+) -> None:
+    from unbroken.engines.vllm.control import check_quantization
+
+    hf_config = SimpleNamespace(quantization_config=checkpoint)
+    llm: Any = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization, hf_config=hf_config, model="somewhere")
+    )
+    if message is None:
+        check_quantization(llm)
+        return
+    with pytest.raises(SamplingError, match=message):
+        check_quantization(llm)
+
+
+class _LockstepEngine:
+    """Notes the calls of an engine whose copies step together."""
+
+    def __init__(self, *, in_lockstep: bool) -> None:
+        from unbroken.engines.vllm.control import ControlledEngine
+
+        self.calls: list[str] = []
+        engine = self.engine = object.__new__(ControlledEngine)
+        engine._in_lockstep, engine._asleep, engine._paused = in_lockstep, False, False
+        engine._lock = asyncio.Lock()
+        engine._calls = SimpleNamespace(rpc=self._rpc, wait=self._wait)
+        engine._llm = SimpleNamespace(
+            engine_core=SimpleNamespace(pause_scheduler_async=lambda mode, clear_cache: f"stop {mode}"),
+            resume_generation=lambda: "resume",
+        )
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
+        await asyncio.sleep(0)
+        return []
+
+    async def _wait(self, call: Any) -> None:
+        self.calls.append(f"begin {call}")
+        await asyncio.sleep(0)
+        self.calls.append(f"end {call}")
+
+
+async def test_workers_that_wait_for_each_other_are_called_between_steps_if_copies_step_together() -> None:
+    lockstep = _LockstepEngine(in_lockstep=True)
+    await lockstep.engine._call_between_steps("call_receiver", "take")
+    assert lockstep.calls == ["begin stop keep", "end stop keep", "call_receiver", "begin resume", "end resume"]
+    alone = _LockstepEngine(in_lockstep=False)
+    await alone.engine._call_between_steps("call_receiver", "take")
+    assert alone.calls == ["call_receiver"]
+
+
+@pytest.mark.parametrize("in_lockstep", [True, False])
+async def test_an_update_is_received_after_the_last_step_only_if_copies_step_together(in_lockstep: bool) -> None:
+    from unbroken.types import InFlight
+
+    engine = _LockstepEngine(in_lockstep=in_lockstep)
+
+    async def receive(rpc: Any) -> str:
+        await rpc("receive_weights")
+        return "digest"
+
+    delivery: Any = SimpleNamespace(receive=receive)
+    assert await engine.engine._stop_and_receive(delivery, InFlight.PAUSE) == "digest"
+    expected = ["begin stop keep", "end stop keep", "receive_weights"]
+    assert engine.calls == (expected if in_lockstep else [expected[0], expected[2], expected[1]])
+
+
+@pytest.mark.parametrize(("size", "is_moe", "refused"), [(1, True, False), (2, False, False), (2, True, True)])
+def test_copies_that_share_experts_are_refused_on_a_cpu(size: int, is_moe: bool, refused: bool) -> None:
+    from unbroken.engines.vllm.control import check_runs_here
+
+    llm: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=size)),
+        model_config=SimpleNamespace(is_moe=is_moe, model="somewhere"),
+    )
+    if not refused:
+        check_runs_here(llm)
+        return
+    with pytest.raises(InvalidInputError, match="--data-parallel-size 2 with a mixture of experts"):
+        check_runs_here(llm)
