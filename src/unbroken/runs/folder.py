@@ -49,6 +49,7 @@ _MAY_CHANGE = (
     "loop.max_empty_steps",
     "checkpoints.",
     "export.",
+    "trainer.parallel.",
     "evaluation.",
     "rollout_log.",
     "timeline.",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -159,13 +158,11 @@ def write_pretrained(
 
 def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Tensor]], form: ModelForm) -> None:
     dtype = form.dtype or stored_dtype(model)
-    config = deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.dtype = model.dtype
-    config.save_pretrained(folder)
-    if dtype is not None:
-        described = _with_dtype(json.loads((folder / _CONFIG).read_text("utf-8")), str(dtype).removeprefix("torch."))
-        (folder / _CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", "utf-8")
+    named_dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config = json.loads(model.config.to_json_string())
+    config = (config if dtype is None else _with_dtype(config, named_dtype)) | {"dtype": named_dtype}
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     # transformers loads the many configs that set a temperature without `do_sample`, and refuses to save them.
     (getattr(model, "generation_config", None) or GenerationConfig()).to_json_file(folder / _GENERATION_CONFIG)
     named = _name_as_stored(model, weights, dtype, keeps=form.dtype is None)
