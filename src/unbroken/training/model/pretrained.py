@@ -190,13 +190,13 @@ def _name_as_stored(
 
     `keeps` leaves buffers and what transformers loads in float32 in their type.
     """
-    parameters = {name for name, _ in model.named_parameters()}
+    buffers = {name for name, _ in gather_buffers(model)}
     kept = {*(model._keep_in_fp32_modules_strict or ())}
     kept |= {*(model._keep_in_fp32_modules or ())} if dtype is torch.float16 else set()
     ignored = set(model._keys_to_ignore_on_save or ())
 
     def choose_dtype(name: str) -> torch.dtype | None:
-        in_own = keeps and (name not in parameters or any(f".{part}." in f".{name}" for part in kept))
+        in_own = keeps and (name in buffers or any(f".{part}." in f".{name}" for part in kept))
         return None if in_own else dtype
 
     for _, layer in groupby(weights, lambda named: match[0] if (match := _LAYER.match(named[0])) else ""):

@@ -121,6 +121,18 @@ def test_a_model_comes_out_in_the_type_of_its_own_files_unless_another_is_asked_
     assert_same_logprobs(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype="auto"))
 
 
+def test_merged_adapters_have_the_type_of_the_base_s_files_and_adapters_alone_that_of_training(tmp_path):
+    tiny_qwen3().bfloat16().save_pretrained(tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
+    trainer = trained(with_lora(model))
+    trainer.save_pretrained(tmp_path / "merged", form=ModelForm(merged=True))
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "merged").values()} == {torch.bfloat16}
+    assert tensors_in(tmp_path / "merged").keys() == tensors_in(tmp_path / "own").keys()
+    assert_same_logprobs(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float(), atol=0.2)
+    trainer.save_pretrained(tmp_path / "alone")
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "alone").values()} == {torch.float32}
+
+
 def test_what_transformers_loads_in_float32_keeps_its_type_where_none_is_asked_for(tmp_path):
     tiny_qwen3().bfloat16().save_pretrained(tmp_path / "own")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
