@@ -116,7 +116,7 @@ class ControlledEngine:
         return size
 
     async def weight_placement(self) -> WeightPlacement:
-        """Return dtype and devices; of data-parallel copies, the GPUs of the first."""
+        """Return dtype and devices, of all data-parallel copies."""
         return WeightPlacement(
             dtype=str(self._llm.model_config.dtype).removeprefix("torch."),
             device=str(self._llm.vllm_config.device_config.device_type),
