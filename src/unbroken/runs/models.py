@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from unbroken.runs.config import (
     RunConfig,
 )
 from unbroken.training.config import Reference
+from unbroken.training.memory import Layout, ModelSizes, describe_shortage
 from unbroken.types import SamplingParams, encode_image_settings
+
+_logger = logging.getLogger(__name__)
 
 
 def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_images: bool) -> ImageInputs | None:
@@ -61,6 +65,38 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
             f"renderer.image_settings must be some of {', '.join(sorted(processor.setting_names))}, got {unknown}"
         )
     return ImageInputs(processor=processor, settings=encode_image_settings(settings))
+
+
+def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: float, fsdp: int = 1) -> None:
+    """Warn, before anything is loaded, if the run is estimated to need more than a GPU of so many bytes has.
+
+    `fsdp` processes share the weights. Nothing is estimated of layers in float32, nor of a model whose config does not
+    say its sizes.
+    """
+    if config.precision is not Precision.BFLOAT16:
+        return
+    auto = AutoModelForImageTextToText if _is_image_text_only(source) else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(AutoConfig.from_pretrained(locate(source)))
+        sizes = ModelSizes.of(model, modules=config.lora.modules if config.lora else ())
+    except (AttributeError, OSError, TypeError, ValueError):
+        return
+    lora, options = config.lora, config.engine.vllm_options
+    words = [part for word in options for part in word.split("=", 1)]
+    share = next((words[k + 1] for k, word in enumerate(words[:-1]) if word == "--gpu-memory-utilization"), "0.9")
+    has_copy = config.objective.needs_reference(config.training) and (
+        lora is None or config.trainer.reference_sync is not None
+    )
+    layout = Layout(
+        fsdp=fsdp,
+        lora_rank=0 if lora is None else lora.rank,
+        is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,
+        num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED),
+        engine_share=float(share) if config.engine.kind is EngineKind.COLOCATED else 0.0,
+    )
+    if (shortage := describe_shortage(sizes, config.training, layout, device_bytes=device_bytes)) is not None:
+        _logger.warning("%s may not fit: %s", source, shortage)
 
 
 _DEFAULT = ModelSettings()

@@ -31,7 +31,14 @@ from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.evaluation.schedule import Evaluations, check_sets, make_evaluators
 from unbroken.runs.export.files import create_repository, upload
 from unbroken.runs.export.kept import KeptModels
-from unbroken.runs.models import check_config_changes, find_revision, load_model, locate, prepare_model
+from unbroken.runs.models import (
+    check_config_changes,
+    find_revision,
+    load_model,
+    locate,
+    prepare_model,
+    warn_about_memory,
+)
 from unbroken.runs.observer import RunProgress, TrainingObserver
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.profiler import FOLDER as PROFILES
@@ -145,6 +152,9 @@ async def open_run(
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
     samplers.check()
+    if accelerator.device.type == "cuda" and accelerator.is_main_process:
+        fsdp = accelerator.num_processes if accelerator.is_fsdp2 else 1
+        warn_about_memory(model, config, device_bytes=torch.cuda.mem_get_info(accelerator.device)[1], fsdp=fsdp)
     async with AsyncExitStack() as stack:
         process: SamplingProcess | None = None
         if config.rollouts.own_process:

@@ -30,7 +30,7 @@ from unbroken.runs.config import (
     RunConfig,
 )  # fmt: skip
 from unbroken.runs.engines import open_engine
-from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model
+from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model, warn_about_memory
 from unbroken.runs.processes import Rank
 from unbroken.runs.run import open_run
 from unbroken.training.config import LoopConfig
@@ -183,3 +183,12 @@ def test_a_revision_is_a_folder_from_the_hubs_cache(phi3, tmp_path, monkeypatch)
         find_revision("me/tiny", "v3")
     with pytest.raises(InvalidInputError, match=r"model_settings.revision must be left out for a model in a folder"):
         find_revision(phi3, "v2")
+
+
+@pytest.mark.parametrize(
+    ("precision", "gib", "warns"), [("bfloat16", 0.5, True), ("bfloat16", 8, False), ("float32", 0.5, False)]
+)
+def test_a_run_that_will_not_fit_is_warned_of_before_its_model_is_loaded(phi3, precision, gib, warns, caplog):
+    warn_about_memory(phi3, run_config(precision=Precision(precision)), device_bytes=gib * 2**30)
+    assert ("GiB are needed on a GPU of 0.5 GiB" in caplog.text) == warns
+    assert ("lora.rank = 16" in caplog.text) == warns

@@ -270,7 +270,7 @@ WIDE = 2048
 MIN_PASS_IDS = 768
 _NUM_SIZES = 4
 """The largest size, and those by halves below it that a measurement begins with."""
-_USABLE_SHARE = 0.8
+USABLE_SHARE = 0.8
 """Of what is free; the rest is for what differs between passes, and for gaps between allocations."""
 _ROW_IDS = 256
 
@@ -335,7 +335,7 @@ def choose_pass_size(
 ) -> int:
     """The largest size that fits, or `MIN_PASS_IDS`, which is tried even if it does not fit."""
     size = max_ids
-    while size > MIN_PASS_IDS and fixed_bytes + size * bytes_per_id > _USABLE_SHARE * free_bytes:
+    while size > MIN_PASS_IDS and fixed_bytes + size * bytes_per_id > USABLE_SHARE * free_bytes:
         size //= 2
     return size
 
@@ -368,7 +368,7 @@ def measure_pass_size(
     peaks: dict[int, int] = {}
     slope = fixed = 0.0
     for size in sizes[:-1]:
-        if peaks and fixed + size * slope > _USABLE_SHARE * free_bytes:
+        if peaks and fixed + size * slope > USABLE_SHARE * free_bytes:
             break
         memory.restart()
         make_pass(size)
