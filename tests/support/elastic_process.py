@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,37 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], tensor), name
 
 
+def train_quantised(model: nn.Module) -> torch.optim.Optimizer:
+    """torchao's optimizer after some updates; `model` has a matrix of which each process's shard is quantised."""
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(model.parameters(), lr=0.1)
+    for number in range(3):
+        for parameter in model.parameters():
+            parameter.grad = (parameter.detach() + number).cos()
+        optimizer.step()
+    return optimizer
+
+
+def save_quantised(folder: Path, group: dist.ProcessGroup) -> None:
+    """Write quantised averages that are sharded, and read them in the same layout."""
+    models = [nn.Sequential(nn.Linear(128, 128)) for _ in range(2)]
+    for model in models:
+        shard(model)
+    saved, loaded = (train_quantised(model) for model in models)
+    tensors = tensors_of(models[0], saved)
+    assert any(name.endswith(f".codes of process {dist.get_rank()} of {NUM_PROCESSES}") for name in tensors)
+    save(folder, tensors, models[0], group)
+    dist.barrier()
+    load_averages(loaded, [name for name, _ in models[1].named_parameters()], read_state(folder))
+    assert_same(whole_tensors(optimizer_of(tensors_of(models[1], loaded))), whole_tensors(optimizer_of(tensors)))
+
+
+def optimizer_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The averages alone."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer.")}
+
+
 def die(writer: Any, plan: Any, planner: Any, *, write_data: Any) -> Any:
     """Write half, and be killed."""
     write_data(writer, type(plan)(plan.items[::2], plan.storage_data, plan.planner_data), planner)
@@ -133,7 +165,7 @@ def refuse(writer: Any, plan: Any, planner: Any) -> Any:
 
 def main() -> None:
     """Write and read in all layouts, then fail to write in two ways."""
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(200, exit=True)
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo")
     group, is_last = dist.new_group(backend="gloo"), dist.get_rank() == NUM_PROCESSES - 1
@@ -149,6 +181,9 @@ def main() -> None:
     for name in (*LAYOUTS, "alone"):
         for shards in LAYOUTS.values():
             assert_same(whole_tensors(load(directory / name, shards)), expected)
+    if find_spec("torchao") is not None:
+        with torch.compiler.set_stance("force_eager"):
+            save_quantised(directory / "quantised", group)
     write_data = FileSystemWriter.write_data
     for how, fail in (("full", refuse), ("killed", partial(die, write_data=write_data))):
         if is_last:

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from support import elastic_process
 from support.processes import run_processes
-from unbroken.training.state import read_state
+from unbroken.errors import CheckpointError
+from unbroken.training.state import load_averages, read_state
 
 pytestmark = pytest.mark.e2e
 
@@ -44,6 +45,16 @@ def test_each_process_writes_a_part_and_nothing_is_written_twice(results, layout
     assert files == {f"__{rank}_0.distcp" for rank in range(elastic_process.NUM_PROCESSES)}
     assert {path.name for path in (results / layout).iterdir()} == files | {".metadata", "state.json"}
     read_state(results / layout)
+
+
+@torch.compiler.set_stance("force_eager")
+def test_quantised_shards_of_averages_are_refused_by_another_number_of_processes(results):
+    """The four went on from theirs bit for bit. Blocks with one scale cannot be cut in another way."""
+    pytest.importorskip("torchao")
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    optimizer = elastic_process.train_quantised(model)
+    with pytest.raises(CheckpointError, match="sharded continue with the same number of processes alone"):
+        load_averages(optimizer, [name for name, _ in model.named_parameters()], read_state(results / "quantised"))
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("full", (0, 1, 2, 3)), ("killed", (0, 1, 2))])

@@ -20,14 +20,6 @@ from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.state import (
-    TrainerState,
-    copy_tensors,
-    load_averages,
-    name_averages,
-    read_state,
-    write_state,
-)
 from unbroken.training.trainer import Trainer
 from unbroken.weights.files import write_weights
 
@@ -66,40 +58,6 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(saved):
     assert stats[0].policy_version == stats[1].policy_version == 3
     assert stats[0].learning_rate == stats[1].learning_rate == pytest.approx(1e-2)
     assert stats[0].loss == stats[1].loss
-
-
-@torch.compiler.set_stance("force_eager")
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_quantised_averages_come_back_bit_for_bit(tmp_path, kind):
-    torchao = pytest.importorskip("torchao.optim")
-
-    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 4))
-        return model, getattr(torchao, kind)(model.parameters(), lr=0.1)
-
-    def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach().cos()
-        optimizer.step()
-
-    model, optimizer = make(0)
-    for _ in range(3):
-        update(model, optimizer)
-    names = tuple(name for name, _ in model.named_parameters())
-    tensors = {f"weights.{name}": weight for name, weight in model.named_parameters()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in name_averages(optimizer, names).items()}
-    state = TrainerState(policy_version=1, num_updates=3, processes=({},), trained=names)
-    copied = copy_tensors(tensors, group=None)
-    write_state(tmp_path / "state", tensors=copied, state=state, key="0" * 32, group=None)
-    loaded, averages = make(1)
-    stored = read_state(tmp_path / "state")
-    stored.load("weights", dict(loaded.named_parameters()))
-    load_averages(averages, names, stored)
-    update(model, optimizer)
-    update(loaded, averages)
-    for weight, other in zip(model.parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(weight, other)
 
 
 def test_a_trainer_without_an_update_can_be_saved(tmp_path):
