@@ -16,9 +16,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from unbroken.engines.transfer import EngineTransfer
-from unbroken.transfer.packed import Transport
-from unbroken.transfer.sources import TensorSpec, WeightSource
+from unbroken.engines.transfer import EngineTransfer, ParameterCommunicator
+from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -243,43 +242,6 @@ class CommunicatorEngine(UpdatableEngine, Protocol):
     @property
     def communicator(self) -> ParameterCommunicator:
         """Its connection to a sender."""
-        ...
-
-
-class ParameterCommunicator(Protocol):
-    """Receives single parameters from a sender: `open`, then `announce` for each of them.
-
-    They are loaded like other weights: `engine.update_weights(await communicator.collect(), policy_version=...)`.
-    """
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether announced parameters wait to be loaded."""
-        ...
-
-    async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
-        """Begin to connect to a sender, which has the last rank; returns before the sender has joined.
-
-        Raises:
-            SamplingError: `world_size` does not count workers and sender, or a worker has the GPU `sender_uuid`.
-        """
-        ...
-
-    async def announce(self, spec: TensorSpec) -> None:
-        """Begin to receive a parameter, which is kept but not loaded; returns before it has arrived.
-
-        Raises:
-            SamplingError: there is no sender, or the model has no such weight.
-            WeightsError: connecting to the sender, or an earlier parameter, failed.
-        """
-        ...
-
-    async def collect(self) -> WeightSource:
-        """Wait for all announced parameters, and return them for `update_weights`; `WeightsError` if one failed."""
-        ...
-
-    async def close(self) -> None:
-        """Disconnect from the sender, and drop parameters that are not loaded. Idempotent."""
         ...
 
 

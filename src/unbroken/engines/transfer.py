@@ -16,13 +16,22 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from unbroken.errors import SamplingError, UnbrokenError, WeightsError
+from unbroken.errors import EngineError, SamplingError, UnbrokenError, WeightsError
 from unbroken.transfer.files import FileReceiver, FileSource
 from unbroken.transfer.memory import MemoryReceiver, MemorySource
-from unbroken.transfer.packed import BufferPacking, PackedReceiver, PackedSource, Rendezvous, answer, open_fields
+from unbroken.transfer.packed import (
+    BufferPacking,
+    PackedReceiver,
+    PackedSource,
+    Rendezvous,
+    Transport,
+    answer,
+    open_fields,
+)
 from unbroken.transfer.sources import (
     ReceivedWeights,
     Receiver,
+    StagedSource,
     TensorReceiver,
     TensorSource,
     TensorSpec,
@@ -302,3 +311,129 @@ class EngineTransfer:
     async def _run_alone(self, call: Coroutine[Any, Any, _T]) -> _T:
         async with self._lock:
             return await call
+
+
+class ParameterSource(StagedSource):
+    """Parameters that the workers have received one by one."""
+
+    __slots__ = ()
+
+
+class ParameterCommunicator:
+    """An engine's side of TRL's communicator (TRL 1.0 to 1.10), which sends parameter by parameter.
+
+    open()           answers before the workers are connected to the sender, which joins when it has the answer
+    announce(spec)   answers before the parameter is broadcast, for the same reason
+    collect()        waits for all parameters: the source of one update
+
+    It calls the workers one call at a time, in order; nothing is loaded before all have come.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Awaitable[list[dict[str, Any]]]],
+        *,
+        gpu_uuids: Callable[[], Awaitable[list[str]]],
+        check_awake: Callable[[], None],
+        check_weights: Callable[[Mapping[str, tuple[int, ...]], bool], Awaitable[None]],
+        num_workers: int,
+    ) -> None:
+        """See `EngineTransfer`; `call` calls the receiver of `ParameterSource` in each worker."""
+        self._call = call
+        self._gpu_uuids = gpu_uuids
+        self._check_weights = check_weights
+        self._check_awake = check_awake
+        self._num_workers = num_workers
+        self._specs: dict[str, TensorSpec] = {}
+        """What the workers keep, by name."""
+        self._error: str | None = None
+        """Why the weights will not come."""
+        self._last: asyncio.Task[None] | None = None
+        """The newest call to the workers; each waits for the one before it."""
+        self._is_open = False
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether announced parameters wait to be loaded."""
+        return bool(self._specs)
+
+    async def open(self, *, host: str, port: int, world_size: int, transport: Transport, sender_uuid: str = "") -> None:
+        """Begin to connect to a sender, which has the last rank; an older connection is closed.
+
+        `SamplingError` if `world_size` does not count workers and sender, or a worker has the GPU `sender_uuid`.
+        """
+        self._check_awake()
+        if world_size != self._num_workers + 1:
+            raise SamplingError(
+                f"world_size must be {self._num_workers + 1}, the engine's workers and the sender, got {world_size}"
+            )
+        if sender_uuid and sender_uuid in await self._gpu_uuids():
+            raise SamplingError(f"client_device_uuid must be a GPU that no worker has, got {sender_uuid}")
+        await self.close()
+        self._is_open = True
+        self._call_next("open", {"host": host, "port": port, "world_size": world_size, "transport": transport.value})
+
+    async def announce(self, spec: TensorSpec) -> None:
+        """Begin to receive a parameter, which is kept but not loaded.
+
+        Raises:
+            SamplingError: there is no sender, or the model has no such weight.
+            WeightsError: connecting to the sender, or an earlier parameter, failed.
+        """
+        self._check_awake()
+        if not self._is_open:
+            raise SamplingError("there is no communicator: POST /init_communicator/ first")
+        self._check_error()
+        await self._check_weights({spec.name: spec.shape}, False)
+        if spec.name in self._specs:
+            raise SamplingError(
+                f"weight {spec.name!r} came twice: reset the prefix cache when an update is whole, which loads it"
+            )
+        self._specs[spec.name] = spec
+        self._call_next("take_one", spec.to_object())
+
+    async def collect(self) -> ParameterSource:
+        """Wait for all announced parameters, which are kept until an update with them is over.
+
+        `WeightsError` if one failed.
+        """
+        self._check_awake()
+        await self._wait_for_calls()
+        self._check_error()
+        return ParameterSource(specs=tuple(self._specs.values()), forget=self._forget)
+
+    async def close(self) -> None:
+        """Disconnect from the sender, and drop parameters that are not loaded. Idempotent."""
+        await self._wait_for_calls()
+        self._error = None
+        self._forget()
+        if self._is_open:
+            self._is_open = False
+            await self._call("close")
+
+    def _forget(self) -> None:
+        self._specs = {}
+
+    def _call_next(self, method: str, *args: Any) -> None:
+        self._last = asyncio.create_task(self._call_after(self._last, method, args))
+
+    async def _call_after(self, before: asyncio.Task[None] | None, method: str, args: tuple[Any, ...]) -> None:
+        if before is not None:
+            await before
+        if self._error is not None:
+            return
+        try:
+            for found in await self._call(method, *args):
+                self._error = self._error or found.get("error")
+        except EngineError as error:
+            self._error = str(error)
+
+    async def _wait_for_calls(self) -> None:
+        if self._last is not None:
+            await asyncio.shield(self._last)
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise WeightsError(
+                f"the communicator has failed: {self._error}. The old weights are in use: init the communicator again"
+            )

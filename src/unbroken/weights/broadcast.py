@@ -51,9 +51,9 @@ class Server:
     world_size: int
     dtype: str | None
     device: str
-    gpu_uuids: tuple[str, ...]
+    gpu_uuids: Sequence[str]
     digest: str | None
-    is_stock: bool
+    is_stock: bool = False
     """Whether it is vLLM's own: it loads weights as they come, and has no digests."""
 
     @property
@@ -456,13 +456,4 @@ async def _ask_state(client: AsyncClient, timeout_s: float) -> Server:
             state = await client.weights_state()
     except TimeoutError:
         raise ServerUnreachableError(f"{client.base_url} did not answer within {timeout_s:g} s") from None
-    return Server(
-        client=client,
-        policy_version=state["policy_version"],
-        world_size=state["world_size"],
-        dtype=state["dtype"],
-        device=state["device"],
-        gpu_uuids=tuple(state["gpu_uuids"]),
-        digest=state["digest"],
-        is_stock=state.get("is_stock", False),
-    )
+    return Server(client=client, **state)

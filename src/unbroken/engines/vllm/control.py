@@ -35,14 +35,13 @@ from unbroken.engines.checks import (
     check_source,
     check_version_rises,
 )
-from unbroken.engines.transfer import EngineTransfer
+from unbroken.engines.transfer import EngineTransfer, ParameterCommunicator, ParameterSource
 from unbroken.engines.vllm.calls import WorkerCalls
 from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.startup import shut_down
 from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
-from unbroken.engines.vllm.weights.parameters import WorkerCommunicator
 from unbroken.engines.vllm.weights.workers import RECEIVERS
 from unbroken.errors import EngineError, InvalidInputError, SamplingError, WeightsError
 from unbroken.transfer.packed import PackedSource
@@ -72,10 +71,11 @@ class ControlledEngine:
         self._requests = Requests(llm, prompts, check=self._check_not_failed)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
         self._in_lockstep = steps_in_lockstep(llm)
-        self.communicator = WorkerCommunicator(
-            self._call_between_steps,
-            shapes=self._deliveries.shapes,
+        self.communicator = ParameterCommunicator(
+            partial(self._call_between_steps, "call_receiver", ParameterSource.__name__),
+            gpu_uuids=partial(self._calls.rpc, "device_uuid"),
             check_awake=self._check_awake,
+            check_weights=self._deliveries.check,
             num_workers=self.world_size,
         )
         """Receives weights parameter by parameter; see `CommunicatorEngine`."""

@@ -141,7 +141,7 @@ class Deliveries:
     async def _copy(self, tensors: NamedTensors, shapes: WeightShapes) -> Delivery:
         copy: Callable[[], SharedSource]
         if self.transfer_dir is not None:
-            copy = partial(copy_to_files, tensors, shapes, parent=self.transfer_dir)
+            copy = partial(copy_to_files, shapes.checked(tensors), parent=self.transfer_dir)
         else:
             config = self._llm.vllm_config
             copy = partial(
@@ -162,7 +162,7 @@ class Deliveries:
         adapted = match_adapter(given, shapes.find)
         copy: Callable[[], SharedSource]
         if self.transfer_dir is not None:
-            copy = partial(write_adapter, tensors, parent=self.transfer_dir)
+            copy = partial(copy_to_files, tensors, parent=self.transfer_dir)
         else:
             number = self._llm.vllm_config.parallel_config.world_size_across_dp
             copy = partial(copy_adapter_to_memory, tensors, num_workers=number)
@@ -176,21 +176,9 @@ class Deliveries:
         return self._row_dtype
 
 
-def copy_to_files(tensors: NamedTensors, shapes: WeightShapes, *, parent: Path) -> FileSource:
-    """Write weights to files in a new folder in `parent`; raises as `WeightShapes.checked`, and leaves nothing then."""
+def copy_to_files(tensors: NamedTensors, *, parent: Path) -> FileSource:
+    """Write weights to files in a new folder in `parent`; if `tensors` raises, nothing is left."""
     source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-weights-", dir=parent)), is_temporary=True)
-    try:
-        for _ in write_tensors(source.folder, shapes.checked(tensors)):
-            pass
-    except BaseException:
-        source.close()
-        raise
-    return source
-
-
-def write_adapter(tensors: Sequence[tuple[str, torch.Tensor]], *, parent: Path) -> FileSource:
-    """Write the matrices of an adapter to files in a new folder in `parent`."""
-    source = FileSource(Path(tempfile.mkdtemp(prefix="unbroken-adapter-", dir=parent)), is_temporary=True)
     try:
         for _ in write_tensors(source.folder, tensors):
             pass
@@ -202,11 +190,7 @@ def write_adapter(tensors: Sequence[tuple[str, torch.Tensor]], *, parent: Path) 
 
 def copy_adapter_to_memory(tensors: Sequence[tuple[str, torch.Tensor]], *, num_workers: int) -> MemorySource:
     """Copy the matrices of an adapter to the host's memory, where vLLM keeps adapters."""
-    specs = [
-        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in tensors
-    ]
-    row = WeightRow(specs, torch.device("cpu"))
+    row = WeightRow([TensorSpec.of(*named) for named in tensors], torch.device("cpu"))
     for name, tensor in tensors:
         row.put(name, tensor)
     return row.source(num_workers)

@@ -3,21 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from unbroken.engines.transfer import RECEIVERS as COMMON_RECEIVERS
+from unbroken.engines.transfer import ParameterSource
 from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
 from unbroken.engines.vllm.weights.checkpoint import ExpertNames
 from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
-from unbroken.engines.vllm.weights.parameters import ParameterReceiver, ParameterSource
 from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_experts_again, pack_heads_again
-from unbroken.transfer.packed import answer
-from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, WeightSource
+from unbroken.transfer.packed import PackedReceiver, Transport, answer, make_gloo_broadcast
+from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, WeightSource
 
 EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
+_JOIN_TIMEOUT_S = 60
+_BROADCAST_TIMEOUT_S = 60
+
+
+class ParameterReceiver(PackedReceiver):
+    """Receives parameter by parameter, as TRL's `VLLMClient` (1.0 to 1.10) sends them from the last rank.
+
+    There is one broadcast and one barrier for each, over vLLM's `StatelessProcessGroup` and `PyNcclCommunicator` (TRL's
+    PRs #5225, #5227, #5228). TRL has no gloo; here it serves machines without GPUs.
+    """
+
+    _communicator: Any = None
+    """vLLM's group, and what broadcasts a tensor in it."""
+
+    def open(self, fields: Mapping[str, Any]) -> str:
+        """Connect to a sender; `RuntimeError` if another member does not join within a minute."""
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        self.drop()
+        size = fields["world_size"]
+        group = StatelessProcessGroup.create(
+            host=fields["host"], port=fields["port"], rank=self._rank, world_size=size, store_timeout=_JOIN_TIMEOUT_S
+        )
+        if Transport(fields["transport"]) is Transport.NCCL:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+            self._communicator = group, partial(PyNcclCommunicator(group, device=self._device).broadcast, src=size - 1)
+        else:
+            gloo = make_gloo_broadcast(group, source=size - 1, timeout_s=_BROADCAST_TIMEOUT_S)
+            self._communicator = group, gloo
+        return ""
+
+    def take_one(self, fields: Mapping[str, Any]) -> None:
+        """Receive one parameter, and keep it; `RuntimeError` if the sender or another worker is gone."""
+        group, broadcast = self._communicator
+        spec = TensorSpec.from_object(fields)
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        broadcast(tensor)
+        group.barrier()
+        self._weights[spec.name] = tensor
+
+    def close(self) -> None:
+        """Disconnect from the sender, and drop all parameters."""
+        self._communicator = None
+        self.drop()
+
+
 RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {
     **COMMON_RECEIVERS,
     ParameterSource: ParameterReceiver,
