@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 2**30
 """vLLM's default, which neither it nor TRL sends."""
-_RESERVED_BYTES = 4 * 2**30
+RESERVED_BYTES = 4 * 2**30
 """What received weights leave free on a GPU, for the steps that go on until they are loaded."""
 _POLL_S = 0.0005
 _CHECK_S = 0.05
@@ -127,11 +127,17 @@ class PackedGroup:
     """One member of a group, the trainer or a worker."""
 
     def __init__(
-        self, rendezvous: Rendezvous, *, rank: int, device: torch.device, listener: socket.socket | None = None
+        self,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        device: torch.device,
+        listener: socket.socket | None = None,
+        check: Check = lambda: None,
     ) -> None:
         """Join; the trainer (rank 0) with the socket that it listens at, which is the store's from then on.
 
-        Raises `WeightsError` if another member does not join in time.
+        Raises `WeightsError` if another member does not join in time, or `check` raises it when all are there.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -151,6 +157,7 @@ class PackedGroup:
             self._store: Any = TCPStore(
                 rendezvous.host, rendezvous.port, size, rank == 0, timeout=timeout, use_libuv=False, **listening
             )
+            check()
             if rendezvous.transport is Transport.NCCL:
                 self._backend = _Nccl(self._store, rank, size, device)
             else:
@@ -512,7 +519,7 @@ class PackedReceiver(Receiver[StagedSource]):
             self._files.append(HostFile(len(chunk)))
             return self._files[-1].row.copy_(chunk)
         free, _ = torch.cuda.mem_get_info(chunk.device)
-        return chunk if free > _RESERVED_BYTES + chunk.numel() else chunk.cpu()
+        return chunk if free > RESERVED_BYTES + chunk.numel() else chunk.cpu()
 
 
 def answer(work: Callable[[], Any]) -> dict[str, Any]:

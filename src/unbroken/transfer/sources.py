@@ -83,7 +83,7 @@ class WeightStream:
         """`tensors` come in the order of `specs`, on any device and in any dtype: who copies them casts them."""
         self.specs = tuple(specs)
         self._tensors = tensors
-        self.is_kept = isinstance(tensors, Sequence)
+        self.is_kept: bool = tensors.is_kept if isinstance(tensors, WeightStream) else isinstance(tensors, Sequence)
         """Whether all values are held anyway, and can be read again and again."""
         self._has_begun = False
 
@@ -110,7 +110,7 @@ class WeightStream:
         if dtype is None:
             return self
         specs = (replace(spec, dtype=dtype) if spec.dtype in _FLOATING else spec for spec in self.specs)
-        return WeightStream(specs, self._tensors)
+        return WeightStream(specs, self)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for named in self._tensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -140,7 +141,7 @@ class BroadcastPublisher:
         """See `WeightPublisher.publish`. Of a `WeightStream`, such as `Trainer.named_weights`, two chunks are held.
 
         Raises:
-            ServerUnreachableError: no server can be reached.
+            ServerUnreachableError: no server can be reached, or one went away when a stream had been read in part.
             EngineError: a running server did not take it; the message says which, and whether another has it.
             WeightsError: a server has other weights under this version.
         """
@@ -148,9 +149,11 @@ class BroadcastPublisher:
         stream = WeightStream.of(named_parameters)
         try:
             num_bytes, phases = await self._update(stream, policy_version, again=policy_version <= self._published)
-        except NotTakenError:
-            if not stream.is_whole or await self._are_healthy():
+        except NotTakenError as error:
+            if await self._are_healthy():
                 raise
+            if not stream.is_whole:  # the caller must make it again
+                raise ServerUnreachableError(str(error)) from error
             num_bytes, phases = await self._update(stream, policy_version, again=True)  # without what is gone
         self._published = policy_version
         missed_by = self._missed_by
@@ -229,22 +232,28 @@ class BroadcastPublisher:
         calls = self._call_all("init_weight_transfer_engine", lambda server: bodies[server.url])
         joining = asyncio.create_task(asyncio.to_thread(self._join, rendezvous, listener))
         waiting: set[asyncio.Task[Any]] = {joining, *calls.values()}
-        while waiting and not any(_has_failed(task) for task in (joining, *calls.values())):
+        while waiting and not any(map(_has_failed, (joining, *calls.values()))):
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting and not any(map(_has_failed, (joining, *calls.values()))):
+            self._group = joining.result()
+            return
+        self._gave_up.set()
         if not joining.done():
             await asyncio.to_thread(stop_waiting, rendezvous)
         await asyncio.wait({joining}, timeout=_ABORT_S)
-        if any(map(_has_failed, (joining, *calls.values()))):
-            self.close()
-            raise await self._failure(calls, "" if not _has_failed(joining) else str(joining.exception()))
+        self._gave_up.clear()
+        reason = str(joining.exception()) if _has_failed(joining) and not any(map(_has_failed, calls.values())) else ""
+        if joining.done() and not _has_failed(joining):
+            joining.result().close()
+        raise await self._failure(calls, reason)
 
-    def _join(self, rendezvous: Rendezvous, listener: Any) -> None:
+    def _join(self, rendezvous: Rendezvous, listener: socket.socket) -> PackedGroup:
         import torch
 
         device = torch.device("cpu" if rendezvous.transport is Transport.GLOO else self._device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._group = PackedGroup(rendezvous, rank=0, device=device, listener=listener)
+        return PackedGroup(rendezvous, rank=0, device=device, listener=listener, check=self._check_going)
 
     def _init_body(self, server: Server, rendezvous: Rendezvous, first_rank: int) -> dict[str, Any]:
         info: dict[str, Any] = {
@@ -327,8 +336,7 @@ class BroadcastPublisher:
         assert self._group is not None
 
         def check_all() -> None:
-            if self._gave_up.is_set():
-                raise WeightsError("the trainer gave up")
+            self._check_going()
             check()
 
         work = asyncio.create_task(asyncio.to_thread(send, self._group, stream, self._packing, check=check_all))
@@ -341,6 +349,10 @@ class BroadcastPublisher:
             self._gave_up.set()
             await asyncio.wait({work})
             self._gave_up.clear()
+
+    def _check_going(self) -> None:
+        if self._gave_up.is_set():
+            raise WeightsError("the trainer gave up")
 
     def _call_all(
         self,

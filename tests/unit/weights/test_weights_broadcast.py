@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -144,6 +145,21 @@ async def test_one_server_that_refuses_keeps_all_from_loading_and_the_next_updat
         assert [await client.policy_version(), await ahead.policy_version()] == [6, 6]
 
 
+async def test_one_server_that_does_not_meet_the_trainer_is_not_waited_for() -> None:
+    class Refuses(AsyncClient):
+        async def transfer_weights(self, step: str, body: Any) -> dict[str, Any]:
+            raise InvalidInputError("no")
+
+    async with servers(2) as (client, other), Refuses(other.base_url, max_retries=0) as refuses:
+        async with publishing([client, refuses], timeout_s=60.0) as publisher:
+            began = time.monotonic()
+            with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers .*: no"):
+                await publisher.publish(model(1).named_parameters(), policy_version=1)
+            assert time.monotonic() - began < 20
+        async with publishing([client, other]) as publisher:
+            await publisher.publish(model(1).named_parameters(), policy_version=1)
+
+
 async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> None:
     class Slow(AsyncClient):
         async def transfer_weights(self, step: str, body: Any) -> dict[str, Any]:
@@ -273,6 +289,42 @@ async def test_a_stream_is_read_once_and_two_chunks_of_it_are_held() -> None:
             np.testing.assert_array_equal(await scores(client), await scores_of(1))
     assert len(made) == len(weights)
     assert max(alive) <= 2
+
+
+async def test_a_server_that_goes_away_while_a_stream_is_read_is_an_outage_and_then_left_out() -> None:
+    class Dies(AsyncClient):
+        is_dead = False
+
+        async def transfer_weights(self, step: str, body: Any) -> dict[str, Any]:
+            if step == "update_weights":
+                while not begun.is_set():  # noqa: ASYNC110  # in another thread
+                    await asyncio.sleep(0.001)
+                self.is_dead = True
+                raise ServerUnreachableError("gone")
+            return await super().transfer_weights(step, body)
+
+        async def health(self) -> bool:
+            return not self.is_dead and await super().health()
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights:
+            yield named
+            begun.set()
+
+    begun = threading.Event()
+    weights = list(model(1).named_parameters())
+    specs = [TensorSpec.of(*named) for named in weights]
+    async with (
+        servers(2) as (client, other),
+        Dies(other.base_url, max_retries=0) as dies,
+        publishing([client, dies], bucket_bytes=64) as publisher,
+    ):
+        with pytest.raises(ServerUnreachableError, match="not taken by"):
+            await publisher.publish(WeightStream(specs, read()), policy_version=1)
+        assert await client.policy_version() == 0
+        update = await publisher.publish(WeightStream(specs, read()), policy_version=1)
+        assert update.missed_by == (other.base_url,)
+        assert await client.policy_version() == 1
 
 
 async def test_a_stream_that_was_not_begun_reaches_a_server_that_was_started_again() -> None:

@@ -22,6 +22,7 @@ from unbroken.errors import SamplingError, WeightsError
 from unbroken.transfer.adapters import AdaptedWeight, is_adapter, match_adapter
 from unbroken.transfer.files import FileSource, write_tensors
 from unbroken.transfer.memory import MemorySource, WeightRow
+from unbroken.transfer.packed import RESERVED_BYTES
 from unbroken.transfer.sources import (
     NamedTensors,
     SharedSource,
@@ -201,15 +202,15 @@ def copy_to_memory(
 ) -> MemorySource:
     """Copy weights to memory that workers open, cast to `dtype`; nothing is left if it raises.
 
-    The copy is on the device of the first weight if that is of `device_type`, the workers' own, and on the host
-    otherwise. Raises as `WeightShapes.checked`, and `WeightsError` if there is no room.
+    The copy is on the device of the first weight if that has room and is of `device_type`, the workers' own, and on the
+    host otherwise. Raises as `WeightShapes.checked`, and `WeightsError` if there is no room.
     """
     specs = [TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in shapes.shapes.items()]
     row: WeightRow | None = None
     try:
         for name, tensor in shapes.checked(tensors):
             if row is None:
-                row = WeightRow(specs, tensor.device if tensor.device.type == device_type else torch.device("cpu"))
+                row = WeightRow(specs, _choose_device(specs, tensor.device, device_type))
             if not tensor.is_floating_point():
                 raise SamplingError(
                     f"weight {name!r} must have a floating-point dtype, got {tensor.dtype}: an engine with a "
@@ -222,6 +223,15 @@ def copy_to_memory(
         raise
     assert row is not None  # `checked` has refused an update without weights
     return row.source(num_workers)
+
+
+def _choose_device(specs: Sequence[TensorSpec], device: torch.device, device_type: str) -> torch.device:
+    """A GPU must have room for the copy, and for the weights of an engine that sleeps there and is about to wake."""
+    if device.type != device_type or device.type != "cuda":
+        return device if device.type == device_type else torch.device("cpu")
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    size = sum(spec.num_bytes for spec in specs)
+    return device if free > 2 * size + RESERVED_BYTES else torch.device("cpu")
 
 
 async def run_copy(copy: Callable[[], SharedSource]) -> SharedSource:
