@@ -308,8 +308,8 @@ async def test_a_server_that_goes_away_while_a_stream_is_read_is_an_outage_and_t
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for named in weights:
-            yield named
             begun.set()
+            yield named
 
     begun = threading.Event()
     weights = list(model(1).named_parameters())
