@@ -66,7 +66,9 @@ from unbroken.training.model.pretrained import (
 from unbroken.training.model.routing import RoutingStats, balance_loss, check_experts, check_same_experts, count_ids
 from unbroken.training.model.row_scores import RowScores, score_rows
 from unbroken.training.model.scores import Entropy, TokenScores
+from unbroken.training.model.sequence import SequenceGroup, split_lanes
 from unbroken.training.model.sharding import (
+    SameRows,
     fail_together,
     gather_rest,
     gather_tensor,
@@ -160,6 +162,7 @@ class TrainerBackend:
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
         self._frozen: str | None = None
         """The checksum of what adapters leave as it is, once a checkpoint needs it."""
+        self._same_rows = SameRows(config.parallel.num_same_rows)
         self._reference: PolicyLogprobs | BasePolicy | None = None
         if reference is not None and reference is not Reference.BASE:
             self._reference = self._freeze(reference)
@@ -178,8 +181,13 @@ class TrainerBackend:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all processes make each forward pass together, also those of `logprobs`."""
+        """Whether each process has a part of the model only."""
         return is_sharded(self.accelerator)
+
+    @property
+    def makes_passes_together(self) -> bool:
+        """Whether several processes make each forward pass together, also those of `logprobs`."""
+        return self.is_sharded or not self._same_rows.is_alone
 
     @property
     def has_reference(self) -> bool:
@@ -274,8 +282,39 @@ class TrainerBackend:
         says what `TokenScores` has for the loss. The balance of routers is that of the rows of one call.
 
         Every process makes the same number of passes, idle ones once its rows are used up, because DDP and FSDP
-        communicate in each of them. If no process has rows, there are none.
+        communicate in each of them. If no process has rows, there are none. Processes that compute the same rows
+        (`ParallelConfig.num_same_rows`) share theirs first; the first one counts what all of them compute.
         """
+        if self._same_rows.is_alone:
+            return self._make_passes(rows, loss, weights, trajectories, entropy)
+        each = list(zip(rows, weights, trajectories or [None] * len(rows), strict=True))
+        shared, mine = self._same_rows.share(each)
+        parts: tuple[tuple[Any, ...], ...] = tuple(zip(*shared, strict=True)) or ((), (), ())
+        passes = self._make_passes(parts[0], loss, parts[1], parts[2] if trajectories else (), entropy)
+        own = [
+            (row - mine.start, of_row) for row, of_row in zip(passes.rows, passes.logprobs, strict=True) if row in mine
+        ]
+        routing = replace(
+            count_ids([row.sample for row in rows]),  # and each replayed experts of its part of the ids
+            num_replayed=passes.routing.num_replayed,
+            num_different=passes.routing.num_different,
+        )
+        return replace(
+            passes if self._same_rows.is_first else Passes(),
+            routing=routing,
+            rows=tuple(row for row, _ in own),
+            logprobs=tuple(logprobs for _, logprobs in own),
+        )
+
+    def _make_passes(
+        self,
+        rows: Sequence[ScoredRow],
+        loss: LossFn[StatsT],
+        weights: Sequence[float],
+        trajectories: Sequence[TrajectorySums | None],
+        entropy: Entropy,
+    ) -> Passes[StatsT]:
+        """Make the passes of `forward_backward`, with fewer ids each while memory runs out."""
         has_gradients = any(parameter.grad is not None for parameter in self.policy.parameters())
         temperature = rows[0].sample.temperature if rows else 1.0
         add_pass = partial(self._add_pass, loss=loss, temperature=temperature, entropy=entropy)
@@ -516,6 +555,8 @@ class TrainerBackend:
         with self.computing(), self.accelerator.autocast():
             for each in (self.policy, self._reference):
                 if isinstance(each, PolicyLogprobs):
+                    if self._config.parallel.sequence > 1:
+                        split_lanes(each, SequenceGroup(self._same_rows.group))
                     if self._config.compile:
                         compile_blocks(each)
                     each.allow_by_rows()
@@ -575,6 +616,14 @@ class TrainerBackend:
         *,
         entropy: Entropy = Entropy.NONE,
     ) -> list[RowScores]:
+        if not self._same_rows.is_alone:
+            shared, mine = self._same_rows.share(samples)
+            return self._score_all(policy, shared, entropy)[mine.start : mine.stop]
+        return self._score_all(policy, samples, entropy)
+
+    def _score_all(
+        self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample], entropy: Entropy
+    ) -> list[RowScores]:
         while True:
             try:
                 with self.accelerator.autocast():  # as in the policy's own passes, also for a reference
@@ -584,13 +633,15 @@ class TrainerBackend:
                         tokens_per_micro_batch=self._pass_size or MAX_PASS_IDS,
                         images=self._images,
                         device=self.accelerator.device,
-                        together=self.is_sharded,
+                        together=self.makes_passes_together,
                         routers=self._routers,
                         entropy=entropy,
                     )
             except torch.OutOfMemoryError as error:
-                if self.is_sharded:
-                    raise self._out_of_memory("the sharded processes cannot go back") from error
+                if self.makes_passes_together:
+                    raise self._out_of_memory(
+                        "the processes that share the model or its rows cannot go back"
+                    ) from error
             self._halve_passes(max(len(sample.token_ids) for sample in samples))
 
     @torch.no_grad()
@@ -618,7 +669,7 @@ class TrainerBackend:
         exchanged lets the others wait. Rows are planned longest first: later passes need no more than the first.
         """
         is_alone = self.accelerator.num_processes == 1
-        if not (is_alone or self._fits or self.is_sharded):
+        if not (is_alone or self._fits or self.makes_passes_together):
             batches = [*batches, idle_batch(self.accelerator.device)]
         found, has_failed = [], False
         try:
@@ -626,10 +677,10 @@ class TrainerBackend:
                 for batch in batches if is_alone else batches[:-1]:
                     found.append(add_pass(batch))
         except torch.OutOfMemoryError as error:
-            if self.is_sharded:
-                raise self._out_of_memory("the sharded processes cannot go back") from error
+            if self.makes_passes_together:
+                raise self._out_of_memory("the processes that share the model or its rows cannot go back") from error
             has_failed = True
-        if not self.is_sharded and any(failed := self.from_all_processes(has_failed and longest)):
+        if not self.makes_passes_together and any(failed := self.from_all_processes(has_failed and longest)):
             raise _MemoryIsOut(longest=max(failed))
         if not is_alone:
             try:
@@ -652,7 +703,7 @@ class TrainerBackend:
         """Add the gradient of a pass; return what the loss says of it, and the logprobs.
 
         Gradients are averaged over the processes, while the loss adds up over all of them: so each process multiplies
-        its own by the number of processes.
+        its own by the number of processes, which have other rows, or other ids of them.
         """
         scores = self._run_pass(self._wrapped, batch, temperature, entropy)
         value, of_batch = loss(scores, batch)

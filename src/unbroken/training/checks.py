@@ -45,6 +45,12 @@ def check_parts(
         check_recomputation(accelerator)
     check_parameters(model)
     check_sharding(accelerator, causal_lm(model), has_images=has_images)
+    config.parallel.check_processes(accelerator.num_processes)
+    if config.parallel.sequence > 1 and has_images:
+        raise InvalidInputError(
+            f"images must be left out with trainer.parallel.sequence = {config.parallel.sequence}: their places would "
+            "be in parts of several processes"
+        )
     is_needed = objective.needs_reference(config)
     check_reference(reference, model, is_needed=is_needed, follows=config.reference_sync is not None)
 

@@ -161,6 +161,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the processes share the work; all 1: each has the whole model, and rows of its own."""
+
+    sequence: int = 1
+    """Processes that compute the same rows, each a part of the ids, for long rows (Ulysses): with numbers in sequence,
+    of any number of processes."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, sequence=(self.sequence >= 1, ">= 1"))
+
+    @property
+    def num_same_rows(self) -> int:
+        """How many processes, with numbers in sequence, compute the same rows."""
+        return self.sequence
+
+    def check_processes(self, num_processes: int) -> None:
+        """Raise `InvalidInputError` unless there are as many processes as the model is spread over."""
+        if num_processes % self.sequence:
+            raise InvalidInputError(
+                f"trainer.parallel.sequence = {self.sequence} must divide the number of processes, {num_processes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """How one step trains. `dpo` is for `OnlineDpo`; from `clip` to `entropy_weight`, all but `old_logprobs` and `dpo`
     is for `PolicyGradient`.
@@ -217,6 +241,7 @@ class TrainerConfig:
     processes wait for each other in every pass)."""
     packing: Packing = Packing.AUTO
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
     compile: bool = False
@@ -287,6 +312,10 @@ class TrainerConfig:
             compile=(
                 not (self.compile and (self.routing_replay or self.router_loss_weight > 0)),
                 "False with routing_replay or router_loss_weight",
+            ),
+            parallel=(
+                not (self.compile and self.parallel.sequence > 1),
+                "sequence 1 with compile, whose layers exchange nothing",
             ),
             logprob_chunk_size=(self.logprob_chunk_size >= 1, ">= 1"),
             lora_updates=(isinstance(self.lora_updates, LoraUpdates), "a LoraUpdates"),

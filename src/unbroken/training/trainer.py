@@ -395,7 +395,7 @@ class Trainer:
     @contextmanager
     def _scoring(self, samples: Sequence[TrainingSample]) -> Iterator[None]:
         with self.backend.computing():
-            check = self._raise_on_all if self.backend.is_sharded else nullcontext
+            check = self._raise_on_all if self.backend.makes_passes_together else nullcontext
             with check():
                 self.backend.check_rows(samples)
             yield

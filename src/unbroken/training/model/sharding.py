@@ -9,11 +9,11 @@ the same order, even if it fails meanwhile (`gather_rest`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.model.backbone import parameters_beside_text
 from unbroken.training.model.logprobs import PolicyLogprobs
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 _FLOAT32 = {None, torch.float32}
 
@@ -90,6 +91,47 @@ def shard_frozen(accelerator: Accelerator, policy: PolicyLogprobs) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     fsdp2_prepare_model(accelerator, policy)
+
+
+def _make_group(size: int) -> torch.distributed.ProcessGroup:
+    """The group of `size` processes, with numbers in sequence, that has this one. All processes call it."""
+    make: Any = torch.distributed.new_subgroups
+    own: torch.distributed.ProcessGroup = make(group_size=size)[0]
+    return own
+
+
+class SameRows:
+    """The processes that compute the same rows, with a part of each matrix, or a part of the ids: each has rows of its
+    own, and all of them compute those of all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._group = _make_group(size) if size > 1 else None
+        self._index = torch.distributed.get_rank() % size if size > 1 else 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process computes the rows of this one."""
+        return self._size == 1
+
+    @property
+    def group(self) -> torch.distributed.ProcessGroup:
+        """These processes, if there are several."""
+        assert self._group is not None, "a process that is alone has no group"
+        return self._group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process counts what all of them compute."""
+        return self._index == 0
+
+    def share(self, mine: Sequence[T]) -> tuple[list[T], range]:
+        """The values of all of these processes, and which of them are those of this one."""
+        everyone: list[Any] = [None] * self._size
+        torch.distributed.all_gather_object(everyone, list(mine), group=self._group)
+        before = sum(len(values) for values in everyone[: self._index])
+        return list(chain(*everyone)), range(before, before + len(mine))
 
 
 def reshard(module: torch.nn.Module) -> None:
