@@ -33,6 +33,7 @@ from unbroken.types import (
     TopLogprobs,
     VersionSpan,
     read_experts,
+    read_kept_ids,
     token_ids,
 )
 
@@ -337,9 +338,8 @@ def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
 
 
 def encode_params(params: SamplingParams) -> dict[str, Any]:
-    """Encode sampling parameters. `return_routed_experts` is left out unless set: older servers refuse the key."""
-    fields = asdict(params)
-    return fields if params.return_routed_experts else {k: v for k, v in fields.items() if k != "return_routed_experts"}
+    """Encode sampling parameters. What is returned besides is left out unless set: older servers refuse the keys."""
+    return {key: value for key, value in asdict(params).items() if value or not key.startswith("return_")}
 
 
 def read_result(value: Mapping[str, Any]) -> SampleResult:
@@ -362,6 +362,7 @@ def read_chunk(value: Mapping[str, Any]) -> SampleChunk:
         finish_reason=None if finish_reason is None else FinishReason(finish_reason),
         version_spans=_read_spans(value["policy_versions"]),
         routed_experts=read_experts(value.get("routed_experts")),
+        kept_ids=read_kept_ids(value.get("kept_ids")),
         queue_s=value.get("queue_s"),
     )
 
@@ -380,6 +381,7 @@ def _read_sequence(value: Mapping[str, Any]) -> SampledSequence:
         temperature=value["temperature"],
         top_logprobs=_read_top_logprobs(value["top_logprobs"]),
         routed_experts=read_experts(value.get("routed_experts")),
+        kept_ids=read_kept_ids(value.get("kept_ids")),
         queue_s=value.get("queue_s"),
     )
 

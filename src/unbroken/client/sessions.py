@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 from unbroken.client.calls import Calls
-from unbroken.types import EncodedImage, ImageSpan, TrainingSample
+from unbroken.types import EncodedImage, ImageSpan, TrainingSample, read_kept_ids
 
 SessionStatus = Literal["open", "finished", "expired"]
 _PAGE = 1000
@@ -158,4 +158,4 @@ def _read_sample(row: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> 
         ImageSpan(**{name: value for name, value in span.items() if name != "sha256"}, image=images[span["sha256"]])
         for span in row["images"]
     ]
-    return TrainingSample(**{**row, "images": tuple(spans)})
+    return TrainingSample(**{**row, "images": tuple(spans), "kept_ids": read_kept_ids(row.get("kept_ids"))})

@@ -72,6 +72,18 @@ def check_routing(request: SampleRequest, *, is_recorded: bool, option: str) -> 
         )
 
 
+def check_kept_ids(request: SampleRequest, *, is_recorded: bool, needs: str) -> None:
+    """Raise `SamplingError` if a request wants the ids that it samples from, and the engine cannot say them; `needs`
+    says what it takes.
+    """
+    params = request.params
+    if params.return_kept_ids and params.truncates and not is_recorded:
+        raise SamplingError(
+            f"return_kept_ids with {params.truncations} needs {needs}: without the ids that were kept, the trainer's "
+            f"logprobs would be of another distribution ({request.request_id})"
+        )
+
+
 def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
     """Raise `SamplingError` for an id that the model has no embedding for."""
     if len(token_ids) and int(token_ids.max()) >= vocab_size:

@@ -22,6 +22,7 @@ import numpy as np
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
+    check_kept_ids,
     check_not_paused,
     check_request,
     check_routing,
@@ -37,6 +38,7 @@ from unbroken.types import (
     FinishReason,
     ImageSpan,
     InFlight,
+    KeptIds,
     Logprobs,
     RoutedExperts,
     SampleChunk,
@@ -63,6 +65,7 @@ class ScriptedReply:
     finish_reason: FinishReason = FinishReason.STOP
     """Why the reply ends where the script ends it; STOP without a stop id means a stop string."""
     routed_experts: RoutedExperts | None = None
+    kept_ids: KeptIds | None = None
     """[P + C - 1, L, K] of the prompt and the reply, for requests that want them; cut with the reply."""
     queue_s: float | None = None
     """What the engine reports as the time in its queue."""
@@ -363,6 +366,11 @@ class ScriptedEngine:
             check_routing(request, is_recorded=is_recorded, option="replies that have them")
         else:
             replies = [replace(reply, routed_experts=None) for reply in replies]
+        if request.params.return_kept_ids and request.params.truncates:
+            is_recorded = all(reply.kept_ids is not None for reply in replies)
+            check_kept_ids(request, is_recorded=is_recorded, needs="replies that have them")
+        else:
+            replies = [replace(reply, kept_ids=None) for reply in replies]
         self.requests.append(request)
         running = self._running[request.request_id] = _RunningRequest()
         try:
@@ -396,6 +404,7 @@ class ScriptedEngine:
                 completion_ids=reply.completion_ids[own],
                 rollout_logprobs=logprobs[own],
                 top_logprobs=self._tops(reply.completion_ids[own], logprobs[own], request.params.num_top_logprobs),
+                kept_ids=None if reply.kept_ids is None else reply.kept_ids.pick(np.array([position])),
             )
             if token_id in request.params.stop_token_ids:
                 finish_reason = FinishReason.STOP

@@ -28,6 +28,7 @@ from unbroken.errors import (
 from unbroken.types import (
     FinishReason,
     ImageSpan,
+    KeptIds,
     RoutedExperts,
     SampleChunk,
     SampledSequence,
@@ -194,6 +195,11 @@ class VllmServer:
         adapter: str | None,
     ) -> dict[str, Any]:
         _refuse_images(images)
+        if params.return_kept_ids and params.truncates and not params.top_k:
+            raise SamplingError(
+                f"return_kept_ids with {params.truncations} needs top_k too on {self.base_url}: vLLM returns the most "
+                "likely ids only, and the trainer needs all that were kept"
+            )
         if not self._applies_sampling:
             self._check_raw(params)
         named = {} if adapter is None else {"model": adapter}
@@ -248,7 +254,7 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
         "include_stop_str_in_output": True,
         "detokenize": bool(params.stop_strings),
         # One more than asked for: vLLM counts the sampled id among them, at any rank.
-        "logprobs": min(params.num_top_logprobs + 1, vocab_size) if params.num_top_logprobs else 0,
+        "logprobs": min(most + 1, vocab_size) if (most := _count_logprobs(params)) else 0,
     }
     if form is not None:
         fields["structured_outputs"] = {
@@ -261,6 +267,14 @@ def _encode(params: SamplingParams, n: int, vocab_size: int) -> dict[str, Any]:
             if value is not None
         }
     return fields
+
+
+def _count_logprobs(params: SamplingParams) -> int:
+    """How many of the most likely ids are asked for at each position: with kept ids so many that one of them was cut,
+    also where some ids are as likely as the last that top-k keeps, which vLLM keeps too.
+    """
+    is_asked = params.return_kept_ids and params.truncates
+    return max(params.num_top_logprobs, params.top_k + params.top_k // 2 + 16 if is_asked else 0)
 
 
 def _read_choice(choice: Mapping[str, Any], params: SamplingParams, *, num_ids: int | None = None) -> SampleChunk:
@@ -281,6 +295,21 @@ def _read_choice(choice: Mapping[str, Any], params: SamplingParams, *, num_ids: 
         finish_reason=None if reason is None else _read_reason(reason),
         version_spans=() if reason is None else _read_versions(choice, len(ids) if num_ids is None else num_ids),
         routed_experts=None if reason is None else _read_routing(choice, params),
+        kept_ids=_read_kept(entries, params),
+    )
+
+
+def _read_kept(entries: Sequence[Mapping[str, Any]], params: SamplingParams) -> KeptIds | None:
+    """What each id was sampled from: the ids with a finite logprob, of lists with the sampled id first."""
+    if not (params.return_kept_ids and params.truncates):
+        return None
+    lists = [[(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in entries]
+    if not lists:
+        return KeptIds.whole(0)
+    shared = min(map(len, lists))  # vLLM 0.33 gives one more where the sampled id is not among the most likely
+    tops = np.array([entry[:shared] for entry in lists])
+    return KeptIds.of_top(
+        tops[:, :, 0].astype(np.int32), _unclamp(tops[:, :, 1]), vocab_size=2**31, of=params.truncations
     )
 
 

@@ -23,7 +23,7 @@ from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import json_response, negotiated_response
 from unbroken.server.wire.openai import SamplingFields
-from unbroken.types import ImageSpan, TrainingSample
+from unbroken.types import ImageSpan, KeptIds, TrainingSample, write_kept_ids
 
 router = Routes(Access.CLIENT)
 _MAX_REWARD = float(np.finfo(np.float32).max)
@@ -170,7 +170,7 @@ async def delete_session(session_id: str, request: Request) -> Response:
 async def _check_settings(context: ServerContext, settings: SessionSettings) -> None:
     """Raise `HttpError` for settings with which every turn would be refused, and for metadata that are too long."""
     check_size(settings.metadata, name="metadata")
-    sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens"}))
+    sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens", "return_kept_ids"}))
     try:
         sampling.to_params(end_ids=(), max_tokens=1, num_top_logprobs=0)
     except SamplingError as error:
@@ -217,7 +217,12 @@ def _format_sample(sample: TrainingSample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in names},
         "temperature": sample.temperature,
         "images": [_format_span(span) for span in sample.images],
+        **_format_kept(sample.kept_ids),
     }
+
+
+def _format_kept(kept: KeptIds | None) -> dict[str, Any]:
+    return {} if kept is None else {"kept_ids": write_kept_ids(kept)}
 
 
 def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
@@ -248,6 +253,7 @@ def _format_node(node: Node) -> dict[str, Any]:
         "message_indices": node.message_indices,
         "images": [_format_span(span) for span in node.images],
         "temperature": node.temperature,
+        **_format_kept(node.kept_ids),
     }
 
 

@@ -51,6 +51,8 @@ class SessionSampling(StrictBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    return_kept_ids: bool | None = None
+    """Record the ids that each id was sampled from, where top-k, top-p or min-p cut any, for a trainer."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most ids of one turn. The agent may ask for fewer."""
 
@@ -261,6 +263,7 @@ class Session:
         forced = dict(self._forced_sampling)
         if "seed" in forced:  # for each turn another: with one seed, equal prompts would get equal replies
             forced["seed"] = derive_seed(forced["seed"], self._num_opened)
+        returns_kept_ids = forced.pop("return_kept_ids", False)
         most = [limit for limit in (forced.pop("max_tokens", None), question.max_tokens) if limit is not None]
         options = self.settings.template_options
         return replace(
@@ -269,6 +272,7 @@ class Session:
             max_tokens=min(most) if most else None,
             template_options=question.template_options if options is None else options,
             session_id=self.record.session_id,
+            returns_kept_ids=returns_kept_ids,
         )
 
     def _place(self, context: ServerContext, question: Question) -> _Placed:

@@ -103,4 +103,5 @@ def _build_row(path: Path, loss_mask: BoolMask, temperature: float, by_node: Map
         temperature=temperature,
         images=tuple(image for image in path.images if image.offset < end),
         routed_experts=None if path.routed_experts is None else path.routed_experts[:end],
+        kept_ids=None if path.kept_ids is None else path.kept_ids.cut(end),
     )

@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask, ImageSpan, Logprobs, RoutedExperts, TokenIds
+from unbroken.types import BoolMask, ImageSpan, KeptIds, Logprobs, RoutedExperts, TokenIds
 
 
 class Origin(StrEnum):
@@ -84,6 +84,8 @@ class Node:
     """[R, L, K] of a sampled node: the experts of the ids on its path from `routed_start` on, which are those that no
     earlier node knows: given ids before it, its own but the last, and the last one of the completion before."""
     routed_start: int = 0
+    kept_ids: KeptIds | None = None
+    """[K] of a sampled node, if the engine returned them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,8 @@ class Path:
     """The distinct temperatures that `rollout_logprobs` refer to, in order of appearance; empty without sampled ids."""
     routed_experts: RoutedExperts | None = None
     """[R, L, K] the experts of the first R ids, as they were first computed; None if none are known."""
+    kept_ids: KeptIds | None = None
+    """[T] the ids that each id was sampled from; None if none are known."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

@@ -43,6 +43,7 @@ from unbroken.types import (
     NO_VERSION,
     FinishReason,
     ImageSpan,
+    KeptIds,
     RoutedExperts,
     SampledSequence,
     TokenIds,
@@ -144,6 +145,7 @@ class TokenTree:
                 temperature=sequence.temperature,
                 routed_experts=experts,
                 routed_start=routed_start,
+                kept_ids=sequence.kept_ids,
             )
         )
 
@@ -161,6 +163,9 @@ class TokenTree:
             images=self.images(position),
             temperatures=tuple(dict.fromkeys(node.temperature for node, _ in parts if node.temperature is not None)),
             routed_experts=self._join_experts(steps),
+            kept_ids=KeptIds.join(
+                [(None if node.kept_ids is None else node.kept_ids.cut(size), size) for node, size in parts]
+            ),
         )
 
     def token_ids(self, position: Position) -> TokenIds:

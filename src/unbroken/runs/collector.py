@@ -150,6 +150,7 @@ class Sampler:
             sampling,
             seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
             return_routed_experts=sampling.return_routed_experts or self.returns_experts,
+            return_kept_ids=self.sampling is None and sampling.truncates,
         )
         group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
         return group if self.problems.score is None else await self.problems.score(number, group)

@@ -328,8 +328,9 @@ class RolloutConfig:
     """Trajectories of one problem, whose rewards are compared; 1 only with reinforce_plus_plus, which compares those of
     all problems."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Only the temperature may change the distribution: top-k, top-p, min-p, penalties and structured output are
-    refused, because the trainer computes logprobs without them."""
+    """Temperature, top-k, top-p and min-p may change the distribution: the engine says which ids were kept, and the
+    trainer's distribution is over these. Penalties and structured output are refused, because the trainer computes
+    logprobs without them."""
     limits: Limits = field(default_factory=Limits)
     own_process: bool = False
     """Whether rollouts run in a process of their own, which is forked from the trainer's. Their Python (environments,
@@ -341,7 +342,7 @@ class RolloutConfig:
             raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
         if self.group_size < 1:
             raise InvalidInputError(f"group_size must be >= 1, got {self.group_size}")
-        check_reproducible(self.sampling, whose="the trainer's")
+        check_reproducible(self.sampling, whose="the trainer's", has_kept_ids=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -171,7 +171,7 @@ async def continue_prompt(
         SamplingError: a sampling parameter is out of range.
         ContextOverflowError: prompt and `max_tokens` exceed the context.
     """
-    params = question.sampling.to_params(
+    sampling = question.sampling.to_params(
         end_ids=renderer.get_stop_token_ids(),
         max_tokens=question.choose_max_tokens(
             len(prompt.token_ids), context_length=context.service.engine.context_length
@@ -179,6 +179,7 @@ async def continue_prompt(
         num_top_logprobs=question.num_top_logprobs,
         structured_output=await constrain_reply(context, question, renderer, prompt),
     )
+    params = replace(sampling, return_kept_ids=question.returns_kept_ids)
     answer_id = f"{id_prefix}{uuid4().hex}"
     (request,) = context.service.make_requests(
         [prompt], params, n=question.n, adapter=question.adapter, session_id=question.session_id, name=answer_id

@@ -70,6 +70,8 @@ class Question:
     adapter: str | None = None
     session_id: str | None = None
     """Name of the conversation for affinity, as the client gives it."""
+    returns_kept_ids: bool = False
+    """Whether the answer is recorded with the ids that it was sampled from."""
     retry: RetryHint
 
     def choose_max_tokens(self, prompt_length: int, *, context_length: int) -> int:

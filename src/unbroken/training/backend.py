@@ -226,7 +226,7 @@ class TrainerBackend:
 
         Raises:
             InvalidInputError: a row has images but there is no processor, an id outside the vocabulary, no sampled id,
-                another temperature than the first row, or experts that the model does not have.
+                another temperature than the first row, or experts or kept ids that the model does not have.
             InvariantError: a row begins with a sampled id, or has other ids for an image than the processor makes.
         """
         for index, sample in enumerate(samples):
@@ -242,10 +242,12 @@ class TrainerBackend:
                     f"{row} was sampled at temperature {sample.temperature} and samples[0] at "
                     f"{samples[0].temperature}: the rows of one call must share one temperature"
                 )
-            if sample.token_ids.max() >= self.vocab_size:
+            kept = 0 if sample.kept_ids is None else sample.kept_ids.token_ids.max(initial=0)
+            if (largest := max(sample.token_ids.max(), kept)) >= self.vocab_size:
+                name = "kept_ids" if sample.token_ids.max() < largest else "token_ids"
                 raise InvalidInputError(
-                    f"{row}.token_ids contains {sample.token_ids.max()}, and the model's vocabulary ends at "
-                    f"{self.vocab_size - 1}: is this the model that sampled?"
+                    f"{row}.{name} contains {largest}, and the model's vocabulary ends at {self.vocab_size - 1}: is "
+                    "this the model that sampled?"
                 )
             if sample.sampled_mask[0]:
                 raise InvariantError(f"{row} begins with a sampled id: without a prompt it has no logprob (I2)")
@@ -653,7 +655,7 @@ class TrainerBackend:
         found = []
         for batch in batches:
             with self.accelerator.autocast():
-                without_logprobs = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT))
+                without_logprobs = replace(batch, loss_mask_BT=torch.zeros_like(batch.loss_mask_BT), kept=None)
                 found.append(self._run_pass(self.policy, without_logprobs).choices_2E)
         mine = [choices_2E.cpu() for choices_2E in found if choices_2E is not None]
         return torch.stack(gather_object(mine)).sum(0).to(self.accelerator.device)
@@ -750,7 +752,7 @@ class TrainerBackend:
         pixels = None
         if self._images is not None:
             pixels = self._images.inputs(batch.images, batch.token_ids_BT.shape, self.accelerator.device)
-        given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT)
+        given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT, batch.kept)
         scores: TokenScores = policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given)
         return scores
 

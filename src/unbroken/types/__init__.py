@@ -6,7 +6,16 @@ logarithms. All types are immutable and checked when built, so no later stage ha
 
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, freeze, is_real, is_whole, token_ids
 from unbroken.types.images import EncodedImage, ImageSpan, encode_image_settings, find_misplaced_span
-from unbroken.types.routing import RoutedExperts, get_expert_dtype, read_experts, routed_experts, write_experts
+from unbroken.types.recorded import (
+    KeptIds,
+    RoutedExperts,
+    get_expert_dtype,
+    read_experts,
+    read_kept_ids,
+    routed_experts,
+    write_experts,
+    write_kept_ids,
+)
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
     SampleRequest,
@@ -35,6 +44,7 @@ __all__ = [
     "FinishReason",
     "ImageSpan",
     "InFlight",
+    "KeptIds",
     "Logprobs",
     "RoutedExperts",
     "SampleChunk",
@@ -58,7 +68,9 @@ __all__ = [
     "is_real",
     "is_whole",
     "read_experts",
+    "read_kept_ids",
     "routed_experts",
     "token_ids",
     "write_experts",
+    "write_kept_ids",
 ]

@@ -86,8 +86,9 @@ _ELSEWHERE = {
 class SamplingParams:
     """How to sample. Returned logprobs are those of the distribution after all parameters were applied.
 
-    The trainer reproduces only `temperature`, by scaling its logits. With top-k, top-p, min-p or penalties the sampled
-    distribution differs from the trainer's: their ratio is not 1 even at equal weights.
+    The trainer reproduces `temperature`, by scaling its logits, and top-k, top-p and min-p by the ids that they kept
+    (`return_kept_ids`). With penalties the sampled distribution differs from the trainer's: their ratio is not 1 even
+    at equal weights.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {name: why for why, names in _ELSEWHERE.items() for name in names.split()}
@@ -124,6 +125,9 @@ class SamplingParams:
     return_routed_experts: bool = False
     """Return the experts that computed each id (`SampledSequence.routed_experts`), L * K bytes an id; for a model with
     experts in an engine that was started to record them."""
+    return_kept_ids: bool = False
+    """Return the ids that each id was sampled from (`SampledSequence.kept_ids`), 4 bytes each, if top-k, top-p or min-p
+    cut any. Rollouts of a run do so by themselves."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -145,6 +149,7 @@ class SamplingParams:
             ),
             ("num_top_logprobs", is_whole(self.num_top_logprobs, 0), "a whole number in [0, 2**31)"),
             ("return_routed_experts", isinstance(self.return_routed_experts, bool), "true or false"),
+            ("return_kept_ids", isinstance(self.return_kept_ids, bool), "true or false"),
         )
         check_rules(self, rules)
         if len(self.stop_strings) > MAX_STOP_STRINGS or sum(map(len, self.stop_strings)) > 2**16:
@@ -153,29 +158,40 @@ class SamplingParams:
                 f"{len(self.stop_strings)} of {sum(map(len, self.stop_strings))}"
             )
 
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are cut from the distribution by their probability; never of greedy sampling."""
+        return self.temperature > 0 and bool(self.truncations)
+
+    @property
+    def truncations(self) -> str:
+        """The parameters that do so, with their values."""
+        plain = SamplingParams()
+        changed = [name for name in _TRUNCATING if getattr(self, name) != getattr(plain, name)]
+        return ", ".join(f"{name} {getattr(self, name)}" for name in changed)
+
     def _has_temperature(self) -> bool:
         return is_real(self.temperature, 0, 0) or is_real(self.temperature, *TEMPERATURE_RANGE)
 
 
+_TRUNCATING = ("top_k", "top_p", "min_p")
 _RESHAPING = (
-    "top_k",
-    "top_p",
-    "min_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "structured_output",
 )
-"""Parameters that change the distribution, besides the temperature."""
+"""Parameters that change the distribution, besides the temperature and those that cut ids from it."""
 
 
-def check_reproducible(params: SamplingParams, *, whose: str) -> None:
-    """Raise `SamplingError`, which names the parameter, unless logprobs of a model alone are those of the sampler.
+def check_reproducible(params: SamplingParams, *, whose: str, has_kept_ids: bool = False) -> None:
+    """Raise `SamplingError`, which names the parameter, unless logprobs of a model alone are those of the sampler; or
+    with `has_kept_ids`, those of a model and the ids that were kept.
 
     `whose` they are is for the message, such as "the trainer's".
     """
     plain = SamplingParams()
-    for name in _RESHAPING:
+    for name in _RESHAPING if has_kept_ids else (*_TRUNCATING, *_RESHAPING):
         if getattr(params, name) != getattr(plain, name):
             raise SamplingError(
                 f"sampling.{name} must be {getattr(plain, name)}, got {getattr(params, name)}: {whose} logprobs would "

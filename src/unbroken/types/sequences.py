@@ -10,10 +10,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import EchoError, InvariantError
+from unbroken.errors import EchoError, EngineError, InvariantError
 from unbroken.types.arrays import BoolMask, Logprobs, TokenIds, count_common_prefix, freeze, token_ids
 from unbroken.types.images import ImageSpan, find_misplaced_span
-from unbroken.types.routing import RoutedExperts, routed_experts
+from unbroken.types.recorded import KeptIds, RoutedExperts, check_kept, routed_experts
 from unbroken.types.sampling import SampleRequest, SamplingParams
 
 
@@ -109,6 +109,8 @@ class SampledSequence:
     routed_experts: RoutedExperts | None = None
     """[P + C - 1, L, K] if requested, for the P ids of the prompt and the completion without its last id, which the
     model did not compute; None for an aborted request."""
+    kept_ids: KeptIds | None = None
+    """[C] the ids that each id was sampled from, if requested and the request cuts any (`SamplingParams.truncates`)."""
     queue_s: float | None = None
     """Seconds from the engine's acceptance of the request until it began to compute this completion; None if the engine
     does not report it."""
@@ -143,6 +145,7 @@ class SampledSequence:
         if self.queue_s is not None and not 0 <= self.queue_s < math.inf:
             raise InvariantError(f"queue_s must be finite and >= 0, or None, got {self.queue_s}")
         _check_top_logprobs(self.top_logprobs, num_ids, "completion_ids")
+        check_kept(self.kept_ids, self.completion_ids, of="completion_ids")
 
     @staticmethod
     def aborted(params: SamplingParams) -> SampledSequence:
@@ -176,6 +179,8 @@ class SampleChunk:
     rollout_logprobs: Logprobs
     """[K]"""
     top_logprobs: TopLogprobs | None = None
+    kept_ids: KeptIds | None = None
+    """[K] if requested, as in `SampledSequence`."""
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
     """Set in the last chunk, for the whole completion."""
@@ -193,6 +198,7 @@ class SampleChunk:
                 "completion_ids of a chunk"
             )
         _check_top_logprobs(self.top_logprobs, len(self.completion_ids), "completion_ids of a chunk")
+        check_kept(self.kept_ids, self.completion_ids, of="completion_ids of a chunk")
 
     @staticmethod
     def aborted(index: int) -> SampleChunk:
@@ -212,6 +218,7 @@ class SampleChunk:
             completion_ids=sequence.completion_ids,
             rollout_logprobs=sequence.rollout_logprobs,
             top_logprobs=sequence.top_logprobs,
+            kept_ids=sequence.kept_ids,
             finish_reason=sequence.finish_reason,
             version_spans=sequence.version_spans,
             routed_experts=sequence.routed_experts,
@@ -232,6 +239,7 @@ class SampleChunk:
             version_spans=last.version_spans,
             temperature=temperature,
             routed_experts=last.routed_experts,
+            kept_ids=KeptIds.join([(chunk.kept_ids, len(chunk.completion_ids)) for chunk in chunks]),
             queue_s=last.queue_s,
             top_logprobs=TopLogprobs(
                 token_ids=np.concatenate([top.token_ids for top in tops]),
@@ -269,10 +277,19 @@ class SampleResult:
                 )
 
     def check_answers(self, request: SampleRequest) -> None:
-        """Raise `EchoError` if the prompt or the number of completions differs from `request` (I3)."""
+        """Raise `EchoError` if the prompt or the number of completions differs from `request` (I3), and `EngineError`
+        if a completion lacks the ids that it was sampled from.
+        """
         self.check_prompt(request)
         if len(self.sequences) != request.n:
             raise EchoError(f"asked for n={request.n} completions, got {len(self.sequences)} ({request.request_id})")
+        if request.params.return_kept_ids and request.params.truncates:
+            for sequence in self.sequences:
+                if sequence.kept_ids is None and sequence.finish_reason is not FinishReason.ABORT:
+                    raise EngineError(
+                        f"the engine does not say which ids it sampled from: sampling.{request.params.truncations} "
+                        f"cannot be combined with return_kept_ids there ({request.request_id})"
+                    )
 
     def check_prompt(self, request: SampleRequest) -> None:
         """Raise `EchoError` if the prompt or its images differ from `request` (I3)."""
@@ -318,6 +335,8 @@ class TrainingSample:
     """In order and without overlap, none with sampled ids, and all within the row."""
     routed_experts: RoutedExperts | None = None
     """[R, L, K] the experts that computed the first R <= T ids when they were sampled; None if none are known."""
+    kept_ids: KeptIds | None = None
+    """[T] the ids that each id was sampled from, the whole vocabulary for given ones; None if nothing was cut."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_ids(self.token_ids))
@@ -345,6 +364,9 @@ class TrainingSample:
             if not holds.all():
                 where = int(np.flatnonzero(~holds)[0])
                 raise InvariantError(f"{rule}: broken at position {where} of {len(self.token_ids)}")
+        check_kept(self.kept_ids, self.token_ids, of="token_ids")
+        if self.kept_ids is not None and self.kept_ids.sizes[~self.sampled_mask].any():
+            raise InvariantError("only sampled ids have kept_ids, and a given one has some")
         self._check_images()
 
     def _check_images(self) -> None:

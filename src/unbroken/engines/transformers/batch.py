@@ -20,7 +20,7 @@ from unbroken.engines.checks import check_unused
 from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
 from unbroken.engines.transformers.images import ImageFeatures
 from unbroken.engines.transformers.jobs import Job, Row
-from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_top
+from unbroken.engines.transformers.sampling import compute_logprobs, draw, find_kept, find_top
 from unbroken.engines.transformers.slots import MIN_COPY, Claim, SlotTable
 from unbroken.errors import EngineError
 from unbroken.types import FinishReason, RoutedExperts, TokenIds, get_expert_dtype
@@ -330,20 +330,22 @@ class ContinuousBatch:
     def _report(
         self, slots: NDArray[np.int64], ids: NDArray[np.int64], chosen: NDArray[np.float32], logprobs_BV: torch.Tensor
     ) -> None:
-        """Give sampled ids to the rows that need each one: for top logprobs, or to stream them."""
+        """Give sampled ids to the rows that need each one: for top logprobs, for kept ids, or to stream them."""
         listening = [
             (index, row)
             for index, slot in enumerate(slots.tolist())
-            if (row := self._rows.get(slot)) is not None and (row.params.num_top_logprobs or row.job.feed is not None)
+            if (row := self._rows.get(slot)) is not None and row.is_listening
         ]
         if not listening:
             return
         maximum = max(row.params.num_top_logprobs for _, row in listening)
         top_logprobs, top_ids = find_top(logprobs_BV, maximum)
+        cut = [index for index, row in listening if row.returns_kept_ids]
+        kept = dict(zip(cut, find_kept(logprobs_BV[cut]), strict=True)) if cut else {}
         for index, row in listening:
             number = row.params.num_top_logprobs
             top = (top_ids[index, :number], top_logprobs[index, :number]) if number else None
-            row.add_sampled(int(ids[index]), float(chosen[index]), top)
+            row.add_sampled(int(ids[index]), float(chosen[index]), top, kept.get(index))
 
     def _fail_broken(self, slots: NDArray[np.int64]) -> None:
         """Fail the requests of rows whose logits are not finite; the engine continues, and new weights may help."""

@@ -10,6 +10,7 @@ from unbroken.engines.transformers.images import ImageFeatures, PromptImages
 from unbroken.engines.transformers.worker import Answer, Feed
 from unbroken.types import (
     FinishReason,
+    KeptIds,
     Logprobs,
     RoutedExperts,
     SampleChunk,
@@ -37,6 +38,8 @@ class Row:
         self._queue_s: float | None = None
         self._versions: list[tuple[int, int]] = []
         self._tops: list[tuple[TokenIds, Logprobs]] = []
+        self.returns_kept_ids = self.params.return_kept_ids and self.params.truncates
+        self._kept: list[TokenIds] = []
 
     def begin(self, policy_version: int) -> None:
         """Note that this completion leaves the queue now, and is sampled with this policy version."""
@@ -47,16 +50,32 @@ class Row:
         """Note that ids from completion id `num_sampled` on have this policy version."""
         self._versions.append((num_sampled, policy_version))
 
-    def add_sampled(self, token_id: int, logprob: float, top: tuple[TokenIds, Logprobs] | None) -> None:
-        """Add the id that was just sampled; `top` is [K] and [K], if the request asks for them."""
+    @property
+    def is_listening(self) -> bool:
+        """Whether `add_sampled` shall be called with each id."""
+        return self.returns_kept_ids or self.params.num_top_logprobs > 0 or self.job.feed is not None
+
+    def add_sampled(
+        self,
+        token_id: int,
+        logprob: float,
+        top: tuple[TokenIds, Logprobs] | None,
+        kept: TokenIds | None,
+    ) -> None:
+        """Add the id that was just sampled; `top` is [K] and [K], and it was `kept` among these ids, if the request
+        asks for them.
+        """
         if top is not None:
             self._tops.append(top)
+        if kept is not None:
+            self._kept.append(kept)
         if self.job.feed is not None:
             chunk = SampleChunk(
                 index=self.index,
                 completion_ids=token_ids([token_id]),
                 rollout_logprobs=np.array([logprob]),
                 top_logprobs=None if top is None else TopLogprobs(token_ids=top[0][None], logprobs=top[1][None]),
+                kept_ids=None if kept is None else KeptIds.of([kept]),
             )
             self.job.feed.put(chunk)
 
@@ -77,6 +96,7 @@ class Row:
             version_spans=self._spans(len(completion_ids)),
             temperature=self.params.temperature if self.params.temperature > 0 else 1.0,
             routed_experts=None if finish_reason is FinishReason.ABORT else routed_experts,
+            kept_ids=KeptIds.of(self._kept) if self.returns_kept_ids else None,
             queue_s=self._queue_s,
         )
         self.job.finish_row(self, all_ids[: self.prompt_length], sequence)

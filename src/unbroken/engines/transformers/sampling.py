@@ -84,6 +84,16 @@ def draw(
     return ids_B.cpu().numpy(), chosen_B.cpu().numpy()
 
 
+def find_kept(logprobs_RV: torch.Tensor) -> list[TokenIds]:
+    """The ids of each row that are possible, ascending; none where all are."""
+    kept_RV = logprobs_RV != float("-inf")
+    sizes = kept_RV.sum(dim=-1)
+    kept_RV[sizes == kept_RV.shape[-1]] = False
+    rows, ids = kept_RV.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(logprobs_RV)).cpu().numpy()
+    return np.split(ids.cpu().numpy().astype(np.int32), np.cumsum(counts)[:-1])
+
+
 def find_top(logprobs_BV: torch.Tensor, number: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return [B, number] the greatest logprobs of each row, greatest first, and [B, number] their ids."""
     top_logprobs, top_ids = logprobs_BV.topk(number, dim=-1)

@@ -17,12 +17,14 @@ from unbroken.engines.vllm.calls import translate_errors
 from unbroken.errors import EngineError
 from unbroken.types import (
     FinishReason,
+    KeptIds,
     Logprobs,
     RoutedExperts,
     SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
+    SamplingParams,
     ScoredSequence,
     TopLogprobs,
     VersionSpan,
@@ -33,8 +35,11 @@ from unbroken.types import (
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
-def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> VllmSamplingParams:
-    """Make vLLM's parameters for a request; `SamplingError` if vLLM refuses them."""
+def make_sampling_params(request: SampleRequest, kind: RequestOutputKind, *, num_logprobs: int) -> VllmSamplingParams:
+    """Make vLLM's parameters for a request; `SamplingError` if vLLM refuses them.
+
+    `num_logprobs` is how many of the most likely ids it gives at each position (`count_logprobs`).
+    """
     params = request.params
     form = params.structured_output
     with translate_errors():
@@ -56,7 +61,7 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> Vll
             ignore_eos=form is None,
             include_stop_str_in_output=True,
             detokenize=bool(params.stop_strings),
-            logprobs=params.num_top_logprobs,
+            logprobs=num_logprobs,
             flat_logprobs=True,
             structured_outputs=None
             if form is None
@@ -64,6 +69,16 @@ def make_sampling_params(request: SampleRequest, kind: RequestOutputKind) -> Vll
             output_kind=kind,
             skip_clone=True,
         )
+
+
+def count_logprobs(params: SamplingParams, *, maximum: int) -> int:
+    """How many of the most likely ids to ask for at each position, at most `maximum`: with kept ids so many that one of
+    them was cut, also where some ids are as likely as the last that top-k keeps, which vLLM keeps too.
+    """
+    if not (params.return_kept_ids and params.truncates):
+        return params.num_top_logprobs
+    wanted = params.top_k + params.top_k // 2 + 16 if params.top_k else maximum
+    return min(max(params.num_top_logprobs, wanted), maximum)
 
 
 def make_scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSamplingParams:
@@ -80,11 +95,15 @@ def make_scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSam
 
 
 def convert_result(
-    output: RequestOutput | None, request: SampleRequest, policy_version: int | None = None
+    output: RequestOutput | None,
+    request: SampleRequest,
+    policy_version: int | None = None,
+    *,
+    vocab_size: int = 0,
 ) -> SampleResult:
     """Convert the output of a finished request; None is a request that was aborted before its first id.
 
-    `policy_version` is that of all ids, instead of those that vLLM reports.
+    `policy_version` is that of all ids, instead of those that vLLM reports; `vocab_size` is that of the model's logits.
     """
     if output is None:
         return SampleResult(
@@ -93,7 +112,10 @@ def convert_result(
             image_sha256s=request.image_sha256s,
         )
     queue_s = _read_queue_s(output) if request.n == 1 else None  # of several, vLLM keeps one completion's times
-    done = {completion.index: _sequence(completion, request, policy_version, queue_s) for completion in output.outputs}
+    done = {
+        completion.index: _sequence(completion, request, policy_version, queue_s, vocab_size)
+        for completion in output.outputs
+    }
     none = SampledSequence.aborted(request.params)
     return SampleResult(
         prompt_ids=token_ids(output.prompt_token_ids),
@@ -118,16 +140,23 @@ def check_prompt(output: RequestOutput, request: SampleRequest) -> None:
 
 
 def convert_chunk(
-    output: RequestOutput, completion: CompletionOutput, request: SampleRequest, policy_version: int | None = None
+    output: RequestOutput,
+    completion: CompletionOutput,
+    request: SampleRequest,
+    policy_version: int | None = None,
+    *,
+    vocab_size: int = 0,
 ) -> SampleChunk:
-    """Convert what a completion of an `output` sampled since its last one; `policy_version` as in `convert_result`."""
+    """Convert what a completion of an `output` sampled since its last one; the rest as in `convert_result`."""
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
+    kept = _read_kept(completion.logprobs, request, vocab_size=vocab_size)
     ended = completion.finish_reason is not None
     return SampleChunk(
         index=completion.index,
         completion_ids=token_ids(completion.token_ids),
         rollout_logprobs=logprobs,
         top_logprobs=tops,
+        kept_ids=kept,
         finish_reason=_finish_reason(completion) if ended else None,
         version_spans=_version_spans(completion, policy_version) if ended else (),
         routed_experts=_read_routing(completion, request) if ended else None,
@@ -153,7 +182,11 @@ def make_empty_scores(num_top_logprobs: int) -> ScoredSequence:
 
 
 def _sequence(
-    completion: CompletionOutput, request: SampleRequest, policy_version: int | None, queue_s: float | None
+    completion: CompletionOutput,
+    request: SampleRequest,
+    policy_version: int | None,
+    queue_s: float | None,
+    vocab_size: int,
 ) -> SampledSequence:
     logprobs, tops = _read_logprobs(completion.logprobs, request.params.num_top_logprobs)
     return SampledSequence(
@@ -164,6 +197,7 @@ def _sequence(
         temperature=request.params.temperature or 1.0,
         top_logprobs=tops,
         routed_experts=_read_routing(completion, request),
+        kept_ids=_read_kept(completion.logprobs, request, vocab_size=vocab_size),
         queue_s=queue_s,
     )
 
@@ -183,6 +217,18 @@ def _read_routing(completion: CompletionOutput, request: SampleRequest) -> Route
     if completion.routed_experts is None:
         raise EngineError(f"vLLM returned no routed_experts for {request.request_id!r}, though it records them")
     return routed_experts(completion.routed_experts)
+
+
+def _read_kept(flat: Any, request: SampleRequest, *, vocab_size: int) -> KeptIds | None:
+    """What was sampled from: the ids that have a finite logprob, which is that after all parameters."""
+    if not (request.params.return_kept_ids and request.params.truncates):
+        return None
+    if flat is None or not len(flat):
+        return KeptIds.whole(0)
+    starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
+    where = starts[:, None] + np.arange(1, int((ends - starts).min()))
+    ids, logprobs = np.asarray(flat.token_ids, dtype=np.int32), np.asarray(flat.logprobs, dtype=np.float32)
+    return KeptIds.of_top(ids[where], logprobs[where], vocab_size=vocab_size, of=request.params.truncations)
 
 
 def _finish_reason(completion: CompletionOutput) -> FinishReason:

@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from unbroken.engines.checks import (
     check_images,
+    check_kept_ids,
     check_request,
     check_routing,
     check_scorable,
@@ -79,6 +80,9 @@ class VllmEngine(ControlledEngine):
         self._vocab_size = _vocab_size(llm)
         max_logprobs: int = llm.model_config.max_logprobs
         self._max_logprobs = self._vocab_size if max_logprobs == -1 else max_logprobs
+        self._num_logits: int = llm.model_config.get_vocab_size()
+        """One for each id that can be sampled; of padded vocabularies more than `vocab_size`."""
+        self._max_kept = self._num_logits if max_logprobs == -1 else min(max_logprobs, self._num_logits)
         self._converting = asyncio.Lock()
         """Held while one answer is converted: many often end in one step, and other tasks shall run in between."""
 
@@ -184,7 +188,7 @@ class VllmEngine(ControlledEngine):
                 async for output in outputs:
                     last = output
         async with self._converting:
-            return conversion.convert_result(last, request, adapter.policy_version)
+            return conversion.convert_result(last, request, adapter.policy_version, vocab_size=self._num_logits)
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """Yield the completions in chunks as they are sampled; the chunks of the n completions are interleaved.
@@ -197,7 +201,9 @@ class VllmEngine(ControlledEngine):
                 async for output in outputs:
                     conversion.check_prompt(output, request)
                     for completion in output.outputs:
-                        chunk = conversion.convert_chunk(output, completion, request, adapter.policy_version)
+                        chunk = conversion.convert_chunk(
+                            output, completion, request, adapter.policy_version, vocab_size=self._num_logits
+                        )
                         if chunk.finish_reason is not None:
                             ended.add(chunk.index)
                         yield chunk
@@ -251,7 +257,8 @@ class VllmEngine(ControlledEngine):
     async def _answer(
         self, request: SampleRequest, kind: RequestOutputKind, adapter: _Adapter
     ) -> AsyncGenerator[RequestOutput]:
-        params = conversion.make_sampling_params(request, kind)
+        num_logprobs = conversion.count_logprobs(request.params, maximum=self._max_kept)
+        params = conversion.make_sampling_params(request, kind, num_logprobs=num_logprobs)
         with self._ranks.choose(request.session_id) as rank:
             async with aclosing(self._requests.run(request, params, adapter.lora, rank=rank)) as outputs:
                 async for output in outputs:
@@ -263,6 +270,11 @@ class VllmEngine(ControlledEngine):
         check_unused(request.request_id, self._requests.in_flight)
         check_images(request.images, max_images=self._prompts.max_images)
         check_routing(request, is_recorded=self._records_routing, option="--enable-return-routed-experts")
+        check_kept_ids(
+            request,
+            is_recorded=0 < request.params.top_k < self._max_kept or self._max_kept == self._num_logits,
+            needs=f"top_k in [1, {self._max_kept}), below vLLM's --max-logprobs, or --max-logprobs -1",
+        )
         if request.adapter is not None and request.adapter not in self._adapters:
             raise SamplingError(f"adapter must be None or one of {sorted(self._adapters)}, got {request.adapter!r}")
         if not self._has_tokenizer:

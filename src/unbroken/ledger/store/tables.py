@@ -22,7 +22,7 @@ from unbroken.ledger.records import (
     SessionStatus,
     TurnRecord,
 )
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.types import FinishReason, KeptIds, SampledSequence, VersionSpan
 
 _VERSION_1 = (
     """
@@ -106,7 +106,13 @@ _VERSION_1 = (
 )
 """Arrays are blobs of little-endian int32 or float32, JSON is TEXT, and `blobs` has images and tools."""
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1,)
+_VERSION_2 = (
+    "ALTER TABLE turns ADD COLUMN kept_ids {blob}",
+    "ALTER TABLE turns ADD COLUMN kept_offsets {blob}",
+)
+"""The ids that a turn's ids were sampled from, as int32 and int64; null if none are known."""
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
 
 
@@ -150,8 +156,9 @@ TURN_COLUMNS = (
     *("completion_ids", "rollout_logprobs", "version_spans", "finish_reason", "temperature"),
     *("continued", "fork", "refusal", "tolerances"),
     *("request_digest", "idempotency_key", "answer_id", "created_s"),
+    *("kept_ids", "kept_offsets"),
 )
-_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+_INT, _LONG, _FLOAT = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _IMAGE_FIELDS = ("offset", "length", "placeholder_id", "sha256", "settings")
 
 
@@ -218,6 +225,7 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
         float(sequence.temperature),
         *(record.continued, record.fork, record.refusal, encode_json(record.tolerances)),
         *(record.request_digest, record.idempotency_key, record.answer_id, record.created_s),
+        *_encode_kept(sequence.kept_ids),
     )
 
 
@@ -277,7 +285,14 @@ def _decode_sequence(values: Mapping[str, Any]) -> SampledSequence:
         finish_reason=FinishReason(values["finish_reason"]),
         version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in spans),
         temperature=values["temperature"],
+        kept_ids=None
+        if values["kept_ids"] is None
+        else KeptIds(token_ids=_to_array(values["kept_ids"], _INT), offsets=_to_array(values["kept_offsets"], _LONG)),
     )
+
+
+def _encode_kept(kept: KeptIds | None) -> tuple[bytes | None, bytes | None]:
+    return (None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.offsets, _LONG))
 
 
 def _encode_position(position: Position | None) -> tuple[int | None, int | None]:

@@ -26,7 +26,7 @@ from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits
 from unbroken.rollout.seeds import derive_seed
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-from unbroken.types import EncodedImage, FinishReason, SampledSequence, SamplingParams, VersionSpan
+from unbroken.types import EncodedImage, FinishReason, SampledSequence, SamplingParams, VersionSpan, read_kept_ids
 
 _ABANDON_S = 10.0
 """How long to wait for the session of a cancelled attempt, and to try to delete it."""
@@ -140,7 +140,10 @@ async def _run_attempt(
         gateway,
         {
             "metadata": {"trajectory": trajectory_id},
-            "sampling": {name: getattr(sampling, name) for name in _FORCED},
+            "sampling": {
+                **{name: getattr(sampling, name) for name in _FORCED},
+                **({"return_kept_ids": True} if sampling.return_kept_ids else {}),
+            },
             "limits": {"turns": limits.max_turns, "tokens": limits.max_tokens},
         },
     )
@@ -343,6 +346,7 @@ def _add_node(
         finish_reason=finish_reason,
         version_spans=_to_spans(node["policy_versions"]),
         temperature=node["temperature"],
+        kept_ids=read_kept_ids(node.get("kept_ids")),
     )
     tree.add_sampled(sequence, parent=parent)
     return sequence

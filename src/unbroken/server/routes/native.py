@@ -35,6 +35,7 @@ from unbroken.types import (
     TopLogprobs,
     token_ids,
     write_experts,
+    write_kept_ids,
 )
 
 router = Routes(Access.CLIENT)
@@ -65,6 +66,7 @@ class SamplingBody(StrictBody):
     structured_output: StructuredOutputBody | None = None
     num_top_logprobs: int = 0
     return_routed_experts: bool = False
+    return_kept_ids: bool = False
 
     def to_params(self) -> SamplingParams:
         """Convert for the engine. Raises `SamplingError` as `SamplingParams` does."""
@@ -201,7 +203,11 @@ def _format_sequence(sequence: SampledSequence) -> dict[str, Any]:
 def _format_optional(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
     """What not every engine reports."""
     experts = sampled.routed_experts
-    fields = {"routed_experts": None if experts is None else write_experts(experts), "queue_s": sampled.queue_s}
+    fields = {
+        "routed_experts": None if experts is None else write_experts(experts),
+        "kept_ids": write_kept_ids(sampled.kept_ids),
+        "queue_s": sampled.queue_s,
+    }
     return {name: value for name, value in fields.items() if value is not None}
 
 

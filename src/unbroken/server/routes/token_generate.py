@@ -56,6 +56,9 @@ class TokenSampling(SamplingFields):
     return_routed_experts: bool | None = None
     """Add the experts of each id to the choices, `routed_experts`, in the form of vLLM (which has no such parameter:
     there the server's option decides)."""
+    return_kept_ids: bool | None = None
+    """Add the ids that each id was sampled from to the choices, `sampling_mask`, in the form of vLLM, where top-k,
+    top-p or min-p cut any; an empty list is the whole vocabulary. (In vLLM the server's option decides.)"""
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     """For `output_mode` "text"; true by default."""
@@ -126,7 +129,11 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
         ),
         num_top_logprobs=sampling.logprobs or 0,
     )
-    params = replace(params, return_routed_experts=bool(sampling.return_routed_experts))
+    params = replace(
+        params,
+        return_routed_experts=bool(sampling.return_routed_experts),
+        return_kept_ids=bool(sampling.return_kept_ids),
+    )
     n = 1 if sampling.n is None else sampling.n
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     (sample_request,) = context.service.make_requests(
@@ -219,6 +226,8 @@ class _ChoiceWriter:
         if self.body.gives_text:
             text = self.cutter.feed(self.decoder.feed(sampled.completion_ids))
             choice["text"] = text if reason is None else text + self.cutter.cut(self.decoder.finish())
+        if sampled.kept_ids is not None:
+            choice["sampling_mask"] = sampled.kept_ids.to_lists()
         if reason is not None:
             choice["weight_versions"] = format_weight_versions(sampled)
             choice["routed_experts"] = write_experts(sampled.routed_experts)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from unbroken.routing import Routers
 from unbroken.training.model.lanes import PADDING_ID, lay_out
 from unbroken.training.model.routing import lay_out_experts
+from unbroken.training.model.scores import KeptTokens
 from unbroken.training.model.tree import TreeInputs
 from unbroken.types import ImageSpan, Logprobs, TrainingSample
 
@@ -91,6 +92,8 @@ class Batch:
     """int16, on the CPU: recorded experts to replay (`lay_out_experts`)."""
     counted_BT: torch.Tensor | None = None
     """bool: ids whose experts are counted (`count_choices`): all but the last of each row, which decides nothing."""
+    kept: KeptTokens | None = None
+    """What the sampler kept at each loss token, or at the places of the tree; None if nothing was cut."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -145,6 +148,7 @@ def collate(
         images=tuple(sample.images for sample in samples),
         experts_BTLK=lay_out_experts([[row.sample for row in lane] for lane in lanes], fed.token_ids_BT.shape, routers),
         counted_BT=lay_out(counted, device).mask_BT if counts_choices else None,
+        kept=fed.kept,
     )
 
 

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.training.model.scores import Entropy
+from unbroken.training.model.scores import Entropy, KeptTokens
 from unbroken.training.model.tree import Ids, TreeInputs, TreeSizes, merge_rows, pick_nodes, plan_trees
-from unbroken.types import BoolMask, TrainingSample
+from unbroken.types import BoolMask, KeptIds, TrainingSample
 
 PADDING_ID = 0
 """Any id will do: no other id attends to it, and it is not in the loss."""
@@ -117,6 +117,8 @@ class Lanes:
     """Ids that are not padding."""
     num_shared: int = 0
     """Ids of rows that are not fed because another row has them."""
+    kept: KeptTokens | None = None
+    """What the sampler kept where the mask is true, row by row, or at the places of a tree; None if nothing was cut."""
 
 
 def plan_passes(lengths: Sequence[int], tokens_per_pass: int, layout: RowLayout, *, free_length: int = 0) -> list[Pass]:
@@ -229,19 +231,30 @@ def lay_out(
             positions[number, start:] = np.arange(shape[1] - start)
             start = stop
     is_packed = any(len(lane) > 1 for lane in lanes)
+    kept = _pick_kept([given for lane in lanes for given in lane])
     return Lanes(
         token_ids_BT=torch.from_numpy(token_ids).to(device),
         mask_BT=torch.from_numpy(mask).to(device),
         position_ids_BT=torch.from_numpy(positions).to(device) if is_packed else None,
         num_ids=sum(len(sample.token_ids) for lane in lanes for sample, _ in lane),
+        kept=None if kept is None else KeptTokens.of(kept, device),
     )
+
+
+def _pick_kept(rows: Sequence[tuple[TrainingSample, BoolMask]]) -> KeptIds | None:
+    """What the sampler kept at the ids of the rows' masks, row by row; None if nothing was cut."""
+    parts = [
+        (None if sample.kept_ids is None else sample.kept_ids.pick(mask), int(mask.sum())) for sample, mask in rows
+    ]
+    return KeptIds.join(parts)
 
 
 def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch.device) -> Lanes:
     """Merge the rows, each with its mask, into the tree of one lane."""
     ids, masks = [sample.token_ids for sample, _ in rows], [mask for _, mask in rows]
     tree = merge_rows(ids)
-    inputs = pick_nodes(tree, ids, masks)
+    kept = _pick_kept(rows)
+    inputs, first = pick_nodes(tree, ids, masks, kept)
     mask = np.zeros((1, len(tree.token_ids_T)), dtype=np.bool_)
     mask[0, inputs.nodes_U] = True
     return Lanes(
@@ -251,6 +264,7 @@ def _lay_out_tree(rows: Sequence[tuple[TrainingSample, BoolMask]], device: torch
         tree=inputs.to(device),
         num_ids=len(tree.token_ids_T),
         num_shared=tree.num_shared,
+        kept=None if kept is None else KeptTokens.of(kept.pick(first), device),
     )
 
 

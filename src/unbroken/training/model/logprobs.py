@@ -55,6 +55,7 @@ from unbroken.training.model.probes import (
 from unbroken.training.model.routing import balance_loss, count_choices, flatten_experts
 from unbroken.training.model.scores import (
     Entropy,
+    KeptTokens,
     LogitScaling,
     RoundedHead,
     TokenScores,
@@ -146,6 +147,7 @@ class PolicyLogprobs(nn.Module):
         experts_BTLK: torch.Tensor | None = None,
         tree: TreeInputs | None = None,
         counted_BT: torch.Tensor | None = None,
+        kept: KeptTokens | None = None,
     ) -> TokenScores:
         """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row; or of
         those that `tree` names, if the one lane has the nodes of a tree.
@@ -153,7 +155,8 @@ class PolicyLogprobs(nn.Module):
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
         though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`). The choices of
-        experts are counted for the ids of `counted_BT`, unless it is None.
+        experts are counted for the ids of `counted_BT`, unless it is None. Where the sampler `kept` some ids only, the
+        distribution is over these.
 
         Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
         whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
@@ -164,7 +167,7 @@ class PolicyLogprobs(nn.Module):
             assert position_ids_BT is not None, "a tree has depths"
             hidden_BTD = self._hidden_of_tree(token_ids_BT, position_ids_BT, tree.ends_T)
             places: tuple[torch.Tensor, ...] = (torch.zeros_like(tree.nodes_U), tree.nodes_U)
-            scores = self._score_at(hidden_BTD, places, tree.targets_U, temperature, entropy).pick(tree.places_N)
+            scores = self._score_at(hidden_BTD, places, tree.targets_U, temperature, entropy, kept).pick(tree.places_N)
         else:
             if pixels is None and self._stand_in is not None:
                 token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
@@ -173,7 +176,7 @@ class PolicyLogprobs(nn.Module):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             places = picked_BT.nonzero(as_tuple=True)
-            scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][picked_BT], temperature, entropy)
+            scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][picked_BT], temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
                 num_lanes, width = token_ids_BT.shape  # with a stand-in's lane
                 counted_BT = pad(counted_BT, (0, width - counted_BT.shape[1], 0, num_lanes - len(counted_BT)))
@@ -309,19 +312,26 @@ class PolicyLogprobs(nn.Module):
         targets_N: torch.Tensor,
         temperature: float,
         entropy: Entropy,
+        kept: KeptTokens | None,
     ) -> TokenScores:
         """The scores by the hidden states at `places`, lanes [N] and ids [N], each computed where its id is."""
         if self.sequence is None:
-            return self._score(hidden_BTD[places], targets_N, temperature, entropy)
+            return self._score(hidden_BTD[places], targets_N, temperature, entropy, kept)
         lanes_N, ids_N = places
         length = hidden_BTD.shape[1]
         owners_N = ids_N // length
         is_own_N = owners_N == self.sequence.rank
         own_ND = hidden_BTD[lanes_N[is_own_N], ids_N[is_own_N] % length]
-        return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy), owners_N)
+        own_kept = None if kept is None else kept.pick(is_own_N)
+        return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy, own_kept), owners_N)
 
     def _score(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: Entropy
+        self,
+        hidden_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: Entropy,
+        kept: KeptTokens | None,
     ) -> TokenScores:
         """On tensor cores if the layers are too, by autocast; otherwise in the head's own precision."""
         head = self.causal.get_output_embeddings()
@@ -333,6 +343,7 @@ class PolicyLogprobs(nn.Module):
                 temperature=temperature,
                 chunk_size=self._chunk_size,
                 entropy=entropy,
+                kept=kept,
             )
         how = RoundedHead(
             scaling=self._scaling,
@@ -340,6 +351,7 @@ class PolicyLogprobs(nn.Module):
             chunk_size=self._chunk_size,
             entropy=entropy,
             dtype=torch.get_autocast_dtype(hidden_ND.device.type),
+            kept=kept,
         )
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return rounded_scores(hidden_ND, head.weight, targets_N, how)

@@ -232,8 +232,8 @@ def _score_tree(policy: Any, rows: Sequence[Ids], changed: Nodes | None = None) 
     if changed is not None:
         ids_T[changed] = (ids_T[changed] + 1) % policy.vocab_size
     ids_BT, depths_BT = (torch.from_numpy(each)[None].to(device) for each in (ids_T, tree.depths_T))
-    inputs = pick_nodes(tree, rows, [np.arange(len(row)) > 0 for row in rows]).to(device)
-    given = (1.0, None, depths_BT, Entropy.NONE, None, inputs)
+    inputs, _ = pick_nodes(tree, rows, [np.arange(len(row)) > 0 for row in rows])
+    given = (1.0, None, depths_BT, Entropy.NONE, None, inputs.to(device))
     logprobs_N: torch.Tensor = policy(ids_BT, torch.zeros_like(ids_BT, dtype=torch.bool), *given)[0]
     return logprobs_N
 

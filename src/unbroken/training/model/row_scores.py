@@ -67,7 +67,7 @@ def score_rows(
         shape = fed.token_ids_BT.shape
         pixels = None if images is None else images.inputs([row.images for row in rows], shape, device)
         experts = lay_out_experts([[samples[i] for i in lane] for lane in planned.lanes], shape, routers)
-        given = (fed.position_ids_BT, entropy, experts, fed.tree)
+        given = (fed.position_ids_BT, entropy, experts, fed.tree, None, fed.kept)
         scores = policy(fed.token_ids_BT, fed.mask_BT, rows[0].temperature, pixels, *given)
         ends = np.cumsum([row.sampled_mask.sum() for row in rows])
         of_rows = [_split(values_N, ends) for values_N in scores[:3]]

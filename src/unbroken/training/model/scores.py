@@ -1,18 +1,22 @@
 """From hidden states to logprobs and entropies of picked ids, a chunk of logits at a time.
 
-Shapes: N picked tokens, D hidden size, V vocabulary.
+Shapes: N picked tokens, D hidden size, V vocabulary, K kept ids of all tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from unbroken.types import KeptIds
 
 
 class Entropy(StrEnum):
@@ -78,6 +82,70 @@ class LogitScaling:
         return gradient * self.factor if self.factor != 1.0 else gradient
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """The ids that the sampler kept at N picked tokens; the softmax is over these alone, where there are any.
+
+    Logits of the others become -inf before it. So logprobs, entropies, ranks and gradients are those of the
+    distribution that was sampled from, whatever else makes them.
+    """
+
+    offsets: NDArray[np.int64]
+    """[N + 1] in `ids_K`; stays on the CPU, where chunks are cut."""
+    tokens_K: torch.Tensor
+    """int64, the token that each of the ids is kept at."""
+    ids_K: torch.Tensor
+    """int64."""
+    is_cut_N: torch.Tensor
+    """bool, false where the whole vocabulary was kept."""
+
+    @classmethod
+    def of(cls, kept: KeptIds, device: torch.device) -> KeptTokens:
+        """Those of N positions."""
+        sizes = kept.sizes
+        return cls(
+            offsets=kept.offsets,
+            tokens_K=torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device),
+            ids_K=torch.from_numpy(kept.token_ids.astype(np.int64)).to(device),
+            is_cut_N=torch.from_numpy(sizes > 0).to(device),
+        )
+
+    def split(self, size: int) -> list[KeptTokens]:
+        """Those of `size` tokens at a time; one part without tokens if there are none."""
+        num_tokens = len(self.offsets) - 1
+        parts = []
+        for start in range(0, max(num_tokens, 1), size):
+            stop = min(start + size, num_tokens)
+            first, last = int(self.offsets[start]), int(self.offsets[stop])
+            parts.append(
+                KeptTokens(
+                    offsets=self.offsets[start : stop + 1] - first,
+                    tokens_K=self.tokens_K[first:last] - start,
+                    ids_K=self.ids_K[first:last],
+                    is_cut_N=self.is_cut_N[start:stop],
+                )
+            )
+        return parts
+
+    def pick(self, chosen_N: torch.Tensor) -> KeptTokens:
+        """Those of the tokens where a mask is true."""
+        sizes = np.diff(self.offsets)[chosen_N.cpu().numpy()]
+        chosen_K = chosen_N[self.tokens_K]
+        numbers_N = chosen_N.cumsum(0) - 1
+        return KeptTokens(
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+            tokens_K=numbers_N[self.tokens_K[chosen_K]],
+            ids_K=self.ids_K[chosen_K],
+            is_cut_N=self.is_cut_N[chosen_N],
+        )
+
+    def cut_(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Set the logits of all ids that were not kept to -inf, in place."""
+        cut_NV = self.is_cut_N[:, None].repeat(1, logits_NV.shape[1])
+        cut_NV[self.tokens_K, self.ids_K] = False
+        return logits_NV.masked_fill_(cut_NV, float("-inf"))
+
+
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     """In float32, unless it is more exact."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -91,16 +159,23 @@ def chunked_scores(
     temperature: float,
     chunk_size: int,
     entropy: Entropy = Entropy.NONE,
+    kept: KeptTokens | None = None,
 ) -> TokenScores:
-    """The logprob of each target under softmax(logits_of(hidden) / temperature) and that softmax's entropy, in float32.
+    """The logprob of each target under softmax(logits_of(hidden) / temperature) and that softmax's entropy, in float32;
+    over the ids that were `kept`, if any were cut.
 
     Values and gradients are those of one softmax over all N. For N = 0 the result is empty but still depends on the
     parameters, with gradients of zero.
     """
-    pieces = zip(torch.split(hidden_ND, chunk_size), torch.split(targets_N, chunk_size), strict=True)
+    pieces = zip(
+        torch.split(hidden_ND, chunk_size),
+        torch.split(targets_N, chunk_size),
+        _split_kept(kept, len(targets_N), chunk_size),
+        strict=True,
+    )
+    how = logits_of, temperature, entropy
     scores = [
-        checkpoint(_compute_chunk, h, t, logits_of, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
-        for h, t in pieces
+        checkpoint(_compute_chunk, h, t, k, *how, use_reentrant=False, preserve_rng_state=False) for h, t, k in pieces
     ]
     logprobs, entropies, ranks = zip(*scores, strict=True)
     return TokenScores(
@@ -108,6 +183,11 @@ def chunked_scores(
         None if entropy is Entropy.NONE else torch.cat(entropies),
         torch.cat(ranks) if entropy is Entropy.RANKED else None,
     )
+
+
+def _split_kept(kept: KeptTokens | None, num_tokens: int, size: int) -> Sequence[KeptTokens | None]:
+    """A part for each chunk."""
+    return [None] * max(-(-num_tokens // size), 1) if kept is None else kept.split(size)
 
 
 @torch.no_grad()
@@ -119,6 +199,7 @@ def find_ranks(logprobs_NV: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Ten
 def _compute_chunk(
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
+    kept: KeptTokens | None,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
     entropy: Entropy,
@@ -126,7 +207,8 @@ def _compute_chunk(
     """Logprobs, entropies and ranks. Entropies come last: without gradient, checkpointing stops before them when it
     computes the chunk again.
     """
-    logprobs_NV = torch.log_softmax(to_float32(logits_of(hidden_ND)) / temperature, dim=-1)
+    logits_NV = to_float32(logits_of(hidden_ND)) / temperature
+    logprobs_NV = torch.log_softmax(logits_NV if kept is None else kept.cut_(logits_NV), dim=-1)
     logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
     match entropy:
         case Entropy.NONE:
@@ -160,6 +242,7 @@ class RoundedHead:
     entropy: Entropy
     dtype: torch.dtype
     """Of the factors of each product."""
+    kept: KeptTokens | None = None
 
 
 def is_plain_matrix(head: Any) -> bool:
@@ -190,8 +273,8 @@ class _RoundedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded_VD = weight_VD.to(head.dtype)
         logprobs, entropies, ranks = [], [], []
-        for hidden, targets in _chunks(head, hidden_ND, targets_N):
-            logprobs_NV = _scaled_logits(hidden, rounded_VD, head)[1].log_softmax(-1)
+        for hidden, targets, kept in _chunks(head, hidden_ND, targets_N):
+            logprobs_NV = _scaled_logits(hidden, rounded_VD, head, kept)[1].log_softmax(-1)
             logprobs.append(logprobs_NV.gather(-1, targets[:, None])[:, 0])
             if head.entropy is Entropy.RANKED:
                 ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
@@ -212,10 +295,10 @@ class _RoundedScores(torch.autograd.Function):
         of_hidden, of_weight = [], None
         is_trained = head.entropy is Entropy.TRAINED
         of_logprobs_N, of_entropies_N = gradients[0], gradients[1] if is_trained else gradients[0]
-        for hidden, targets, of_logprobs, of_entropies in _chunks(
+        for hidden, targets, of_logprobs, of_entropies, kept in _chunks(
             head, hidden_ND, targets_N, of_logprobs_N, of_entropies_N
         ):
-            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head)
+            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head, kept)
             gradient_NV = _gradient_of_logits(logits_NV, targets, of_logprobs, of_entropies if is_trained else None)
             gradient_NV = head.scaling.pull_back(gradient_NV.div_(head.temperature), raw_NV).to(head.dtype)
             if ctx.needs_input_grad[0]:
@@ -232,23 +315,31 @@ class _RoundedScores(torch.autograd.Function):
 
 
 def _chunks(head: RoundedHead, *tensors: torch.Tensor) -> Any:
-    """The same tokens of each tensor at a time; one empty chunk if there are none."""
-    return zip(*(torch.split(tensor, head.chunk_size) for tensor in tensors), strict=True)
+    """The same tokens of each tensor at a time, and their kept ids; one empty chunk if there are none."""
+    kept = _split_kept(head.kept, len(tensors[0]), head.chunk_size)
+    return zip(*(torch.split(tensor, head.chunk_size) for tensor in tensors), kept, strict=True)
 
 
 def _scaled_logits(
-    hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead
+    hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead, kept: KeptTokens | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, which a cap needs again in the backward pass, and the logits over the temperature."""
+    """The product, which a cap needs again in the backward pass, and the logits over the temperature, those that were
+    not kept cut. Without a cap they may be one tensor.
+    """
     raw_NV = _multiply(hidden.to(head.dtype), rounded_VD.T)
     logits_NV = head.scaling.apply(raw_NV)
-    return raw_NV, logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+    logits_NV = logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+    return raw_NV, logits_NV if kept is None else kept.cut_(logits_NV)
 
 
 def _entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:
     probabilities_NV = logprobs_NV.exp_()  # in place: nothing else needs the logprobs any more
     terms_NV: torch.Tensor = torch.special.entr(probabilities_NV, out=probabilities_NV)
     return terms_NV.sum(-1)
+
+
+_IMPOSSIBLE = -1e4
+"""A logprob whose probability is 0 in float64 too. Times 0 it is 0, after any factor that float32 has for a loss."""
 
 
 def _gradient_of_logits(
@@ -261,7 +352,7 @@ def _gradient_of_logits(
     if of_entropies is None:
         gradient_NV = logits_NV.softmax(-1).mul_(-of_logprobs[:, None])
     else:
-        logprobs_NV = logits_NV.log_softmax(-1).clamp_(min=torch.finfo(logits_NV.dtype).min)
+        logprobs_NV = logits_NV.log_softmax(-1).clamp_(min=_IMPOSSIBLE)
         p_NV = logprobs_NV.exp()
         entropies = -(p_NV * logprobs_NV).sum(-1, keepdim=True)
         gradient_NV = logprobs_NV.add_(entropies).mul_(of_entropies[:, None]).add_(of_logprobs[:, None])

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unbroken.types import BoolMask
+from unbroken.types import BoolMask, KeptIds
 from unbroken.types.arrays import count_common_prefix
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -67,8 +67,8 @@ class PrefixTree:
 class TreeInputs:
     """What a forward pass needs of a tree, with its ids and their positions: N tokens of a loss in U different places.
 
-    A place is a node and an id that may follow it: rows that go on with the same id after the same prefix have one
-    place, and as many tokens.
+    A place is a node and an id that may follow it, kept among the same ids: rows that go on with the same id after the
+    same prefix have one place, and as many tokens.
     """
 
     ends_T: torch.Tensor
@@ -120,17 +120,28 @@ def merge_rows(rows: Sequence[Ids]) -> PrefixTree:
     )
 
 
-def pick_nodes(tree: PrefixTree, rows: Sequence[Ids], masks: Sequence[BoolMask]) -> TreeInputs:
-    """Find the places of the ids where the rows' masks are true, which are never the first of a row."""
+def pick_nodes(
+    tree: PrefixTree, rows: Sequence[Ids], masks: Sequence[BoolMask], kept: KeptIds | None = None
+) -> tuple[TreeInputs, Nodes]:
+    """Find the places of the ids where the rows' masks are true, which are never the first of a row; `kept` has what
+    the sampler kept at each. Returns also the first token of each place.
+    """
     nodes = np.concatenate([path[mask[1:]] for path, mask in zip(tree.paths, masks, strict=True)])
     targets = np.concatenate([row[mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.int64)
-    _, first, places = np.unique(nodes << 32 | targets, return_index=True, return_inverse=True)
-    return TreeInputs(
+    keys = nodes << 32 | targets
+    if kept is not None:
+        sets = [kept.token_ids[start:stop].tobytes() for start, stop in pairwise(kept.offsets.tolist())]
+        numbers = {ids: number for number, ids in enumerate(dict.fromkeys(sets))}
+        keys = np.stack([keys, [numbers[ids] for ids in sets]], axis=1)
+    axis = None if kept is None else 0
+    _, first, places = np.unique(keys, axis=axis, return_index=True, return_inverse=True)
+    inputs = TreeInputs(
         ends_T=torch.from_numpy(tree.ends_T),
         nodes_U=torch.from_numpy(nodes[first]),
         targets_U=torch.from_numpy(targets[first]),
         places_N=torch.from_numpy(places.reshape(-1)),
     )
+    return inputs, first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
