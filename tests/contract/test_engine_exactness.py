@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, embedded, sample_one
+from support.reference_sampling import reference_logprobs
 from unbroken.transfer.sources import TensorSource
-from unbroken.types import token_ids
+from unbroken.types import SampleChunk, token_ids
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -55,6 +57,35 @@ async def test_scores_are_those_of_the_temperature_of_each_call(subject: Subject
     calls = (subject.engine.score(ids, temperature=t, num_top_logprobs=2) for t in temperatures)
     for temperature, scored in zip(temperatures, await asyncio.gather(*calls), strict=True):
         np.testing.assert_allclose(scored.logprobs, logprobs_of(model, ids, temperature), atol=2e-5)
+
+
+CUTS = ({"top_k": 5}, {"top_k": 7, "top_p": 0.6}, {"top_k": 6, "min_p": 0.6}, {"top_k": 7, "top_p": 0.9, "min_p": 0.3})
+"""Below the 8 logprobs that the vLLM of the tests gives."""
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+async def test_kept_ids_are_those_that_the_cuts_leave_and_logprobs_are_over_them(
+    subject: Subject, cut: dict[str, Any], temperature: float
+) -> None:
+    model = await renew(subject, 1)
+    request = ask(n=3, max_tokens=20, temperature=temperature, return_kept_ids=True, **cut)
+    result = await subject.engine.sample(request)
+    result.check_answers(request)
+    for sequence in result.sequences:
+        ids = [*PROMPT_IDS.tolist(), *sequence.completion_ids.tolist()]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].double().numpy()
+        for position, kept in enumerate(sequence.kept_ids.to_lists()):
+            length = len(PROMPT_IDS) + position
+            expected = reference_logprobs(logits[length - 1], request.params, [], [])
+            assert kept == np.flatnonzero(np.isfinite(expected)).tolist()
+            assert abs(expected[ids[length]] - sequence.rollout_logprobs[position]) < 1e-5
+    chunks = [chunk async for chunk in subject.engine.stream(replace(request, request_id="b", n=1))]
+    streamed = SampleChunk.join(chunks, temperature=temperature)
+    assert len(streamed.kept_ids) == len(streamed.completion_ids) > 0
+    uncut = ask(request_id="c", return_kept_ids=True, max_tokens=3)
+    assert (await sample_one(subject, uncut)).kept_ids is None
 
 
 @pytest.mark.parametrize("reuse_kv", [False, True])

@@ -40,6 +40,8 @@ class StockServer:
     the engine gave: one more if the sampled one is not among the most likely (0.33)."""
     records_routing: bool = False
     """Whether it was started with --enable-return-routed-experts; the engine's replies must have them."""
+    gives_tops: bool = False
+    """Whether the most likely ids are the engine's own, instead of made up."""
     shift: float = 0.0
     """Added to all logprobs."""
     echo: list[int] | None = None
@@ -86,6 +88,7 @@ class StockServer:
                 stop_token_ids=tuple(sampling["stop_token_ids"]),
                 stop_strings=tuple(sampling["stop"]),
                 return_routed_experts=self.records_routing,
+                num_top_logprobs=sampling["logprobs"] if self.gives_tops else 0,
             ),
         )
         if body.get("stream"):
@@ -153,9 +156,14 @@ class StockServer:
         temperature = sampling["temperature"] or 1.0
         scale = 1 / temperature if self.applies_sampling else 1.0
         content = []
-        for token_id, logprob in zip(chunk.completion_ids.tolist(), chunk.rollout_logprobs.tolist(), strict=True):
+        sampled = zip(chunk.completion_ids.tolist(), chunk.rollout_logprobs.tolist(), strict=True)
+        for position, (token_id, logprob) in enumerate(sampled):
             own = {"token_id": token_id, "logprob": logprob * scale + self.shift, "rank": 2}
             others = [{"token_id": k, "logprob": -1.0 - k, "rank": k} for k in range(8) if k != token_id]
+            if self.gives_tops and (tops := chunk.top_logprobs) is not None:
+                own = {"token_id": token_id, "logprob": logprob}
+                entries = zip(tops.token_ids[position].tolist(), tops.logprobs[position].tolist(), strict=True)
+                others = [{"token_id": k, "logprob": max(each, -9999.0)} for k, each in entries if k != token_id]
             most = max(sampling["logprobs"], 1) if self.cuts_tops else sampling["logprobs"] + 1
             content.append({**own, "top_logprobs": [own, *others][:most]})
         ended = chunk.finish_reason is not None

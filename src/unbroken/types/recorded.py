@@ -98,8 +98,13 @@ class KeptIds:
     @classmethod
     def of(cls, sets: Sequence[NDArray[Any] | Sequence[int]]) -> KeptIds:
         """Those of one set for each position."""
-        offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
-        return cls(token_ids=np.concatenate([np.zeros(0, np.int32), *map(token_ids, sets)]), offsets=offsets)
+        ids = np.concatenate([np.zeros(0, np.int32), *map(token_ids, sets)])
+        return cls.of_sizes(ids, np.array([len(each) for each in sets], dtype=np.int64))
+
+    @classmethod
+    def of_sizes(cls, ids: Any, sizes: NDArray[Any]) -> KeptIds:
+        """Those of sets that stand one after the other, with these numbers of ids."""
+        return cls(token_ids=ids, offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
     def whole(cls, length: int) -> KeptIds:
@@ -124,7 +129,7 @@ class KeptIds:
         kept[is_whole] = False
         rows, places = np.nonzero(kept)
         chosen = ids[rows, places]
-        return cls(token_ids=chosen[np.lexsort((chosen, rows))], offsets=np.concatenate([[0], np.cumsum(sizes)]))
+        return cls.of_sizes(chosen[np.lexsort((chosen, rows))], sizes)
 
     @classmethod
     def join(cls, parts: Sequence[tuple[KeptIds | None, int]]) -> KeptIds | None:
@@ -132,11 +137,8 @@ class KeptIds:
         if all(kept is None for kept, _ in parts):
             return None
         known = [cls.whole(length) if kept is None else kept for kept, length in parts]
-        sizes = np.concatenate([np.diff(kept.offsets) for kept in known])
-        return cls(
-            token_ids=np.concatenate([kept.token_ids for kept in known]),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        )
+        ids = np.concatenate([kept.token_ids for kept in known])
+        return cls.of_sizes(ids, np.concatenate([kept.sizes for kept in known]))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -173,13 +175,13 @@ class KeptIds:
 
 
 def write_kept_ids(kept: KeptIds | None) -> dict[str, NDArray[Any]] | None:
-    """The fields of kept ids on our wire, as arrays."""
-    return None if kept is None else {"token_ids": kept.token_ids, "offsets": kept.offsets}
+    """The fields of kept ids on our wire, as int32 arrays."""
+    return None if kept is None else {"token_ids": kept.token_ids, "sizes": kept.sizes.astype(np.int32)}
 
 
 def read_kept_ids(fields: Mapping[str, Any] | None) -> KeptIds | None:
-    """Read what `write_kept_ids` wrote."""
-    return None if fields is None else KeptIds(token_ids=fields["token_ids"], offsets=fields["offsets"])
+    """Read what `write_kept_ids` wrote. Raises `InvariantError` for sizes that do not fit the ids."""
+    return None if fields is None else KeptIds.of_sizes(fields["token_ids"], np.asarray(fields["sizes"]))
 
 
 def check_kept(kept: KeptIds | None, sampled_ids: TokenIds, *, of: str) -> None:

@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, running_gateway, scripted
-from support.servers import encode
+from support.servers import encode, scripted_engine
 from unbroken.client import AsyncClient
 from unbroken.counters import Effort, count_effort
+from unbroken.engines.scripted import ScriptedReply
 from unbroken.errors import InvalidInputError, ServerUnreachableError
 from unbroken.ledger.export import export_samples
 from unbroken.rollout.agents.command import CommandAgent, CommandReward, run_process
@@ -27,7 +28,7 @@ from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.server.process import host_app
-from unbroken.types import SamplingParams
+from unbroken.types import KeptIds, SamplingParams
 
 ANSWER = "It is 17.<|im_end|>"
 
@@ -142,6 +143,30 @@ async def test_an_agent_samples_from_the_distribution_that_the_run_asks_for(tmp_
     assert group.rewards == (1.0,)
     assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.8, 1.0, 5)
     assert (request.params.presence_penalty, request.params.max_tokens) == (0.0, 7)
+
+
+async def test_the_rows_of_an_agents_session_have_the_ids_that_its_engine_kept(tmp_path: Path) -> None:
+    """From the engine through the gateway's store, its tree and its samples to the trainer's rows."""
+    ids, sets = [5, 6, 7], [[5, 8], [], [6, 7, 9]]
+    engine = scripted_engine(lambda _: ScriptedReply(completion_ids=ids, kept_ids=KeptIds.of(sets)))
+
+    async def chat(session: AgentSession) -> float:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(base_url=session.openai_base_url, headers=headers) as client:
+            return float((await client.post("/chat/completions", json={"messages": [USER]})).status_code == 200)
+
+    async with running_gateway(engine, tmp_path) as gateway, host_app(gateway.app) as url, AsyncClient(url) as client:
+        params = SamplingParams(top_p=0.9, max_tokens=3, return_kept_ids=True)
+        group = await run_agent_group(
+            chat, 1, gateway=client.sessions, task={}, sampling=params, limits=Limits()
+        )  # fmt: skip
+        (listed,) = await client.sessions.list()
+        (exported,) = await client.sessions.samples(listed["session_id"])
+    assert group.rewards == (1.0,)
+    (row,) = export_samples(group.trajectories[0].tree, 1.0)
+    assert row.kept_ids.to_lists()[-3:] == sets
+    assert exported.kept_ids.to_lists() == row.kept_ids.to_lists()
+    assert sum(row.kept_ids.sizes[:-3]) == 0
 
 
 async def test_siblings_have_sessions_and_seeds_of_their_own(tmp_path: Path) -> None:

@@ -216,12 +216,14 @@ def test_a_setting_that_the_objective_would_ignore_is_refused():
         make_config(algorithm=Algorithm.ONLINE_DPO, trainer=TrainerConfig(kl_weight=0.1))
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_cuts_whose_kept_ids_engines_return_are_allowed(cut):
+    assert RolloutConfig(sampling=SamplingParams(**cut)).sampling.truncates
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("top_k", 5),
-        ("top_p", 0.9),
-        ("min_p", 0.1),
         ("repetition_penalty", 1.1),
         ("presence_penalty", 0.5),
         ("frequency_penalty", 0.5),

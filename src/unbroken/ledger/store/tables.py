@@ -108,9 +108,9 @@ _VERSION_1 = (
 
 _VERSION_2 = (
     "ALTER TABLE turns ADD COLUMN kept_ids {blob}",
-    "ALTER TABLE turns ADD COLUMN kept_offsets {blob}",
+    "ALTER TABLE turns ADD COLUMN kept_sizes {blob}",
 )
-"""The ids that a turn's ids were sampled from, as int32 and int64; null if none are known."""
+"""The ids that a turn's ids were sampled from, and how many at each; null if none are known."""
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
@@ -156,9 +156,9 @@ TURN_COLUMNS = (
     *("completion_ids", "rollout_logprobs", "version_spans", "finish_reason", "temperature"),
     *("continued", "fork", "refusal", "tolerances"),
     *("request_digest", "idempotency_key", "answer_id", "created_s"),
-    *("kept_ids", "kept_offsets"),
+    *("kept_ids", "kept_sizes"),
 )
-_INT, _LONG, _FLOAT = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _IMAGE_FIELDS = ("offset", "length", "placeholder_id", "sha256", "settings")
 
 
@@ -287,12 +287,12 @@ def _decode_sequence(values: Mapping[str, Any]) -> SampledSequence:
         temperature=values["temperature"],
         kept_ids=None
         if values["kept_ids"] is None
-        else KeptIds(token_ids=_to_array(values["kept_ids"], _INT), offsets=_to_array(values["kept_offsets"], _LONG)),
+        else KeptIds.of_sizes(_to_array(values["kept_ids"], _INT), _to_array(values["kept_sizes"], _INT)),
     )
 
 
 def _encode_kept(kept: KeptIds | None) -> tuple[bytes | None, bytes | None]:
-    return (None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.offsets, _LONG))
+    return (None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.sizes, _INT))
 
 
 def _encode_position(position: Position | None) -> tuple[int | None, int | None]:

@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from unbroken.types import KeptIds
 
+_IMPOSSIBLE = -1e4
+"""A logprob whose probability is 0, in float64 too; what a loss multiplies it with is finite, and then 0."""
+
 
 class Entropy(StrEnum):
     """Whether the entropy of the policy is computed at each picked token."""
@@ -220,7 +223,7 @@ def _compute_chunk(
                 return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1), ranks_N
         case Entropy.TRAINED:
             # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
-            finite_NV = logprobs_NV.clamp(min=torch.finfo(logprobs_NV.dtype).min)
+            finite_NV = logprobs_NV.clamp(min=_IMPOSSIBLE)
             return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1), None
 
 
@@ -336,10 +339,6 @@ def _entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:
     probabilities_NV = logprobs_NV.exp_()  # in place: nothing else needs the logprobs any more
     terms_NV: torch.Tensor = torch.special.entr(probabilities_NV, out=probabilities_NV)
     return terms_NV.sum(-1)
-
-
-_IMPOSSIBLE = -1e4
-"""A logprob whose probability is 0 in float64 too. Times 0 it is 0, after any factor that float32 has for a loss."""
 
 
 def _gradient_of_logits(

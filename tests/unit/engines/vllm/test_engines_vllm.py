@@ -67,6 +67,14 @@ def text_of() -> Any:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 8}])
+async def test_sets_that_vllm_may_not_return_whole_are_refused_by_name(shared_vllm: Any, cut: dict[str, Any]) -> None:
+    (named,) = (f"{name} {value}" for name, value in cut.items())
+    with pytest.raises(SamplingError, match=rf"return_kept_ids with {named} needs top_k in \[1, 8\), below vLLM's"):
+        await shared_vllm.engine.sample(ask(return_kept_ids=True, **cut))
+    assert (await sample_one(shared_vllm.engine, ask(max_tokens=3, **cut))).kept_ids is None
+
+
 async def test_seeded_requests_whose_prompts_exceed_a_step_are_answered_as_alone(shared_vllm: Any) -> None:
     rng = np.random.default_rng(0)
     requests = [

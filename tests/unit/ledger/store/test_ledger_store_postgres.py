@@ -196,7 +196,7 @@ def test_sessions_of_an_earlier_version_are_migrated_and_those_of_a_later_one_re
         store = open_postgres_store(server.url, migrations=WITH_TITLE)
         assert count_turns(store, "s") == 1
         store.close()
-    with pytest.raises(StoreError, match=r"database 'postgres' on .* has sessions of schema version 2, .* up to 1"):
+    with pytest.raises(StoreError, match=r"database 'postgres' on .* has sessions of schema version 3, .* up to 2"):
         connect()
 
 

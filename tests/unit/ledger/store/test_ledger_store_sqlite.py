@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -71,6 +72,21 @@ def test_sessions_of_an_earlier_version_are_migrated_and_keep_their_turns(tmp_pa
     connection.close()
 
 
+def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(tmp_path):
+    fill(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as connection:
+        for statement in ("DROP COLUMN kept_ids", "DROP COLUMN kept_sizes"):
+            connection.execute(f"ALTER TABLE turns {statement}")
+        connection.execute("PRAGMA user_version = 1")
+    assert read_version(tmp_path) == 1
+    store = open_sqlite_store(tmp_path)
+    loaded = store.load("s")
+    assert loaded is not None
+    assert [turn.sequence.kept_ids for turn in loaded.turns] == [None]
+    store.close()
+    assert read_version(tmp_path) == len(MIGRATIONS)
+
+
 def test_a_migration_that_fails_changes_nothing(tmp_path):
     fill(tmp_path)
     with pytest.raises(StoreError, match="no such table"):
@@ -84,9 +100,9 @@ def test_a_migration_that_fails_changes_nothing(tmp_path):
 def test_sessions_of_a_later_version_are_refused_and_left_alone(tmp_path):
     open_sqlite_store(tmp_path, migrations=WITH_TITLE).close()
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"schema version 2, and this release knows versions up to 1: use the rel"):
+        with pytest.raises(StoreError, match=r"schema version 3, and this release knows versions up to 2: use the rel"):
             open_sqlite_store(tmp_path)
-    assert read_version(tmp_path) == 2
+    assert read_version(tmp_path) == len(WITH_TITLE)
 
 
 def test_an_empty_file_is_a_new_database_and_another_file_is_refused(tmp_path):

@@ -39,14 +39,14 @@ def test_the_worked_example_of_the_module():
     assert tree.ends_T.tolist() == [3, 3, 3]
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2], [0, 1], [0, 1, 2]]
     assert tree.num_shared == 5
-    inputs = pick_nodes(tree, rows, [np.arange(len(each)) == len(each) - 1 for each in rows])
+    inputs, _ = pick_nodes(tree, rows, [np.arange(len(each)) == len(each) - 1 for each in rows])
     places = list(zip(inputs.nodes_U.tolist(), inputs.targets_U.tolist(), strict=True))
     assert [places[place] for place in inputs.places_N.tolist()] == [(2, 8), (1, 9), (2, 4)]
 
 
 def test_tokens_with_the_same_prefix_have_one_place():
     rows = ids_of([5, 6, 8], [5, 6, 8], [5, 6, 9])
-    inputs = pick_nodes(merge_rows(rows), rows, [np.array([False, True, True])] * 3)
+    inputs, _ = pick_nodes(merge_rows(rows), rows, [np.array([False, True, True])] * 3)
     assert len(inputs.nodes_U) == 3
     assert inputs.places_N.tolist() == [0, 1, 0, 1, 0, 2]
 
