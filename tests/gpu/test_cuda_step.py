@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 
 from support.models import random_qwen3
 from support.rows import random_rows
@@ -83,3 +84,21 @@ def test_the_size_of_a_pass_is_measured_and_leaves_no_gradients():
     assert MIN_PASS_IDS <= found.num_ids <= MAX_PASS_IDS
     assert found.bytes_per_id > 0
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_adapters_on_a_base_in_bfloat16_score_as_on_the_same_weights_in_float32():
+    def make(dtype):
+        base = make_model().bfloat16()
+        torch.manual_seed(1)
+        model = get_peft_model(base.to(dtype), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+        return Trainer(model, TrainerConfig(), accelerator=Accelerator(mixed_precision="bf16"))
+
+    rows = random_rows(np.random.default_rng(0), 24, longest=100)
+    rounded, exact = make(torch.bfloat16), make(torch.float32)
+    for own, other in zip(rounded.logprobs(rows), exact.logprobs(rows), strict=True):
+        np.testing.assert_array_equal(own, other)
+    steps = [trainer.step(rows) for trainer in (rounded, exact)]
+    assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=0.01)

@@ -67,11 +67,13 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
     return ImageInputs(processor=processor, settings=encode_image_settings(settings))
 
 
-def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: float, fsdp: int = 1) -> None:
+def warn_about_memory(
+    source: str | Path, config: RunConfig, *, device_bytes: float, fsdp: int = 1, is_replicated: bool = False
+) -> None:
     """Warn, before anything is loaded, if the run is estimated to need more than a GPU of so many bytes has.
 
-    `fsdp` processes share the weights. Nothing is estimated of layers in float32, nor of a model whose config does not
-    say its sizes.
+    `fsdp` processes share the weights, or each has them (`is_replicated`). Nothing is estimated of layers in float32,
+    nor of a model whose config does not say its sizes.
     """
     if config.precision is not Precision.BFLOAT16:
         return
@@ -90,6 +92,7 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
     )
     layout = Layout(
         fsdp=fsdp,
+        is_replicated=is_replicated,
         lora_rank=0 if lora is None else lora.rank,
         is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,
         num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED),

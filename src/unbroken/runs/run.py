@@ -153,8 +153,9 @@ async def open_run(
     samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
     samplers.check()
     if accelerator.device.type == "cuda" and accelerator.is_main_process:
-        fsdp = accelerator.num_processes if accelerator.is_fsdp2 else 1
-        warn_about_memory(model, config, device_bytes=torch.cuda.mem_get_info(accelerator.device)[1], fsdp=fsdp)
+        total, fsdp = torch.cuda.mem_get_info(accelerator.device)[1], rank.num_processes if accelerator.is_fsdp2 else 1
+        is_replicated = rank.num_processes > fsdp
+        warn_about_memory(model, config, device_bytes=total, fsdp=fsdp, is_replicated=is_replicated)
     async with AsyncExitStack() as stack:
         process: SamplingProcess | None = None
         if config.rollouts.own_process:

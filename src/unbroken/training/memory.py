@@ -89,6 +89,8 @@ class Layout:
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    is_replicated: bool = False
+    """Whether several processes have the same weights (DDP), which exchange gradients through a second copy."""
     lora_rank: int = 0
     """0: all weights are trained."""
     is_base_exact: bool = False
@@ -143,7 +145,7 @@ def estimate_memory(
     estimate = MemoryEstimate(
         weights=int(whole + 4 * trained if layout.lora_rank else whole),
         copies=int(whole) * layout.num_copies,
-        gradients=int(4 * trained),
+        gradients=int(4 * trained) * (2 if layout.is_replicated else 1),
         optimizer=int(trained * (2 if config.optimizer.name is OptimizerName.ADAMW_8BIT else 8)),
         of_pass=0,
         num_ids=0,
