@@ -22,10 +22,11 @@ from unbroken.training.config import SharedPrefixes
 from unbroken.training.model.backbone import enable_checkpointing
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.training.model.scores import Entropy
+from unbroken.training.model.scores import Entropy, KeptTokens
 from unbroken.training.model.sequence import SequenceGroup, split_lanes
 from unbroken.training.model.tree import merge_rows, pick_nodes
 from unbroken.training.model.varlen import attention_by_rows
+from unbroken.types import KeptIds
 
 SIZES = {
     "vocab_size": 64,
@@ -86,7 +87,7 @@ def tree(policy: PolicyLogprobs) -> Given:
     merged = merge_rows(SHARED)
     ids_BT = torch.from_numpy(merged.token_ids_T.astype(np.int64))[None]
     depths_BT = torch.from_numpy(merged.depths_T)[None]
-    inputs = pick_nodes(merged, SHARED, [np.arange(len(row)) > 0 for row in SHARED])
+    inputs, _ = pick_nodes(merged, SHARED, [np.arange(len(row)) > 0 for row in SHARED])
     no_mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     return ids_BT, no_mask_BT, 1.0, None, depths_BT, Entropy.TRAINED, None, inputs
 
@@ -98,6 +99,16 @@ def replayed(_: PolicyLogprobs) -> Given:
     experts_BTLK = torch.cat([experts_BTLK, (experts_BTLK + 1) % 4], -1).to(torch.int16)
     experts_BTLK[1, 4:] = -1
     return *given[:6], experts_BTLK, None, mask_BT
+
+
+def kept(_: PolicyLogprobs) -> Given:
+    """Rows of which some ids were kept among few."""
+    ids_BT, mask_BT, *_ = given = padded(_)
+    rng = np.random.default_rng(0)
+    targets = ids_BT[mask_BT].tolist()
+    sets = [np.union1d(rng.integers(0, 64, 9), [target]) if rng.random() < 0.7 else [] for target in targets]
+    tokens = KeptTokens.of(KeptIds.of([np.asarray(each, dtype=np.int64) for each in sets]), torch.device("cpu"))
+    return *given, None, None, None, tokens
 
 
 def qwen3(**sizes: Any) -> Any:
@@ -138,6 +149,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[PolicyLogprobs], Given]]] = 
     "padded": (qwen3, padded),
     "idle": (qwen3, idle),
     "last_ids": (qwen3, last_ids),
+    "kept": (qwen3, kept),
     "packed": (qwen3, packed),
     "by_rows": (qwen3, by_rows),
     "tree": (qwen3, tree),
