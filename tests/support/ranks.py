@@ -136,8 +136,14 @@ class RankChecks:
     async def check_policy_adapter(self, client: AsyncClient) -> str:
         """The policy as an adapter that comes by an update, for a server of the old weights."""
         adapted = with_lora(copy.deepcopy(self.model), seed=4)
-        matrices = [
-            (name.replace(".default", ""), value) for name, value in adapted.named_parameters() if ".lora_" in name
+        scale = adapted.peft_config["default"].lora_alpha / adapted.peft_config["default"].r
+        matrices = [  # as a trainer publishes them: the model's names, and the scaling in B
+            (
+                name.removeprefix("base_model.model.").replace(".default", ""),
+                value.detach() * (scale if ".lora_B." in name else 1),
+            )
+            for name, value in adapted.named_parameters()
+            if ".lora_" in name
         ]
         folder = write_weights(self.weights, matrices, policy_version=1).folder
         assert await client.load_weights(folder, policy_version=1)
