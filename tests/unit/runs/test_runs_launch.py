@@ -88,6 +88,16 @@ def test_two_processes_with_vllm_in_each_train_as_one(tmp_path, model):
     assert [line["num_rollouts"] for line in evaluations] == [3, 3]
 
 
+def test_two_processes_that_share_the_ids_of_their_rows_train_what_both_sampled(tmp_path, model):
+    settings = {"trainer.parallel.sequence": 2, "trainer.gradient-checkpointing": "true"}
+    run_two("unbroken", *train_arguments(tmp_path / "run", model, settings))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics/metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/num_trajectories"] for line in lines] == [8, 8]
+    assert [line["train/policy_version"] for line in lines] == [1, 2]
+    assert min(line["mismatch/num_tokens"] for line in lines) > 0
+    assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
+
+
 def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
     launched = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in launched.items():
