@@ -262,8 +262,7 @@ async def _train(
             metrics=records.metrics,
             timeline=records.timeline,
         )
-        publisher = run.engine.publisher
-        snapshots = Snapshots(trainer, is_sender=publisher is not None or run.rank.index == 0, publishers=[publisher])
+        snapshots = Snapshots(trainer, [run.engine.publisher], is_sender=run.rank.index == 0)
         background = await _make_background(config, run, evaluations, snapshots)
         if background is not None:
             stack.push_async_callback(background.close)

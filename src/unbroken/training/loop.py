@@ -92,7 +92,7 @@ async def train(
         metrics=metrics,
         observer=observer,
         timeline=timeline or Timeline(),
-        snapshots=snapshots or Snapshots(trainer, is_sender=publisher is not None, publishers=[publisher]),
+        snapshots=snapshots or Snapshots(trainer, [publisher]),
         notices=await Notices.open(trainer),
     )
     try:

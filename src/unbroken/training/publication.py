@@ -61,11 +61,13 @@ class Snapshots:
     Every process calls `take` together: with sharded models they gather the weights together.
     """
 
-    def __init__(self, trainer: Trainer, *, is_sender: bool, publishers: Sequence[WeightPublisher | None] = ()) -> None:
-        """Only a process that sends weights, `is_sender`, copies them; `publishers` are those that get the copies."""
+    def __init__(
+        self, trainer: Trainer, publishers: Sequence[WeightPublisher | None] = (), *, is_sender: bool = False
+    ) -> None:
+        """`publishers` get the copies. Only a process that has one, or may get one later (`is_sender`), copies."""
         self._trainer = trainer
-        self._is_sender = is_sender
         self.publishers = [publisher for publisher in publishers if publisher is not None]
+        self._is_sender = is_sender or bool(self.publishers)
         self._version: int | None = None
         """Of the copy that is kept; the same in all processes."""
         self._newest: Snapshot | None = None
