@@ -52,8 +52,8 @@ _T = TypeVar("_T")
 _KEEP_WEIGHTS, _DISCARD_ALL = 1, 2
 _WEIGHTS, _KV = "weights", "kv_cache"
 
-MEASURED_QUANTIZATIONS = frozenset({"fp8"})
-"""Under which served logprobs after an update are those of a fresh load (lab notes)."""
+UPDATABLE_QUANTIZATIONS = frozenset({"fp8"})
+"""Those that vLLM makes from a checkpoint without quantisation, layer by layer, at each load."""
 
 Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Waits for vLLM, and raises our errors for its own."""
@@ -184,7 +184,7 @@ class ControlledEngine:
         `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
         loads, the engine answers nothing more: some of its weights may be new.
 
-        Raises `SamplingError` also for missing weights and a quantisation that was not measured, `WeightsError` if
+        Raises `SamplingError` also for missing weights and another quantisation than fp8, `WeightsError` if
         there is no room for a copy or a worker cannot open it, and `EngineError` if the checkpoint's names cannot be
         read.
         """
@@ -424,14 +424,14 @@ def check_runs_here(llm: AsyncLLM) -> None:
 
 
 def check_quantization(llm: AsyncLLM) -> None:
-    """Raise `SamplingError` if new weights in this quantisation were not compared with a fresh load of them."""
+    """Raise `SamplingError` if weights in this quantisation are not updated, because nobody has tried it."""
     name = llm.model_config.quantization
     if name is None:
         return
-    if name not in MEASURED_QUANTIZATIONS:
+    if name not in UPDATABLE_QUANTIZATIONS:
         raise SamplingError(
-            f"an update of the weights with --quantization {name} was not measured, only one with "
-            f"{sorted(MEASURED_QUANTIZATIONS)}: start vLLM with one of these, or without --quantization"
+            f"an update of the weights with --quantization {name} is not supported, only one with "
+            f"{sorted(UPDATABLE_QUANTIZATIONS)}: start vLLM with one of these, or without --quantization"
         )
     if getattr(llm.model_config.hf_config, "quantization_config", None) is not None:
         raise SamplingError(

@@ -105,11 +105,11 @@ def test_copies_that_this_server_does_not_control_are_refused(tmp_path: Path, wo
         (None, None, None),
         ("fp8", None, None),
         ("fp8", {"quant_method": "fp8"}, "needs a checkpoint that is not quantised itself"),
-        ("nvfp4_per_token", None, "with --quantization nvfp4_per_token was not measured, only one with"),
-        ("modelopt_fp4", {"quant_method": "modelopt"}, "with --quantization modelopt_fp4 was not measured"),
+        ("nvfp4_per_token", None, "with --quantization nvfp4_per_token is not supported, only one with"),
+        ("modelopt_fp4", {"quant_method": "modelopt"}, "with --quantization modelopt_fp4 is not supported"),
     ],
 )
-def test_weights_are_updated_in_quantisations_that_were_measured(
+def test_weights_are_updated_under_fp8_alone_of_all_quantisations(
     quantization: str | None, checkpoint: Any, message: str | None
 ) -> None:
     from unbroken.engines.vllm.control import check_quantization
