@@ -152,10 +152,7 @@ async def open_run(
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
     samplers.check()
-    if accelerator.device.type == "cuda" and accelerator.is_main_process:
-        total, fsdp = torch.cuda.mem_get_info(accelerator.device)[1], rank.num_processes if accelerator.is_fsdp2 else 1
-        is_replicated = rank.num_processes > fsdp
-        warn_about_memory(model, config, device_bytes=total, fsdp=fsdp, is_replicated=is_replicated)
+    _warn_about_memory(config, model, accelerator)
     async with AsyncExitStack() as stack:
         process: SamplingProcess | None = None
         if config.rollouts.own_process:
@@ -200,6 +197,14 @@ async def open_run(
             trainer=trainer,
             model=policy,
         )
+
+
+def _warn_about_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cuda" and accelerator.is_main_process:
+        fsdp = accelerator.num_processes if accelerator.is_fsdp2 else 1
+        is_replicated = accelerator.num_processes > fsdp
+        total = torch.cuda.mem_get_info(accelerator.device)[1]
+        warn_about_memory(model, config, device_bytes=total, fsdp=fsdp, is_replicated=is_replicated)
 
 
 async def _open_engines(

@@ -409,10 +409,15 @@ def holding_gradients(policy: Any) -> Iterator[None]:
 
 
 def make_probe_pass(policy: Any, accelerator: Any, num_ids: int) -> None:
-    """A forward and a backward pass of so many ids, in rows of 256, whose gradients are zero."""
-    token_ids_BT = torch.zeros(num_ids // _ROW_IDS, _ROW_IDS, dtype=torch.int64, device=accelerator.device)
-    mask_BT = torch.ones_like(token_ids_BT, dtype=torch.bool)
-    mask_BT[:, 0] = False
+    """A forward and a backward pass of so many ids, in rows of 256, whose gradients are zero.
+
+    In one lane if the policy's rows are so: compiled layers have a variant for it.
+    """
+    is_packed = policy.layout in (RowLayout.ONE_LANE, RowLayout.BY_ROWS)
+    shape = (1, num_ids) if is_packed else (num_ids // _ROW_IDS, _ROW_IDS)
+    position_ids_BT = torch.arange(num_ids, device=accelerator.device).remainder(_ROW_IDS).view(shape)
+    token_ids_BT, mask_BT = torch.zeros_like(position_ids_BT), position_ids_BT > 0
+    positions = position_ids_BT if is_packed else None
     with accelerator.autocast():
-        scores = policy(token_ids_BT, mask_BT, 1.0, entropy=Entropy.MEASURED)
+        scores = policy(token_ids_BT, mask_BT, 1.0, None, positions, Entropy.MEASURED)
     (scores.logprobs_N.sum() * 0.0).backward()

@@ -185,8 +185,9 @@ def test_processes_agree_on_what_is_free_and_on_each_peak():
     assert found.num_ids == 3_072
 
 
-def test_a_probe_holds_gradients_of_zero_and_leaves_none():
-    policy, accelerator = PolicyLogprobs(tiny_qwen3(), chunk_size=64), Accelerator()
+@pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ONE_LANE])
+def test_a_probe_holds_gradients_of_zero_and_leaves_none(packing):
+    policy, accelerator = PolicyLogprobs(tiny_qwen3(), chunk_size=64, packing=packing), Accelerator()
     with holding_gradients(policy):
         held = [parameter.grad for parameter in policy.parameters()]
         make_probe_pass(policy, accelerator, 512)
