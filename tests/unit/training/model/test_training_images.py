@@ -22,7 +22,7 @@ from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.lanes import RowLayout
 from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.trainer import Trainer
-from unbroken.types import EncodedImage, TrainingSample
+from unbroken.types import EncodedImage, KeptIds, TrainingSample
 
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
 
@@ -99,6 +99,22 @@ def check_against_reference(vision: Vision, found: list, conversations=CONVERSAT
 def test_logprobs_of_a_mixed_batch_are_those_of_the_model_called_on_each_row_alone(vision, tokens_per_micro_batch):
     trainer = make_trainer(vision, tokens_per_micro_batch=tokens_per_micro_batch)
     check_against_reference(vision, trainer.logprobs([row_of(vision, c) for c in CONVERSATIONS]))
+
+
+def test_rows_with_images_have_the_distribution_over_their_kept_ids(vision):
+    """For parts S and C of the vocabulary and an id t: 1 / p(t in S + t) + 1 / p(t in C + t) = 1 / p(t) + 1."""
+    rows, trainer = [row_of(vision, c) for c in CONVERSATIONS], make_trainer(vision)
+    parts = np.array_split(np.random.default_rng(0).permutation(trainer.backend.vocab_size), 2)
+
+    def keep(row: TrainingSample, part: np.ndarray) -> TrainingSample:
+        masked = zip(row.token_ids, row.sampled_mask, strict=True)
+        return replace(row, kept_ids=KeptIds.of([np.union1d(part, [t]) if sampled else [] for t, sampled in masked]))
+
+    whole, *cut = (trainer.logprobs(each) for each in (rows, *([keep(row, part) for row in rows] for part in parts)))
+    for row, expected, first, second in zip(rows, whole, *cut, strict=True):
+        mask = row.sampled_mask
+        found = 1 / np.exp(first[mask]) + 1 / np.exp(second[mask]) - 1
+        np.testing.assert_allclose(found, 1 / np.exp(expected[mask]), rtol=1e-3)
 
 
 def test_logprobs_depend_on_the_picture(vision):
