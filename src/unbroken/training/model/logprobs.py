@@ -154,14 +154,12 @@ class PolicyLogprobs(nn.Module):
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
-        though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`). The choices of
-        experts are counted for the ids of `counted_BT`, unless it is None. Where the sampler `kept` some ids only, the
-        distribution is over these.
+        though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`), and the softmax
+        is over the ids that the sampler `kept`. Choices of experts are counted for the ids of `counted_BT`, if any.
 
         Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
         whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
-        an empty sum, on the parameters that text does not use. This costs no forward pass of a dummy image, and covers
-        parameters that no image uses either, such as the last layer of LLaVA's tower.
+        an empty sum, on those that text does not use, or no image does, such as the last layer of LLaVA's tower.
         """
         if tree is not None:
             assert position_ids_BT is not None, "a tree has depths"
