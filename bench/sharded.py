@@ -1,9 +1,9 @@
-"""Train on the same rows with one process and with two (DDP, and FSDP2 on GPUs), and compare numbers, memory, seconds.
+"""Train on the same rows with one process and with two (DDP and FSDP2), and compare numbers, memory, seconds.
 
     OMP_NUM_THREADS=1 python bench/sharded.py                                            # tiny model, two CPU processes
     python bench/sharded.py --shape 0.6b --dtype bf16 --num-rows 32 --length 1024        # two GPUs
 
-`accelerate launch` (`torchrun` on a CPU) starts each side, which trains the same steps on the same random rows; two
+`torchrun` starts each side, which trains the same steps on the same random rows; two
 processes share the rows. Prints the largest differences from one process in loss, gradient norm and logprobs, the
 seconds of a step (median, without the first) and of gathering all weights, and the peak memory of a process. With
 `--lora` only adapters of rank 16 are trained, and the reference is the base without them.
@@ -30,8 +30,8 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unbroken.training.config import OptimizerConfig, Reference, TrainerConfig
-from unbroken.training.model.sharding import keep_float32
+from unbroken.training.config import OptimizerConfig, ParallelConfig, Reference, TrainerConfig
+from unbroken.training.model.sharding import make_distributed_config
 from unbroken.training.trainer import Trainer
 from unbroken.types import NO_VERSION, TrainingSample, token_ids
 
@@ -45,8 +45,6 @@ _SHAPES = {
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
     },
 }  # fmt: skip
-_FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-          "--fsdp_cpu_ram_efficient_loading", "false"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < 2:
         raise SystemExit(f"two GPUs or none are needed, found {torch.cuda.device_count()}")
-    sides = {"one process": (1, []), "DDP": (2, ["--multi_gpu"])} | ({"FSDP2": (2, _FSDP2)} if on_gpu else {})
+    sides = {"one process": (1, []), "DDP": (2, []), "FSDP2": (2, ["--fsdp", "2"])}
     runs = {name: _run_side(num_processes, options) for name, (num_processes, options) in sides.items()}
     one = runs["one process"]
     print(f"{'':12} {'loss':>9} {'norm':>9} {'logprobs':>9} {'step s':>8} {'gather s':>9} {'GiB':>6}")
@@ -93,6 +91,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=4)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--fsdp", type=int, default=1, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -102,28 +101,22 @@ def _run_side(num_processes: int, options: list[str]) -> Run:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "run.json"
-        launch = [
-            "accelerate.commands.launch", "--num_processes", str(num_processes), "--num_machines", "1",
-            "--dynamo_backend", "no", "--main_process_port", str(port), "--mixed_precision", _parse_args().dtype,
-            *options,
-        ]  # fmt: skip
-        if not torch.cuda.is_available():  # on a CPU accelerate only launches several processes through MPI
-            launch = ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_port", str(port)]
-        command = [sys.executable, "-m", *launch, __file__, *sys.argv[1:], "--worker", str(result)]
+        launch = ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_port", str(port)]
+        command = [sys.executable, "-m", *launch, __file__, *sys.argv[1:], *options, "--worker", str(result)]
         subprocess.run(command, check=True)
         return Run(**json.loads(result.read_text()))
 
 
 def _train(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=arguments.dtype)
-    keep_float32(accelerator)
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-5, eps=1e-4),
         tokens_per_micro_batch=4 * arguments.length,
         kl_weight=0.01 if arguments.lora else 0.0,
+        parallel=ParallelConfig(fsdp=arguments.fsdp),
     )
     reference = Reference.BASE if arguments.lora else None
-    model = _make_model(arguments)
+    model = _make_model(arguments, config.parallel)
     trainer = Trainer(model, config, accelerator=accelerator, reference=reference)
     rows = _make_rows(arguments.num_rows, arguments.length, _SHAPES[arguments.shape]["vocab_size"])
     mine = rows[accelerator.process_index :: accelerator.num_processes]
@@ -148,10 +141,16 @@ def _train(arguments: argparse.Namespace) -> None:
     os._exit(0)  # a regular exit sometimes hangs while gloo ends its threads
 
 
-def _make_model(arguments: argparse.Namespace) -> Any:
+def _make_model(arguments: argparse.Namespace, parallel: ParallelConfig) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(**_SHAPES[arguments.shape], max_position_embeddings=4096, tie_word_embeddings=True)
-    model = Qwen3ForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(config)
+    if parallel.is_sharded:
+        folder = arguments.worker.parent / "model"  # the first process alone writes it
+        model.save_pretrained(folder)
+        torch.distributed.barrier()
+        shards = make_distributed_config(parallel, is_bfloat16=arguments.dtype == "bf16")
+        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=shards)
     if not arguments.lora:
         return model
     from peft import LoraConfig, get_peft_model

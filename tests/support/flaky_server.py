@@ -15,10 +15,11 @@ from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
 from support.sequences import sampled
+from support.sharded import shared
 from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
-from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OutageConfig, ParallelConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import StepRollouts
@@ -86,7 +87,7 @@ class Data:
         return group(*members)
 
 
-def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+def run(name: str, parallel: ParallelConfig, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train three steps; in the second one the last process's server goes away and restarts."""
     output = directory / f"lost-{name}"
     server = Server()
@@ -95,7 +96,7 @@ def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None
     asyncio.run(
         train(
             data,
-            trainer=Trainer(tiny_qwen3(), TrainerConfig(), accelerator=accelerator),
+            trainer=Trainer(shared(tiny_qwen3(), parallel), TrainerConfig(parallel=parallel), accelerator=accelerator),
             publisher=server,
             metrics=metrics,
             config=LoopConfig(num_steps=3, outages=OutageConfig(wait_s=60.0, ask_every_s=0.01)),

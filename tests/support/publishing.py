@@ -16,11 +16,12 @@ from support.loops import EachStep
 from support.models import tiny_qwen3
 from support.rows import group, row, trajectory
 from support.sequences import sampled
+from support.sharded import shared
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
-from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.config import LoopConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -53,19 +54,21 @@ def _make_group(version: int, rank: int) -> TrajectoryGroup:
     return group(*members, trajectory(None, status=TrajectoryStatus.FAILED, completion=None))
 
 
-def run(name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+def run(name: str, parallel: ParallelConfig, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train two steps that the first process publishes, and a third one that it fails to publish."""
     checkpoints = directory / f"loop-{name}" / "checkpoints"
-    found = asyncio.run(
-        _run(accelerator, rank, directory / f"loop-{name}", Checkpoints(checkpoints, every=1, num_kept=1))
-    )
+    keeper = Checkpoints(checkpoints, every=1, num_kept=1)
+    found = asyncio.run(_run(parallel, accelerator, rank, directory / f"loop-{name}", keeper))
     found["checkpoints"] = sorted(path.name for path in checkpoints.iterdir())
     (directory / f"loop-{name}-{rank}.json").write_text(json.dumps(found))
 
 
-async def _run(accelerator: Accelerator, rank: int, directory: Path, checkpoints: Checkpoints) -> dict[str, Any]:
-    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), kl_weight=0.1)
-    trainer = Trainer(tiny_qwen3(), config, accelerator=accelerator, reference=tiny_qwen3(seed=1))
+async def _run(
+    parallel: ParallelConfig, accelerator: Accelerator, rank: int, directory: Path, checkpoints: Checkpoints
+) -> dict[str, Any]:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), kl_weight=0.1, parallel=parallel)
+    model, reference = (shared(tiny_qwen3(seed=seed), parallel) for seed in (0, 1))
+    trainer = Trainer(model, config, accelerator=accelerator, reference=reference)
     engine = TransformersEngine(tiny_qwen3())
     metrics = MetricsWriter(directory) if rank == 0 else None
     error_text = ""

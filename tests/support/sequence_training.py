@@ -22,7 +22,7 @@ from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.prefixes import branching_rows
 from support.rows import random_rows
-from support.sharded import fsdp2_on_cpu
+from support.sharded import shared
 from unbroken.training.config import (
     OldLogprobs,
     OptimizerConfig,
@@ -37,8 +37,8 @@ from unbroken.types import TrainingSample
 
 NUM_ROWS = ((6, 3), (5, 0), (1, 6))
 """Per step, the rows of the first and of the last process."""
-KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
-"""How the processes share the model, in this order: accelerators are all of one kind from the second on."""
+KINDS = ("ddp", "fsdp2")
+"""How the processes share the model."""
 CASES = [
     ("ddp", "packed"),
     ("ddp", "shared"),
@@ -64,14 +64,15 @@ CONFIGS = {
 
 def make_trainer(name: str, kind: str | None = None) -> Trainer:
     """A trainer with one of `CONFIGS`, of processes of one of `KINDS`, or of one process."""
-    model = tiny_model("qwen3_moe") if name == "experts" else tiny_qwen3()
+    num_shards = int(os.environ["WORLD_SIZE"]) if kind == "fsdp2" else 1
+    parallel = ParallelConfig(sequence=1 if kind is None else 2, fsdp=num_shards)
+    model = shared(tiny_model("qwen3_moe") if name == "experts" else tiny_qwen3(), parallel)
     model = with_lora(model) if name == "lora" else model
-    references = {"packed": lambda: tiny_qwen3(seed=1), "lora": lambda: Reference.BASE}
-    parallel = ParallelConfig(sequence=1 if kind is None else 2)
+    references = {"packed": lambda: shared(tiny_qwen3(seed=1), parallel), "lora": lambda: Reference.BASE}
     return Trainer(
         model,
         replace(CONFIGS[name], parallel=parallel),
-        accelerator=None if kind is None else KINDS[kind](),
+        accelerator=None if kind is None else Accelerator(cpu=True),
         reference=references.get(name, lambda: None)(),
     )
 

@@ -1,19 +1,29 @@
-"""FSDP2 between processes on the CPU, which accelerate supports only on accelerators."""
+"""Models that several processes share, each with its part."""
 
 from __future__ import annotations
 
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+import shutil
+import tempfile
+from typing import Any
+
+import torch
+
+from unbroken.training.config import ParallelConfig
+from unbroken.training.model.sharding import make_distributed_config
+
+WHOLE = ParallelConfig()
 
 
-def fsdp2_on_cpu(**plugin: object) -> Accelerator:
-    """Make an accelerator that shards by transformer block. All later accelerators of this process do the same.
-
-    On a CPU accelerate ignores the plugin and uses DDP, so this sets what it would set for a GPU.
-    """
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True, **plugin
-    )
-    return accelerator
+def shared(model: Any, parallel: ParallelConfig) -> Any:
+    """This process's part of `model`, as `from_pretrained` loads it; the model itself, if each process has it whole."""
+    if not parallel.is_sharded:
+        return model
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    model.save_pretrained(folder[0])  # the first process alone writes
+    torch.distributed.barrier()
+    config = make_distributed_config(parallel, is_bfloat16=False)
+    part = type(model).from_pretrained(folder[0], dtype=torch.float32, distributed_config=config)
+    torch.distributed.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return part

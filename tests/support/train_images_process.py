@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from support.image_rows import Vision, random_image_row
-from support.sharded import fsdp2_on_cpu
 from support.vision import FAMILIES, picture
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import OptimizerConfig, TrainerConfig
@@ -38,7 +37,7 @@ NUM_IMAGES = (
 second no rows, in the third there is no image anywhere, then the other process has them, and at last both do."""
 
 
-KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
+KINDS = {"ddp": lambda: Accelerator(cpu=True)}
 """How the processes share the model, in this order: accelerators are all of one kind from the second on."""
 
 

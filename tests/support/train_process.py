@@ -26,9 +26,16 @@ from support.gradients import pull
 from support.models import tiny_qwen3
 from support.prefixes import branching_rows
 from support.rows import random_pairs, random_rows, random_trajectories, unscored
-from support.sharded import fsdp2_on_cpu
+from support.sharded import WHOLE, shared
 from unbroken.training.backend import TrainerBackend
-from unbroken.training.config import OldLogprobs, OptimizerConfig, Reference, SharedPrefixes, TrainerConfig
+from unbroken.training.config import (
+    OldLogprobs,
+    OptimizerConfig,
+    ParallelConfig,
+    Reference,
+    SharedPrefixes,
+    TrainerConfig,
+)
 from unbroken.training.loss_config import (
     ClipConfig,
     Correction,
@@ -91,8 +98,8 @@ CONFIGS = {
 }
 
 
-KINDS = {"ddp": lambda: Accelerator(cpu=True), "fsdp2": fsdp2_on_cpu}
-"""How the processes share the model, in this order: accelerators are all of one kind from the second on."""
+KINDS = {"ddp": WHOLE, "fsdp2": ParallelConfig(fsdp=2)}
+"""How the processes share the model."""
 
 
 ELASTIC = ("plain", "lora", "followed")
@@ -107,13 +114,17 @@ OBJECTIVES = {
 """Those of the other names are `PolicyGradient()`."""
 
 
-def trainer_of(name: str, accelerator: Accelerator | None = None) -> Trainer:
+def trainer_of(name: str, accelerator: Accelerator | None = None, parallel: ParallelConfig = WHOLE) -> Trainer:
     """A trainer with one of `CONFIGS`."""
     objective = OBJECTIVES.get(name, PolicyGradient())
-    reference = tiny_qwen3(seed=1) if objective.needs_reference(CONFIGS[name]) else None
-    model = with_lora(tiny_qwen3()) if name == "lora" else tiny_qwen3()
-    reference = Reference.BASE if name == "lora" else reference
-    return Trainer(model, CONFIGS[name], objective=objective, accelerator=accelerator, reference=reference)
+    config = replace(CONFIGS[name], parallel=parallel)
+    model = shared(tiny_qwen3(), parallel)
+    reference: Any = None
+    if name == "lora":
+        model, reference = with_lora(model), Reference.BASE
+    elif objective.needs_reference(config):
+        reference = shared(tiny_qwen3(seed=1), parallel)
+    return Trainer(model, config, objective=objective, accelerator=accelerator, reference=reference)
 
 
 def train_alone(config_name: str) -> Trainer:
@@ -150,11 +161,14 @@ def samples_of(
     return draw(np.random.default_rng(10 * step + rank), NUM_ROWS[step][rank])
 
 
-def train(name: str, config_name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
-    """Train, continue with and without a checkpoint, and save weights and statistics under `name`."""
-    trainer = trainer_of(config_name, accelerator)
-    is_sharded = {isinstance(parameter, DTensor) for parameter in trainer.backend.policy.parameters()}
-    assert is_sharded == {name.startswith("fsdp2")}
+def train(kind: str, config_name: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
+    """Train, continue with and without a checkpoint, and save weights and statistics under the names of both."""
+    name, parallel = f"{kind}-{config_name}", KINDS[kind]
+    trainer = trainer_of(config_name, accelerator, parallel)
+    is_sharded = {
+        isinstance(each, DTensor) for name, each in trainer.backend.policy.named_parameters() if "lora_" not in name
+    }
+    assert is_sharded == {kind == "fsdp2"}
     stats = [asdict(trainer.step(samples_of(config_name, rank, step))) for step in range(len(NUM_ROWS))]
     torch.save(dict(trainer.named_weights()), directory / f"weights-{name}-{rank}.pt")
     (directory / f"stats-{name}-{rank}.json").write_text(json.dumps(stats))
@@ -164,12 +178,12 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
         torch.save(
             dict(gather_adapter_weights(trainer.backend.policy.model)), directory / f"weights-adapter-{name}-{rank}.pt"
         )
-    resumed = trainer_of(config_name, accelerator)
+    resumed = trainer_of(config_name, accelerator, parallel)
     trainer.save(directory / f"checkpoint-{name}", extra={"rank": rank})
     assert resumed.load(directory / f"checkpoint-{name}") == {"rank": rank}
     went_on = {"whole": trainer, "resumed": resumed}
     if config_name in ELASTIC:
-        ddp, one = trainer_of(config_name, accelerator), trainer_of(config_name, accelerator)
+        ddp, one = (trainer_of(config_name, accelerator, parallel) for _ in range(2))
         ddp.load(directory / f"checkpoint-ddp-{config_name}")
         assert one.load(directory / f"checkpoint-one-{config_name}") == {"rank": 0}
         went_on |= {"from-ddp": ddp, "from-one": one}
@@ -182,8 +196,8 @@ def train(name: str, config_name: str, accelerator: Accelerator, rank: int, dire
 def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Train as `plain`, with layers that are traced, and save the weights."""
     compilation.BACKEND = "eager"  # another compiler would take a minute
-    changed = config(compile=True, shared_prefixes=SharedPrefixes.NEVER)
-    trainer = Trainer(tiny_qwen3(), changed, accelerator=accelerator)
+    changed = config(compile=True, shared_prefixes=SharedPrefixes.NEVER, parallel=KINDS[kind])
+    trainer = Trainer(shared(tiny_qwen3(), KINDS[kind]), changed, accelerator=accelerator)
     for step in range(len(NUM_ROWS)):
         trainer.step(samples_of("plain", rank, step))
     torch.save(dict(trainer.named_weights()), directory / f"weights-{kind}-compiled-{rank}.pt")
@@ -191,7 +205,9 @@ def train_compiled(kind: str, accelerator: Accelerator, rank: int, directory: Pa
 
 def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, directory: Path) -> Trainer:
     """Train a mixture of experts with its load-balancing loss, and save the weights; `rank` -1 has all rows."""
-    trainer = Trainer(tiny_model("qwen3_moe"), config(router_loss_weight=3.0), accelerator=accelerator)
+    parallel = KINDS.get(kind, WHOLE)
+    model = shared(tiny_model("qwen3_moe"), parallel)
+    trainer = Trainer(model, config(router_loss_weight=3.0, parallel=parallel), accelerator=accelerator)
     for step in range(len(NUM_ROWS)):
         ranks = (0, 1) if rank < 0 else (rank,)
         trainer.step([row for each in ranks for row in samples_of("plain", each, step)])
@@ -202,7 +218,8 @@ def train_balanced(kind: str, accelerator: Accelerator | None, rank: int, direct
 def train_in_parts(kind: str, accelerator: Accelerator, rank: int, directory: Path) -> None:
     """Make one update of all rows, those of each step added by a call of its own, and save the weights."""
     parts = [unscored(samples_of("plain", rank, step)) for step in range(len(NUM_ROWS))]
-    backend = TrainerBackend(tiny_qwen3(), CONFIGS["plain"], accelerator=accelerator)
+    changed = replace(CONFIGS["plain"], parallel=KINDS[kind])
+    backend = TrainerBackend(shared(tiny_qwen3(), KINDS[kind]), changed, accelerator=accelerator)
     for rows in parts:
         backend.forward_backward(rows, pull, weights=[0.1] * len(rows))
     backend.optimizer_step(1e-2)
@@ -234,20 +251,19 @@ def main() -> None:
     faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    for kind, make_accelerator in KINDS.items():
-        accelerator = make_accelerator()
+    accelerator = Accelerator(cpu=True)
+    for kind, parallel in KINDS.items():
         for config_name in CONFIGS:
-            train(f"{kind}-{config_name}", config_name, accelerator, rank, directory)
-        train_balanced(kind, make_accelerator(), rank, directory)
-        train_in_parts(kind, make_accelerator(), rank, directory)
-        accelerator = make_accelerator()  # FSDP2 remembers the blocks of one model
-        publishing.run(kind, accelerator, rank, directory)
-        flaky_server.run(kind, accelerator, rank, directory)
+            train(kind, config_name, accelerator, rank, directory)
+        train_balanced(kind, accelerator, rank, directory)
+        train_in_parts(kind, accelerator, rank, directory)
+        publishing.run(kind, parallel, accelerator, rank, directory)
+        flaky_server.run(kind, parallel, accelerator, rank, directory)
         if kind == "fsdp2":
             train_compiled(kind, accelerator, rank, directory)
         if kind == "ddp":
             failing.run(accelerator, rank, directory)
-            train_short_of_memory(make_accelerator(), rank, directory)
+            train_short_of_memory(accelerator, rank, directory)
     accelerator.wait_for_everyone()
     os._exit(0)  # taking gloo's threads down in order hangs now and then, after all the work is done
 

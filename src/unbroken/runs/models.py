@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from unbroken.runs.config import (
     RendererConfig,
     RunConfig,
 )
-from unbroken.training.config import Reference
+from unbroken.training.config import ParallelConfig, Reference
 from unbroken.training.memory import Layout, ModelSizes, describe_shortage
+from unbroken.training.model.sharding import make_distributed_config
 from unbroken.types import SamplingParams, encode_image_settings
 
 _logger = logging.getLogger(__name__)
@@ -103,10 +106,18 @@ def warn_about_memory(
 
 
 _DEFAULT = ModelSettings()
+_WHOLE = ParallelConfig()
 
 
-def load_model(source: str | Path, settings: ModelSettings = _DEFAULT, *, takes_images: bool = False) -> Any:
-    """Load a model, by default in float32, as the trainer needs it.
+def load_model(
+    source: str | Path,
+    settings: ModelSettings = _DEFAULT,
+    *,
+    takes_images: bool = False,
+    parallel: ParallelConfig = _WHOLE,
+    is_bfloat16: bool = False,
+) -> Any:
+    """Load a model, by default in float32, as the trainer needs it; of a model that processes share, this one's part.
 
     Raises:
         InvalidInputError: there is no such model, or it cannot have these settings.
@@ -114,6 +125,8 @@ def load_model(source: str | Path, settings: ModelSettings = _DEFAULT, *, takes_
     auto: Any = AutoModelForImageTextToText if takes_images or _is_image_text_only(source) else AutoModelForCausalLM
     attention = settings.attn_implementation
     options = {"attn_implementation": attention and str(attention), **settings.kwargs}
+    if parallel.is_sharded:
+        options["distributed_config"] = make_distributed_config(parallel, is_bfloat16=is_bfloat16)
     try:
         model = auto.from_pretrained(
             locate(source), dtype=getattr(torch, settings.dtype or Precision.FLOAT32), **options
@@ -212,18 +225,19 @@ def load_model_renderer(
     )
 
 
-def prepare_model(model: Any, config: RunConfig) -> tuple[Any, Any]:
+def prepare_model(model: Any, config: RunConfig, *, load_again: Callable[[], Any]) -> tuple[Any, Any]:
     """Return the model to train and its reference, or None if the loss needs no reference.
 
     With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, and where
-    it follows the policy (`trainer.reference_sync`), the reference is a copy.
+    it follows the policy (`trainer.reference_sync`), the reference is a copy; that of a sharded model is loaded again.
 
     Raises:
         InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
     needs_reference = config.objective.needs_reference(config.training)
     is_copy = needs_reference and (config.lora is None or config.trainer.reference_sync is not None)
-    reference = copy.deepcopy(model) if is_copy else Reference.BASE if needs_reference else None
+    copy_model = load_again if config.trainer.parallel.is_sharded else partial(copy.deepcopy, model)
+    reference = copy_model() if is_copy else Reference.BASE if needs_reference else None
     return model if config.lora is None else _add_adapters(model, config.lora, config.seed), reference
 
 

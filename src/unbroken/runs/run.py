@@ -52,7 +52,6 @@ from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
-from unbroken.training.model.sharding import keep_float32
 from unbroken.training.publication import Snapshots
 from unbroken.training.trainer import Trainer
 
@@ -92,22 +91,16 @@ def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Acce
     accelerator = accelerator or Accelerator(
         cpu=uses_cpu(), mixed_precision="bf16" if config.precision is Precision.BFLOAT16 else None
     )
-    keep_float32(accelerator)
-    check_model_copies(config.engine.kind, accelerator)
+    config.trainer.parallel.check_processes(accelerator.num_processes)
+    check_device(config.engine.kind, accelerator)
     return accelerator
 
 
-def check_model_copies(kind: EngineKind, accelerator: Accelerator) -> None:
-    """Raise `InvalidInputError` if a process cannot have an engine of this kind: it has no GPU, or no model."""
+def check_device(kind: EngineKind, accelerator: Accelerator) -> None:
+    """Raise `InvalidInputError` if a process cannot have an engine of this kind, without a GPU."""
     if kind is EngineKind.COLOCATED and accelerator.device.type == "cpu" and not _has_vllm_for_cpu():
         raise InvalidInputError(
             "engine.kind colocated needs a GPU, or vLLM's build for CPUs, and there is neither: take embedded"
-        )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if kind is EngineKind.EMBEDDED and plugin is not None and plugin.cpu_ram_efficient_loading:
-        raise InvalidInputError(
-            "engine.kind embedded needs the model in every process, but only the first one loads it: give "
-            "accelerate launch `--fsdp_cpu_ram_efficient_loading false`"
         )
 
 
@@ -161,10 +154,16 @@ async def open_run(
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
         samplers.check_lengths(renderer, images)
-        policy = load_model(model, config.chosen_model_settings, takes_images=images is not None)
+        load_whole = partial(load_model, model, config.chosen_model_settings, takes_images=images is not None)
+        is_bfloat16 = config.precision is Precision.BFLOAT16
+        load = partial(load_whole, parallel=config.trainer.parallel, is_bfloat16=is_bfloat16)
+        policy = load()
+        # The embedded engine copies the model it gets.
+        is_whole = config.engine.kind is not EngineKind.EMBEDDED or not config.trainer.parallel.is_sharded
+        sampled = policy if is_whole else load_whole()
         processor = None if images is None else images.processor
         engine, evaluation_engine = await _open_engines(
-            stack, config, policy, source=model, device=accelerator.device, rank=rank, processor=processor
+            stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
         )
         if process is not None:
             await process.open(engine, evaluation_engine)
@@ -178,7 +177,9 @@ async def open_run(
             elsewhere=process,
         )
         # The engine has its copy by now: adapters are added to the model itself.
-        policy, reference = prepare_model(policy, config)
+        if engine.engine.context_length and policy is not sampled:
+            fix_rotary(policy, engine.engine.context_length)
+        policy, reference = prepare_model(policy, config, load_again=load)
         trainer = Trainer(
             policy,
             config.training,

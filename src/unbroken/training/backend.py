@@ -16,7 +16,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,14 +69,16 @@ from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.model.sequence import SequenceGroup, split_lanes
 from unbroken.training.model.sharding import (
     SameRows,
+    adding_gradients,
+    average_whole_gradients,
+    clip_gradients,
     fail_together,
     gather_rest,
     gather_tensor,
-    is_sharded,
+    get_part,
     on_device,
     raise_together,
     reshard,
-    shard_frozen,
     shard_like,
 )
 from unbroken.training.model.weights import (
@@ -157,6 +159,7 @@ class TrainerBackend:
         if config.gradient_checkpointing or (self._routers is not None and causal_lm(model).is_gradient_checkpointing):
             enable_checkpointing(causal_lm(model), routers=self._routers)
         policy = self._logprobs_of(model, self._routers)
+        reshard(policy)
         self._trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._origin = ModelOrigin.of(model)
         self._adapter_config = model.peft_config[self._origin.adapter] if self._origin.adapter else None
@@ -168,9 +171,11 @@ class TrainerBackend:
             self._reference = self._freeze(reference)
         self.vocab_size = policy.vocab_size
         """Number of ids that the model has embeddings for."""
-        self._wrapped, self.optimizer = accelerator.prepare(
-            policy, _make_optimizer(policy, config.optimizer, accelerator.device)
-        )
+        self._wrapped: Any
+        self.optimizer: Any
+        optimizer = _make_optimizer(policy, config.optimizer, accelerator.device)
+        prepared = accelerator.prepare(optimizer) if self.is_sharded else accelerator.prepare(policy, optimizer)
+        self._wrapped, self.optimizer = (policy, prepared) if self.is_sharded else prepared
         self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
         """Without what the accelerator wraps it in."""
         self._writers: torch.distributed.ProcessGroup | None = None
@@ -182,7 +187,7 @@ class TrainerBackend:
     @property
     def is_sharded(self) -> bool:
         """Whether each process has a part of the model only."""
-        return is_sharded(self.accelerator)
+        return self._config.parallel.is_sharded
 
     @property
     def makes_passes_together(self) -> bool:
@@ -296,10 +301,11 @@ class TrainerBackend:
         own = [
             (row - mine.start, of_row) for row, of_row in zip(passes.rows, passes.logprobs, strict=True) if row in mine
         ]
+        is_counted = self._same_rows.is_first or self._config.parallel.tensor == 1
         routing = replace(
             count_ids([row.sample for row in rows]),  # and each replayed experts of its part of the ids
-            num_replayed=passes.routing.num_replayed,
-            num_different=passes.routing.num_different,
+            num_replayed=passes.routing.num_replayed if is_counted else 0,
+            num_different=passes.routing.num_different if is_counted else 0,
         )
         return replace(
             passes if self._same_rows.is_first else Passes(),
@@ -385,7 +391,10 @@ class TrainerBackend:
             TrainingError: the gradients are not finite. They are cleared, and the weights are as before.
         """
         max_norm = self._config.optimizer.max_grad_norm
-        grad_norm = float(gather_tensor(torch.nn.utils.clip_grad_norm_(self._wrapped.parameters(), max_norm)))
+        trained = [parameter for parameter in self._wrapped.parameters() if parameter.requires_grad]
+        if self._config.parallel.fsdp > 1:
+            average_whole_gradients(trained)
+        grad_norm = clip_gradients(trained, max_norm)
         if not math.isfinite(grad_norm):
             self.optimizer.zero_grad()
             raise TrainingError(
@@ -574,8 +583,7 @@ class TrainerBackend:
         if routers is not None and self._routers is not None:
             check_same_experts(routers, self._routers)
         logprobs = self._logprobs_of(frozen, routers)
-        shard_frozen(self.accelerator, logprobs)
-        return logprobs
+        return logprobs if self.is_sharded else logprobs.to(self.accelerator.device)
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         counts = self._config.router_loss_weight > 0
@@ -707,12 +715,15 @@ class TrainerBackend:
         Gradients are averaged over the processes, while the loss adds up over all of them: so each process multiplies
         its own by the number of processes, which have other rows, or other ids of them.
         """
-        scores = self._run_pass(self._wrapped, batch, temperature, entropy)
+        with self.accelerator.autocast() if self.is_sharded else nullcontext():  # DDP's model has it by `prepare`
+            scores = self._run_pass(self._wrapped, batch, temperature, entropy)
         value, of_batch = loss(scores, batch)
         if choices_2E is not None and scores.choices_2E is not None:
             balance = balance_loss(choices_2E, scores.choices_2E[1])
             value = value + self._config.router_loss_weight * balance
-        self.accelerator.backward(value * self.accelerator.num_processes)
+        parallel = self._config.parallel
+        with adding_gradients(self.policy.parameters()) if parallel.tensor > 1 else nullcontext():
+            self.accelerator.backward(value * (self.accelerator.num_processes // parallel.tensor))
         return of_batch, scores.logprobs_N.detach()
 
     def _halve_passes(self, longest: int) -> None:
@@ -768,7 +779,10 @@ def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: tor
         "lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay
     }  # fmt: skip
     if config.name is OptimizerName.ADAMW:
-        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda" or None)
+        # One operation cannot have parameters of two meshes.
+        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+        options |= {"fused": device.type == "cuda" or None} if len(meshes) <= 1 else {"foreach": False}
+        return torch.optim.AdamW(parameters, **options)
     try:
         from torchao.optim import AdamW8bit
     except ModuleNotFoundError as error:
@@ -781,4 +795,4 @@ def count_state_bytes(policy: PolicyLogprobs, config: OptimizerConfig) -> int:
     """Bytes of this process's device that the optimizer keeps from its first update on: AdamW's two averages."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     of_one = 2 if config.name is OptimizerName.ADAMW_8BIT else 8
-    return sum(of_one * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trained)
+    return sum(of_one * get_part(parameter).numel() for parameter in trained)

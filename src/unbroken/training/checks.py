@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.training.config import LoraUpdates, Reference, TrainerConfig
-from unbroken.training.model.adapters import causal_lm, check_adapter_alone, check_adapters, check_base
-from unbroken.training.model.routing import check_recomputation
-from unbroken.training.model.sharding import check_sharding
+from unbroken.training.model.adapters import check_adapter_alone, check_adapters, check_base
+from unbroken.training.model.sharding import check_sharding, get_part
 from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
 from unbroken.types import TrainingSample
@@ -41,11 +40,8 @@ def check_parts(
     check_adapters(model)
     if config.lora_updates is LoraUpdates.ADAPTER:
         check_adapter_alone(model)
-    if config.routing_replay:
-        check_recomputation(accelerator)
     check_parameters(model)
-    check_sharding(accelerator, causal_lm(model), has_images=has_images)
-    config.parallel.check_processes(accelerator.num_processes)
+    check_sharding(accelerator, model, config, has_images=has_images)
     if config.parallel.sequence > 1 and has_images:
         raise InvalidInputError(
             f"images must be left out with trainer.parallel.sequence = {config.parallel.sequence}: their places would "
@@ -138,9 +134,9 @@ def check_reference(reference: Any | None, model: Any, *, is_needed: bool, follo
     if is_base:
         check_base(model)
         return
-    trained = {parameter.data_ptr() for parameter in model.parameters()}
+    trained = {get_part(parameter).data_ptr() for parameter in model.parameters()}
     for name, parameter in reference.named_parameters():
-        if parameter.data_ptr() in trained:
+        if get_part(parameter).data_ptr() in trained:
             raise InvalidInputError(
                 f"reference must be a copy, and shares {name} with the model: it would be trained too, and the "
                 "distance to it would stay 0"

@@ -162,25 +162,70 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the processes share the work; all 1: each has the whole model, and rows of its own."""
+    """How the processes share the model, by transformers' `DistributedConfig`; all 1: each has it whole (DDP).
 
+    With fsdp 2 and tensor 2, processes 0 and 1 compute the same rows, 2 and 3 others; 0 and 2 share each matrix's part.
+    """
+
+    fsdp: int = 1
+    """Processes that each hold a part of parameters, gradients and averages (FSDP2), and have rows of their own."""
+    replicate: int = 1
+    """Copies of what `fsdp` shards, such as one for each node (HSDP)."""
+    tensor: int = 1
+    """Processes that compute the same rows, each with a part of every matrix (tensor parallelism)."""
+    expert: int = 1
+    """Processes that hold different experts of a mixture of experts, and exchange ids by all-to-all: a part or all of
+    fsdp * tensor, and a multiple of `tensor`."""
     sequence: int = 1
     """Processes that compute the same rows, each a part of the ids, for long rows (Ulysses): with numbers in sequence,
-    of any number of processes."""
+    of any number of processes, among which `fsdp` may shard the model."""
 
     def __post_init__(self) -> None:
-        check_fields(self, sequence=(self.sequence >= 1, ">= 1"))
+        check_fields(
+            self,
+            fsdp=(self.fsdp >= 1, ">= 1"),
+            replicate=(self.replicate >= 1, ">= 1"),
+            tensor=(self.tensor >= 1, ">= 1"),
+            sequence=(self.sequence >= 1 and 1 in (self.sequence, self.tensor), ">= 1, and 1 with tensor above 1"),
+            expert=(
+                self.expert >= 1 and (self.expert == 1 or self.expert % self.tensor == 0),
+                f">= 1, and above 1 a multiple of tensor, {self.tensor}",
+            ),
+        )
+        check_fields(
+            self,
+            replicate=(self.replicate == 1 or self.fsdp > 1, "1 with fsdp 1: without shards, all at 1 is DDP"),
+            expert=(
+                self.fsdp * self.tensor % self.expert == 0,
+                f"a divisor of fsdp * tensor, {self.fsdp * self.tensor}",
+            ),
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a process has parts of the model only, so that all make each forward pass together."""
+        return self.num_processes > 1
+
+    @property
+    def num_processes(self) -> int:
+        """The processes that the model is spread over; 1 for any number with DDP."""
+        return self.replicate * self.fsdp * self.tensor
 
     @property
     def num_same_rows(self) -> int:
         """How many processes, with numbers in sequence, compute the same rows."""
-        return self.sequence
+        return self.tensor * self.sequence
 
     def check_processes(self, num_processes: int) -> None:
         """Raise `InvalidInputError` unless there are as many processes as the model is spread over."""
         if num_processes % self.sequence:
             raise InvalidInputError(
                 f"trainer.parallel.sequence = {self.sequence} must divide the number of processes, {num_processes}"
+            )
+        if self.is_sharded and self.num_processes != num_processes:
+            raise InvalidInputError(
+                f"trainer.parallel has replicate {self.replicate} * fsdp {self.fsdp} * tensor {self.tensor} = "
+                f"{self.num_processes} processes, and there are {num_processes}: start as many, by torchrun"
             )
 
 

@@ -139,7 +139,8 @@ def copy_tensors(tensors: Mapping[str, torch.Tensor], *, group: dist.ProcessGrou
             own = own.redistribute(
                 placements=[Shard(p.dim) if isinstance(p, _StridedShard) else p for p in own.placements]
             )
-        copied |= BlockingAsyncStager().stage({name: own})
+        # The stager copies the storage of a tensor on a CPU, also where several shards of a file share it.
+        copied |= {name: own.clone()} if own.device.type == "cpu" else BlockingAsyncStager().stage({name: own})
     return copied
 
 

@@ -51,8 +51,8 @@ class Trainer:
     """Updates one Hugging Face causal LM by an objective, on accelerate.
 
     Each process passes its own rows to the same calls; loss, gradients and statistics are those of all rows together.
-    Any of them may have images. FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2`) shards the model and the
-    reference, and all processes must call `logprobs` and `named_weights` too. Other ways to shard are refused.
+    Any of them may have images. `TrainerConfig.parallel` says how processes share the model and the
+    reference; all of them must then call `logprobs` and `named_weights` too. Other ways to shard are refused.
 
     `Accelerator(mixed_precision="bf16")` computes the layers in bfloat16; weights, gradients, logits, logprobs and the
     loss stay float32. On a GPU the factors of the logits are rounded too (`model.head`), norms are computed in one

@@ -400,7 +400,8 @@ def _disable_adapters(model: Any) -> Iterator[None]:
 
     def restore() -> None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(requires_grad[name])
+            if name in requires_grad:  # FSDP2 has gathered tied parameters apart
+                parameter.requires_grad_(requires_grad[name])
 
     try:
         with model.disable_adapter():

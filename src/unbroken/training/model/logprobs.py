@@ -11,12 +11,14 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from torch.nn.modules.dropout import _DropoutNd
 
 from unbroken.errors import InvalidInputError
@@ -65,6 +67,7 @@ from unbroken.training.model.scores import (
     to_float32,
 )
 from unbroken.training.model.sequence import SequenceGroup
+from unbroken.training.model.sharding import is_split, make_root
 from unbroken.training.model.tree import Ids, TreeInputs
 from unbroken.training.model.tree_attention import MaskKind, count_filling, make_mask
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
@@ -74,7 +77,7 @@ NUM_PROBE_IDS = 8
 
 
 class PolicyLogprobs(nn.Module):
-    """A causal LM as a module that returns logprobs, so that DDP and FSDP wrap the whole computation."""
+    """A causal LM as a module that returns logprobs, so that DDP and FSDP2 wrap the whole computation."""
 
     def __init__(
         self,
@@ -104,14 +107,20 @@ class PolicyLogprobs(nn.Module):
                 f"{type(causal).__name__} has no output embeddings: a causal language model is needed"
             )
         self.model = model
+        self._is_split = is_split(model)
+        make_root(self)
         _disable_dropout(causal)
-        self._no_split_modules = _find_block_classes(causal)  # for accelerate: FSDP2 gathers one block at a time
         embeddings_VD = causal.get_input_embeddings().weight
         self.vocab_size: int = embeddings_VD.shape[0]
         self.hidden_size: int = embeddings_VD.shape[1]
         self._chunk_size = chunk_size
         self._scaling = LogitScaling.from_config(causal.config.get_text_config())
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
+        self._is_tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
+        if self._is_split and not is_plain_matrix(causal.get_output_embeddings()):
+            raise InvalidInputError(
+                f"{type(causal).__name__} must have output embeddings that are a matrix alone with trainer.parallel"
+            )
         choose_attention(causal)
         self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:
@@ -196,10 +205,6 @@ class PolicyLogprobs(nn.Module):
         device = self.causal.get_input_embeddings().weight.device
         check_tower_runs_once(self.causal, images, device)
         self._stand_in = StandIn(*images.example(device))
-
-    def tie_weights(self) -> None:
-        """Tie parameters again; accelerate calls it if only the first process has loaded weights."""
-        self.causal.tie_weights()
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
         """Put rows of these lengths into lanes and passes: padded, unless packing them costs less."""
@@ -337,7 +342,7 @@ class PolicyLogprobs(nn.Module):
             return chunked_scores(
                 hidden_ND,
                 targets_N,
-                self._logits,
+                partial(self._logits, weight_VD=self._head_weight()),
                 temperature=temperature,
                 chunk_size=self._chunk_size,
                 entropy=entropy,
@@ -352,7 +357,7 @@ class PolicyLogprobs(nn.Module):
             kept=kept,
         )
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            return rounded_scores(hidden_ND, head.weight, targets_N, how)
+            return rounded_scores(hidden_ND, self._head_weight(), targets_N, how)
 
     def _hidden_of_rows(
         self,
@@ -399,12 +404,22 @@ class PolicyLogprobs(nn.Module):
         """Whether products that are not rounded would be slow compared with the others: a CPU has no tensor cores."""
         return device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
-    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+    def _head_weight(self) -> torch.Tensor:
+        """The output embeddings' weight, gathered; FSDP2 has the input embeddings' at hand if both are one."""
+        causal = self.causal
+        head = causal.get_input_embeddings() if self._is_split and self._is_tied else causal.get_output_embeddings()
+        weight_VD: torch.Tensor = head.weight
+        return weight_VD.full_tensor() if isinstance(weight_VD, DTensor) else weight_VD
+
+    def _logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 even if the rest is computed in bfloat16, which would round a logit of 20 by up to 0.06."""
         head, kind = self.causal.get_output_embeddings(), hidden_ND.device.type
         is_exact = self._is_float32 or torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False):
-            if is_exact and head.weight.dtype != torch.float32:  # rounded by FSDP2, or below adapters
+            if self._is_split:  # calling the head would gather it again
+                dtype = torch.float32 if is_exact else weight_VD.dtype
+                return self._scaling.apply(to_float32(linear(hidden_ND.to(dtype), weight_VD.to(dtype))))
+            if is_exact and head.weight.dtype != torch.float32:  # below adapters
                 whole = {name: parameter.float() for name, parameter in head.named_parameters()}
                 return self._scaling.apply(functional_call(head, whole, (hidden_ND.float(),)))
             return self._scaling.apply(to_float32(head(hidden_ND.to(head.weight.dtype))))
@@ -468,7 +483,8 @@ class PolicyLogprobs(nn.Module):
             )
 
     def _distance_from(self, expected: torch.Tensor, probe_BT: torch.Tensor, pixels: PixelInputs | None) -> float:
-        logits = self._logits(hidden_states(self.causal, probe_BT, pixels))
+        hidden_BTD = hidden_states(self.causal, probe_BT, pixels)
+        logits = self._logits(hidden_BTD, self._head_weight())
         return float((logits - expected).abs().max() / expected.abs().max())
 
 
@@ -496,9 +512,3 @@ def _choose_layout(model: Any, packing: Packing, *, has_images: bool) -> RowLayo
             f"{type(model).__name__} cannot be packed: {reason}. TrainerConfig.packing must be auto or never"
         )
     return layout if reason is None else RowLayout.PADDED
-
-
-def _find_block_classes(model: Any) -> list[str]:
-    """The class names of the model's blocks, which FSDP must not split."""
-    classes = {type(module).__name__ for module in model.modules()}
-    return sorted(classes.intersection(getattr(model, "_no_split_modules", None) or ()))

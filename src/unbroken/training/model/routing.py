@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch.nn.functional import pad
 
 from unbroken.errors import InvalidInputError
@@ -129,16 +128,6 @@ def check_experts(rows: Sequence[TrainingSample], routers: Routers) -> None:
                 f"experts for each id, got {experts.shape[1]} layers with {experts.shape[2]} experts up to "
                 f"{experts.max(initial=0)}: another model sampled it"
             )
-
-
-def check_recomputation(accelerator: Accelerator) -> None:
-    """Check that layers which are computed again can take the experts of their pass; raises `InvalidInputError`."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.activation_checkpointing:
-        raise InvalidInputError(
-            "accelerator.fsdp_plugin.activation_checkpointing must be off with TrainerConfig.routing_replay: layers "
-            "would be computed again with other experts. Set TrainerConfig.gradient_checkpointing instead"
-        )
 
 
 def check_same_experts(reference: Routers, policy: Routers) -> None:

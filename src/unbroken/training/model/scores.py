@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from unbroken.types import KeptIds
@@ -250,7 +251,8 @@ class RoundedHead:
 
 def is_plain_matrix(head: Any) -> bool:
     """Whether logits are hidden states times this module's weight and nothing else: not with a bias, nor adapted."""
-    return type(head) is nn.Linear and head.bias is None
+    kind = next(each for each in type(head).__mro__ if not issubclass(each, FSDPModule))  # FSDP2 derives a class
+    return kind is nn.Linear and head.bias is None
 
 
 def rounded_scores(

@@ -1,4 +1,5 @@
-"""FSDP2: parameters of which each process holds a part (`DTensor`), and operations that all processes make together.
+"""Parallelism by transformers' `DistributedConfig`: parameters of which each process holds a part (`DTensor`), and
+operations that all processes make together.
 
     embed_tokens.weight [64, 32]    process 0 holds rows 0..31, process 1 rows 32..63    `gather_tensor`: [64, 32]
 
@@ -11,86 +12,184 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.distributed import DistributedConfig
 
 from unbroken.errors import InvalidInputError, TrainingError
-from unbroken.training.model.backbone import parameters_beside_text
-from unbroken.training.model.logprobs import PolicyLogprobs
+from unbroken.training.config import ParallelConfig, TrainerConfig
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-_FLOAT32 = {None, torch.float32}
+_FIRST_WITH_ALL = Version("5.23")
+"""The first version of transformers with replicas of shards (HSDP), and experts by all-to-all."""
 
 
-def check_sharding(accelerator: Accelerator, model: Any, *, has_images: bool) -> None:
-    """Check that parameters are not sharded, or sharded by FSDP2 in a way that is exact.
+def make_distributed_config(parallel: ParallelConfig, *, is_bfloat16: bool) -> DistributedConfig:
+    """What `from_pretrained` needs to load this process's part of a model alone.
+
+    Weights stay float32; with `is_bfloat16` they are gathered in bfloat16, and gradients are added in float32.
 
     Raises:
-        InvalidInputError: DeepSpeed, Megatron, FSDP1, tensor or context parallelism, mixed precision that rounds
-            gradients or logprobs, CPU offload, or an image-text model that trains its vision tower without images.
+        InvalidInputError: this version of transformers does not have what `parallel` asks for.
+    """
+    installed = transformers.__version__
+    missing = [name for name in ("replicate", "expert") if getattr(parallel, name) > 1]
+    if missing and Version(installed) < _FIRST_WITH_ALL:
+        name = missing[0]
+        raise InvalidInputError(
+            f"trainer.parallel.{name} = {getattr(parallel, name)} needs transformers {_FIRST_WITH_ALL}, and "
+            f"{installed} is installed, as vLLM requires: take vLLM as a server in an environment of its own "
+            "(engine.kind server)"
+        )
+    newer = {"dp_replicate_size": parallel.replicate, "ep_implementation": "all_to_all"} if missing else {}
+    return DistributedConfig(
+        fsdp_size=parallel.fsdp,
+        tp_size=parallel.tensor,
+        ep_size=parallel.expert,
+        fsdp_mixed_precision=is_bfloat16,
+        **newer,
+    )
+
+
+def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig, *, has_images: bool) -> None:
+    """Check that parameters are shared as `TrainerConfig.parallel` says, with settings that are exact beside it.
+
+    Raises:
+        InvalidInputError: accelerate shards, `model` is not loaded for `config.parallel`, there are more or fewer
+            processes, or another setting does not go with it.
     """
     kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise InvalidInputError(f"accelerator.distributed_type must be DDP's or FSDP2's, got {kind.value}: use FSDP2")
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP):
+        raise InvalidInputError(
+            f"accelerator.distributed_type must be DDP's, got {kind.value}: set trainer.parallel.fsdp to the number of "
+            "processes, and start them by torchrun"
+        )
     parallel = accelerator.parallelism_config
-    if parallel is not None and parallel.total_size != parallel.data_parallel_size:
+    if parallel is not None and parallel.total_size != parallel.dp_replicate_size:
         raise InvalidInputError(
-            "accelerator.parallelism_config must have data parallelism only, because with tensor, context or sequence "
-            f"parallelism several processes would train on the same rows, got {parallel}. Context parallelism would "
-            "also cut rows between an id and its logprob, and its attention takes neither masks nor borders of rows: "
-            "for long rows set TrainerConfig.gradient_checkpointing (128k tokens of a 0.6B model took 31 GiB)"
+            f"accelerator.parallelism_config must be left out, got one of {parallel.total_size} processes: "
+            "set trainer.parallel, by which transformers shards the model. For long rows set TrainerConfig.gradient_checkpointing (128k tokens of a "
+            "0.6B model took 31 GiB)"
         )
-    if kind is not DistributedType.FSDP:
+    ours = config.parallel
+    ours.check_processes(accelerator.num_processes)
+    if ours.is_sharded != is_split(model):
+        raise InvalidInputError(
+            f"{type(model).__name__} must be {'' if ours.is_sharded else 'whole without '}loaded for trainer.parallel, "
+            f"got {ours}: load it by from_pretrained(distributed_config=make_distributed_config(parallel))"
+        )
+    if ours.is_sharded:
+        _check_features(model, config, has_images=has_images)
+
+
+def _check_features(model: Any, config: TrainerConfig, *, has_images: bool) -> None:
+    parallel = config.parallel
+    adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
+    splits = "tensor" if parallel.tensor > 1 else "expert" if parallel.expert > 1 else None
+    any_kind = "fsdp" if parallel.fsdp > 1 else "tensor"
+    refused = {
+        "images": (has_images, any_kind, "its vision tower would be gathered by some processes only"),
+        "a LoRA with DoRA": (
+            any("lora_magnitude_vector" in name for name in adapters),
+            any_kind,
+            "it needs the norms of whole matrices",
+        ),
+        "LoRA": (bool(adapters) and parallel.tensor > 1, "tensor", "adapters are of whole matrices"),
+        "trainer.compile": (config.compile and splits is not None, splits, "compiled layers have no exchange"),
+        "trainer.router_loss_weight": (
+            config.router_loss_weight > 0 and splits is not None,
+            splits,
+            "choices of experts are counted by process",
+        ),
+        "trainer.reference_sync": (
+            config.reference_sync is not None and splits is not None,
+            splits,
+            "parts of the reference are not updated",
+        ),
+    }
+    for name, (is_refused, kind, reason) in refused.items():
+        if is_refused:
+            raise InvalidInputError(f"{name} must be left out with trainer.parallel.{kind} above 1: {reason}")
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether this process has parts of some parameters only."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def get_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_root(module: nn.Module) -> None:
+    """Make `module` the outermost of FSDP2's modules in it, so that each pass gathers the next layer meanwhile."""
+    inner = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    if not inner:
         return
-    if not accelerator.is_fsdp2:
-        raise InvalidInputError("accelerator.fsdp_plugin.fsdp_version must be 2, got 1")
-    plugin = accelerator.state.fsdp_plugin
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise InvalidInputError("accelerator.fsdp_plugin.cpu_offload must be off: gathering from CPUs is untested")
-    policy = plugin.mixed_precision_policy
-    if policy is not None and not {policy.reduce_dtype or policy.param_dtype, policy.output_dtype} <= _FLOAT32:
-        raise InvalidInputError(
-            "accelerator.fsdp_plugin.mixed_precision_policy must add gradients and return logprobs in float32, got "
-            f"reduce_dtype={policy.reduce_dtype} (None is param_dtype, {policy.param_dtype}) and "
-            f"output_dtype={policy.output_dtype}. accelerate chooses so for mixed_precision='bf16': call "
-            "unbroken.training.model.sharding.keep_float32(accelerator) first"
-        )
-    if not has_images and parameters_beside_text(model):
-        raise InvalidInputError(
-            f"{type(model).__name__} takes images, and FSDP2 would wait forever for gradients of its vision tower "
-            "without `images`: give the trainer their processor, or freeze the tower (requires_grad_(False))"
-        )
+    reshard(module)
+    for each in inner:
+        state: Any = each._get_fsdp_state()
+        state._is_root = None  # the model may have run before, and have been the outermost
+    device = next(module.parameters()).device.type
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    outermost: Any = fully_shard(module, mesh=mesh)
+    outermost._get_fsdp_state()._lazy_init()  # or the first inner module that runs would be the outermost
 
 
-def keep_float32(accelerator: Accelerator) -> None:
-    """With FSDP2 and mixed precision, add gradients and return logprobs in float32, as `check_sharding` requires."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
-        policy = plugin.mixed_precision_policy
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to `max_norm`, and return their norm over all processes, with one norm for each mesh."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    if len(by_mesh) <= 1:
+        return float(gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+    norms = [
+        gather_tensor(torch.nn.utils.get_total_norm([each.grad for each in group if each.grad is not None]))
+        for group in by_mesh.values()
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return float(norm)
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether all processes make each forward pass together."""
-    return bool(accelerator.is_fsdp2)
+@contextmanager
+def adding_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Add the gradients of one backward pass to those of parameters that every process has whole.
+
+    For tensor parallelism: transformers sums `grad` over the processes after each pass, which would sum that of
+    earlier passes again.
+    """
+    before = {each: each.grad for each in parameters if each.requires_grad and not isinstance(each, DTensor)}
+    for parameter in before:
+        parameter.grad = None
+    yield
+    for parameter, gradient in before.items():
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
-def shard_frozen(accelerator: Accelerator, policy: PolicyLogprobs) -> None:
-    """Move a policy that is not trained to the accelerator's device, sharded if the trained one is."""
-    if not is_sharded(accelerator):
-        policy.to(accelerator.device)
-        return
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    fsdp2_prepare_model(accelerator, policy)
+def average_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of parameters that every process has whole, such as adapters, which FSDP2 leaves alone."""
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad.div_(torch.distributed.get_world_size())
 
 
 def _make_group(size: int) -> torch.distributed.ProcessGroup:
@@ -134,10 +233,17 @@ class SameRows:
         return list(chain(*everyone)), range(before, before + len(mine))
 
 
-def reshard(module: torch.nn.Module) -> None:
-    """Free gathered parameters: after a pass without backward, the outermost ones are still gathered, as copies."""
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, between passes. After a pass without backward the outermost ones are still gathered,
+    and norm and head, which FSDP2 has in one group, after a pass that does not call the head.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            state._modules_to_run_forward.clear()
+            state._state_ctx.iter_forward_root = None
+            for each in (state, *state._fsdp_param_groups):
+                each._training_state = TrainingState.IDLE
             part.reshard()
 
 

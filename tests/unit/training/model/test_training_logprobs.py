@@ -206,7 +206,7 @@ def test_logits_are_float32_where_fsdp2_has_rounded_the_output_embeddings():
     hidden = torch.randn(3, 32).bfloat16()
     rounded = model.lm_head.weight.detach().bfloat16()
     model.lm_head.weight = torch.nn.Parameter(rounded)
-    logits = policy._logits(hidden)
+    logits = policy._logits(hidden, policy._head_weight())
     torch.testing.assert_close(logits, hidden.float() @ rounded.float().T)
     assert not torch.equal(logits, logits.bfloat16().float())
 
@@ -216,7 +216,7 @@ def test_so_are_those_of_output_embeddings_with_an_adapter():
     policy = PolicyLogprobs(model, chunk_size=4)
     hidden = torch.randn(3, 32).bfloat16()
     head = model.get_output_embeddings().bfloat16()
-    logits = policy._logits(hidden)
+    logits = policy._logits(hidden, policy._head_weight())
     torch.testing.assert_close(logits, head.float()(hidden.float()))
     assert not torch.equal(logits, logits.bfloat16().float())
 

@@ -1,4 +1,4 @@
-"""What the trainer refuses to shard, since it would wait forever or round in silence."""
+"""What the trainer refuses beside shards, since it would wait forever or be wrong in silence."""
 
 from __future__ import annotations
 
@@ -7,54 +7,112 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+import transformers
+from accelerate.utils import DistributedType, ParallelismConfig
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from support.adapted import with_lora
 from support.models import tiny_qwen3
 from unbroken.errors import InvalidInputError
-from unbroken.training.model.sharding import check_sharding, keep_float32
+from unbroken.training.config import LoraUpdates, ParallelConfig, TrainerConfig
+from unbroken.training.loss_config import ReferenceSync
+from unbroken.training.model import sharding
+from unbroken.training.model.sharding import check_sharding, make_distributed_config
 from unbroken.training.model.weights import checkpoint_parameters, gather_weights
 
 
-def accelerator(kind: DistributedType, *, version: int = 2, parallel: Any = None, **plugin: Any) -> SimpleNamespace:
+def accelerator(
+    kind: DistributedType = DistributedType.MULTI_CPU, *, num_processes: int = 2, parallel: Any = None
+) -> SimpleNamespace:
     """What `check_sharding` asks of an accelerator. A real one would need the processes and the devices."""
-    sharding = FullyShardedDataParallelPlugin(fsdp_version=version, **plugin) if kind is DistributedType.FSDP else None
-    return SimpleNamespace(
-        distributed_type=kind,
-        is_fsdp2=kind is DistributedType.FSDP and version == 2,
-        parallelism_config=parallel,
-        state=SimpleNamespace(fsdp_plugin=sharding),
+    return SimpleNamespace(distributed_type=kind, num_processes=num_processes, parallelism_config=parallel)
+
+
+def check(parallel: ParallelConfig, *, model: Any = None, has_images: bool = False, **config: Any) -> None:
+    """Check a model that is taken for sharded."""
+    check_sharding(
+        accelerator(num_processes=parallel.num_processes),
+        model or tiny_qwen3(),
+        TrainerConfig(parallel=parallel, **config),
+        has_images=has_images,
     )
 
 
-FSDP2 = accelerator(DistributedType.FSDP)
+@pytest.fixture
+def split(monkeypatch):
+    monkeypatch.setattr(sharding, "is_split", lambda model: True)
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU])
 def test_without_shards_nothing_is_refused(kind):
-    check_sharding(accelerator(kind), tiny_qwen3(), has_images=True)
+    check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig(), has_images=True)
 
 
-def test_a_text_model_may_be_sharded():
-    check_sharding(FSDP2, tiny_qwen3(), has_images=False)
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP])
+def test_shards_of_accelerate_are_refused(kind):
+    with pytest.raises(InvalidInputError, match=f"must be DDP's, got {kind.value}: set trainer.parallel.fsdp to"):
+        check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig(), has_images=False)
 
 
-@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
-def test_other_kinds_of_shards_are_refused(kind):
-    with pytest.raises(InvalidInputError, match=f"must be DDP's or FSDP2's, got {kind.value}: use FSDP2"):
-        check_sharding(accelerator(kind), tiny_qwen3(), has_images=False)
+def test_parallelism_of_accelerate_is_refused():
+    parallel = ParallelismConfig(dp_shard_size=2)
+    with pytest.raises(InvalidInputError, match=r"parallelism_config must be left out, got .* set trainer\.parallel"):
+        check_sharding(accelerator(parallel=parallel), tiny_qwen3(), TrainerConfig(), has_images=False)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_first_version_of_fsdp_is_refused():
-    with pytest.raises(InvalidInputError, match="fsdp_version must be 2, got 1"):
-        check_sharding(accelerator(DistributedType.FSDP, version=1), tiny_qwen3(), has_images=False)
+def test_a_whole_model_is_refused_where_processes_should_share_it():
+    with pytest.raises(InvalidInputError, match=r"must be loaded for trainer\.parallel, got Par"):
+        check(ParallelConfig(fsdp=2))
 
 
-def test_parameters_that_are_kept_on_cpus_are_refused():
-    with pytest.raises(InvalidInputError, match="cpu_offload must be off"):
-        check_sharding(accelerator(DistributedType.FSDP, cpu_offload=True), tiny_qwen3(), has_images=False)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 0}, "fsdp must be >= 1, got 0"),
+        ({"replicate": 2}, "replicate must be 1 with fsdp 1"),
+        ({"expert": 3, "fsdp": 2}, r"expert must be a divisor of fsdp \* tensor, 2, got 3"),
+        ({"expert": 2, "fsdp": 2, "tensor": 4}, "expert must be >= 1, and above 1 a multiple of tensor, 4, got 2"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(sizes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        ParallelConfig(**sizes)
+
+
+def test_another_number_of_processes_is_refused():
+    with pytest.raises(InvalidInputError, match=r"replicate 2 \* fsdp 2 \* tensor 1 = 4 processes, and there are 2"):
+        ParallelConfig(fsdp=2, replicate=2).check_processes(2)
+    ParallelConfig().check_processes(3)
+
+
+def test_what_needs_a_newer_transformers_is_refused_with_its_version(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.19.0")
+    for name, parallel in (
+        ("replicate", ParallelConfig(fsdp=2, replicate=2)),
+        ("expert", ParallelConfig(fsdp=2, expert=2)),
+    ):
+        with pytest.raises(InvalidInputError, match=f"parallel.{name} = 2 needs transformers 5.23, and 5.19.0 is"):
+            make_distributed_config(parallel, is_bfloat16=False)
+
+
+def test_settings_that_do_not_go_with_shards_are_refused_with_both_names(split):
+    fsdp, tensor, expert = ParallelConfig(fsdp=2), ParallelConfig(tensor=2), ParallelConfig(fsdp=2, expert=2)
+    check(fsdp, model=with_lora(tiny_qwen3(), use_rslora=True), lora_updates=LoraUpdates.MERGED)
+    check(fsdp, compile=True)
+    for parallel, name, changes in (
+        (fsdp, "images must be left out with trainer.parallel.fsdp", {"has_images": True}),
+        (tensor, "images must be left out with trainer.parallel.tensor", {"has_images": True}),
+        (fsdp, "a LoRA with DoRA must be left out with trainer.parallel.fsdp",
+         {"model": with_lora(tiny_qwen3(), use_dora=True)}),
+        (tensor, "LoRA must be left out with trainer.parallel.tensor", {"model": with_lora(tiny_qwen3())}),
+        (tensor, "trainer.compile must be left out with trainer.parallel.tensor", {"compile": True}),
+        (expert, "trainer.router_loss_weight must be left out with trainer.parallel.expert",
+         {"router_loss_weight": 1.0}),
+        (expert, "trainer.reference_sync must be left out with trainer.parallel.expert",
+         {"reference_sync": ReferenceSync(every=2, mixup=0.5)}),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError, match=name):
+            check(parallel, **changes)
 
 
 def test_layers_that_accelerate_checkpoints_keep_their_names():
@@ -65,49 +123,9 @@ def test_layers_that_accelerate_checkpoints_keep_their_names():
     assert names == [name for name, _ in tiny_qwen3().named_parameters()] == list(checkpoint_parameters(model))
 
 
-def test_processes_that_would_train_on_the_same_rows_are_refused():
-    parallel = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    with pytest.raises(InvalidInputError, match="must have data parallelism only"):
-        check_sharding(accelerator(DistributedType.FSDP, parallel=parallel), tiny_qwen3(), has_images=False)
-    both_of_data = ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
-    check_sharding(accelerator(DistributedType.FSDP, parallel=both_of_data), tiny_qwen3(), has_images=False)
-
-
-def test_a_vision_tower_that_trains_without_images_is_refused():
-    model = tiny_qwen3()
-    model.tower = torch.nn.Linear(2, 2)
-    with pytest.raises(InvalidInputError, match="takes images, and FSDP2 would wait forever for gradients"):
-        check_sharding(FSDP2, model, has_images=False)
-    check_sharding(FSDP2, model, has_images=True)
-    model.tower.requires_grad_(False)
-    check_sharding(FSDP2, model, has_images=False)
-
-
-def test_the_mixed_precision_that_accelerate_makes_of_bf16_is_refused():
-    """It adds gradients and returns logprobs in bfloat16."""
-    of_accelerate = accelerator(DistributedType.FSDP)
-    of_accelerate.state.fsdp_plugin.set_mixed_precision("bf16")
-    with pytest.raises(
-        InvalidInputError, match=r"float32, got reduce_dtype=torch\.bfloat16 .* and output_dtype=torch\.bf"
-    ):
-        check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
-    keep_float32(of_accelerate)
-    check_sharding(of_accelerate, tiny_qwen3(), has_images=False)
-    kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert of_accelerate.state.fsdp_plugin.mixed_precision_policy == kept
-
-
-def test_a_precision_that_adds_gradients_in_that_of_the_layers_is_refused():
-    """FSDP2 does so by default."""
-    rounding = accelerator(DistributedType.FSDP, mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16))
-    with pytest.raises(InvalidInputError, match=r"got reduce_dtype=None \(None is param_dtype, torch\.bfloat16\)"):
-        check_sharding(rounding, tiny_qwen3(), has_images=False)
-    check_sharding(
-        accelerator(DistributedType.FSDP, mixed_precision_policy=MixedPrecisionPolicy()), tiny_qwen3(), has_images=False
-    )
-
-
-def test_an_accelerator_without_shards_has_no_precision_to_keep():
-    keep_float32(accelerator(DistributedType.NO))
-    keep_float32(FSDP2)
-    assert FSDP2.state.fsdp_plugin.mixed_precision_policy is None
+def test_gradients_of_parameters_on_one_mesh_are_clipped_as_torch_does():
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))]
+    for parameter in parameters:
+        parameter.grad = 2 * torch.ones_like(parameter)
+    assert sharding.clip_gradients(parameters, 1.0) == pytest.approx(12**0.5)
+    assert sum(float((each.grad**2).sum()) for each in parameters if each.grad is not None) == pytest.approx(1.0)

@@ -1,0 +1,68 @@
+"""Processes that share a model by transformers' `DistributedConfig` train as one process with all rows (over gloo)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import parallel_process
+from support.parallel_process import CASES
+
+pytestmark = pytest.mark.e2e
+
+NEWER = Path(sys.prefix, "transformers-5.23")
+"""What experts and replicas need, which `make e2e` installs."""
+
+
+def start(directory: Path, names: list[str], *, num_processes: int, newer: bool = False) -> None:
+    """Run cases in processes of one torchrun; its error has their output."""
+    path = [str(NEWER)] * newer + sys.path
+    shared = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "-m", "support.parallel_process", directory, *names],
+        env=os.environ | shared | {"PYTHONPATH": os.pathsep.join(path)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+def check(directory: Path, name: str) -> None:
+    """Compare a case with one process: values are those of the model, and of its training."""
+    off = parallel_process.compare(directory, name)
+    assert off["before"] == 0.0  # every name and value of the whole model
+    assert off["logprobs"] < 1e-5
+    assert off["steps"] < 1e-4
+    assert off["weights"] < 1e-5
+
+
+def test_two_processes_with_parts_of_a_model_train_as_one(tmp_path):
+    names = ["fsdp", "tensor", "rslora"]
+    start(tmp_path, names, num_processes=2)
+    for name in names:
+        check(tmp_path, name)
+
+
+def test_four_processes_with_shards_of_parts_train_as_one(tmp_path):
+    start(tmp_path, ["both"], num_processes=4)
+    check(tmp_path, "both")
+
+
+@pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_processes_with_experts_of_their_own_or_replicas_train_as_one(tmp_path, num_processes):
+    names = [
+        name
+        for name, case in CASES.items()
+        if case.parallel.num_processes == num_processes and max(case.parallel.expert, case.parallel.replicate) > 1
+    ]
+    start(tmp_path, names, num_processes=num_processes, newer=True)
+    for name in names:
+        check(tmp_path, name)
