@@ -50,8 +50,9 @@ def test_two_processes_with_parts_of_a_model_train_as_one(tmp_path):
         check(tmp_path, name)
 
 
+@pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
 def test_four_processes_with_shards_of_parts_train_as_one(tmp_path):
-    start(tmp_path, ["both"], num_processes=4)
+    start(tmp_path, ["both"], num_processes=4, newer=True)
     check(tmp_path, "both")
 
 

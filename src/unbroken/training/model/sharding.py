@@ -53,6 +53,12 @@ def make_distributed_config(parallel: ParallelConfig, *, is_bfloat16: bool) -> D
             f"{installed} is installed, as vLLM requires: take vLLM as a server in an environment of its own "
             "(engine.kind server)"
         )
+    has_all = Version(installed) >= _FIRST_WITH_ALL
+    if parallel.tensor > 1 and (parallel.fsdp > 1) != has_all:  # gradients of norms of heads are wrong otherwise
+        raise InvalidInputError(
+            f"trainer.parallel.tensor = {parallel.tensor} needs transformers 5.19 with fsdp 1, and {_FIRST_WITH_ALL} "
+            f"with fsdp above 1, got fsdp {parallel.fsdp} with {installed}"
+        )
     newer = {"dp_replicate_size": parallel.replicate, "ep_implementation": "all_to_all"} if missing else {}
     return DistributedConfig(
         fsdp_size=parallel.fsdp,
@@ -80,8 +86,7 @@ def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig, 
     if parallel is not None and parallel.total_size != parallel.dp_replicate_size:
         raise InvalidInputError(
             f"accelerator.parallelism_config must be left out, got one of {parallel.total_size} processes: "
-            "set trainer.parallel, by which transformers shards the model. For long rows set TrainerConfig.gradient_checkpointing (128k tokens of a "
-            "0.6B model took 31 GiB)"
+            "set trainer.parallel, by which transformers shards the model"
         )
     ours = config.parallel
     ours.check_processes(accelerator.num_processes)
