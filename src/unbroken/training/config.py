@@ -186,7 +186,10 @@ class ParallelConfig:
             fsdp=(self.fsdp >= 1, ">= 1"),
             replicate=(self.replicate >= 1, ">= 1"),
             tensor=(self.tensor >= 1, ">= 1"),
-            sequence=(self.sequence >= 1 and 1 in (self.sequence, self.tensor), ">= 1, and 1 with tensor above 1"),
+            sequence=(
+                self.sequence >= 1 and (self.sequence == 1 or self.tensor == self.expert == 1),
+                f">= 1, and 1 with tensor ({self.tensor}) or expert ({self.expert}) above 1: not tried together",
+            ),
             expert=(
                 self.expert >= 1 and (self.expert == 1 or self.expert % self.tensor == 0),
                 f">= 1, and above 1 a multiple of tensor, {self.tensor}",

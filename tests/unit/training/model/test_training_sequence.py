@@ -85,6 +85,12 @@ def test_processes_that_share_rows_train_as_one_process(trained, kind, name):
                 assert theirs[key] == (None if ours[key] is None else pytest.approx(ours[key], rel=1e-3, abs=1e-5)), key
 
 
+@pytest.mark.parametrize("other", [{"tensor": 2}, {"expert": 2, "fsdp": 2}])
+def test_other_exchanges_in_a_pass_are_refused_with_it(other):
+    with pytest.raises(InvalidInputError, match=r"sequence must be >= 1, and 1 with tensor .* or expert .* above 1"):
+        ParallelConfig(sequence=2, **other)
+
+
 def test_it_must_divide_the_number_of_processes_and_layers_are_not_compiled():
     with pytest.raises(
         InvalidInputError, match=r"trainer.parallel.sequence = 2 must divide the number of processes, 3"
