@@ -33,11 +33,13 @@ def train_arguments(output: Path, model: Path, settings: Mapping[str, Any] | Non
     return ["train", letters_recipe.__file__, *(f"--{name}={value}" for name, value in options.items())]
 
 
-def launch(launcher: str, *words: str, output: Path, model: Path) -> subprocess.CompletedProcess[str]:
+def launch(
+    launcher: str, *words: str, output: Path, model: Path, settings: Mapping[str, Any] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m launcher words -m unbroken train` on a CPU; the launcher is a fork, what it starts is not."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
     variables |= {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = (*words, "-m", "unbroken", *train_arguments(output, model))
+    arguments = (*words, "-m", "unbroken", *train_arguments(output, model, settings))
     with patch.dict(os.environ, variables, clear=True):
         return run_python(launcher, *arguments, timeout=300)
 
@@ -54,6 +56,7 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.parametrize("settings", [{}, {"trainer.parallel.fsdp": 2}])
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -61,8 +64,8 @@ def model(tmp_path_factory) -> Path:
         ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port"),
     ],
 )
-def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, launcher):
-    ended = launch(*launcher, str(free_port()), output=tmp_path / "run", model=model)
+def test_two_processes_that_are_launched_on_a_cpu_train_as_one(tmp_path, model, launcher, settings):
+    ended = launch(*launcher, str(free_port()), output=tmp_path / "run", model=model, settings=settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
