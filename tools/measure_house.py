@@ -17,15 +17,15 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 67_400,
-    "files of src": 396,
-    "modules with one importer, under 100 lines": 39,
+    "lines of src": 69_600,
+    "files of src": 387,
+    "modules with one importer, under 100 lines": 37,
     "public class names that exist twice": 0,
     "lines of the longest function": 70,
-    "functions over 50 lines": 5,
+    "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 67_800,
-    "modules that tests import by name": 228,
+    "lines of tests": 71_600,
+    "modules that tests import by name": 231,
 }
 """The largest value of each number that passes."""
 GOALS = {

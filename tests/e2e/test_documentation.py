@@ -139,6 +139,7 @@ NOT_RUN = {
     ("docs/rollouts.md", "OUTPUT/rollouts/"): DIAGRAM,
     ("docs/rollouts.md", '{"token_ids": [1, 2, 3, 4, 5, 6]'): DIAGRAM,
     ("docs/training.md", "model = get_peft_model"): PART,
+    ("docs/training.md", "VLLM_SERVER_DEV_MODE=1"): "tests/e2e/test_weights_to_stock_vllm.py starts such a server",
     ("docs/trl.md", "import copy"): "needs a data set and a GPU: tests/e2e/test_trl_trainer.py runs the same",
     ("docs/trl.md", "@on_trained_rows"): PART,
     ("docs/trl.md", "@asynccontextmanager"): PART,
@@ -150,6 +151,7 @@ NOT_RUN = {
     ("docs/vllm.md", "from unbroken.engines.vllm"): GPU,
     ("docs/vllm.md", "await engine.update_weights"): PART,
     ("docs/vllm.md", "sleep()"): DIAGRAM,
+    ("docs/vllm.md", "unbroken serve MODEL --tensor-parallel-size"): "tests/e2e/test_server_over_ranks.py runs both",
 }
 """Beginnings of blocks, with the reason why they are not run."""
 

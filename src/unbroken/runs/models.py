@@ -70,13 +70,11 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
     return ImageInputs(processor=processor, settings=encode_image_settings(settings))
 
 
-def warn_about_memory(
-    source: str | Path, config: RunConfig, *, device_bytes: float, fsdp: int = 1, is_replicated: bool = False
-) -> None:
+def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> None:
     """Warn, before anything is loaded, if the run is estimated to need more than a GPU of so many bytes has.
 
-    `fsdp` processes share the weights, or each has them (`is_replicated`). Nothing is estimated of layers in float32,
-    nor of a model whose config does not say its sizes.
+    Nothing is estimated of layers in float32, nor of a model whose config does not say its sizes. Passes count as whole
+    where processes share the ids of rows.
     """
     if config.precision is not Precision.BFLOAT16:
         return
@@ -93,9 +91,12 @@ def warn_about_memory(
     has_copy = config.objective.needs_reference(config.training) and (
         lora is None or config.trainer.reference_sync is not None
     )
+    parallel = config.training.parallel
     layout = Layout(
-        fsdp=fsdp,
-        is_replicated=is_replicated,
+        fsdp=parallel.fsdp,
+        tensor=parallel.tensor,
+        expert=parallel.expert,
+        is_replicated=num_processes > 1 and parallel.fsdp == 1,
         lora_rank=0 if lora is None else lora.rank,
         is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,
         num_copies=has_copy + (config.engine.kind is EngineKind.EMBEDDED),

@@ -202,10 +202,8 @@ async def open_run(
 
 def _warn_about_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
     if accelerator.device.type == "cuda" and accelerator.is_main_process:
-        fsdp = accelerator.num_processes if accelerator.is_fsdp2 else 1
-        is_replicated = accelerator.num_processes > fsdp
         total = torch.cuda.mem_get_info(accelerator.device)[1]
-        warn_about_memory(model, config, device_bytes=total, fsdp=fsdp, is_replicated=is_replicated)
+        warn_about_memory(model, config, device_bytes=total, num_processes=accelerator.num_processes)
 
 
 async def _open_engines(
