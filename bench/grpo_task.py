@@ -37,7 +37,13 @@ SHAPES = {
         "vocab_size": 151_936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288,
     },
+    "14b": {
+        "vocab_size": 151_936, "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 17_408,
+    },
 }  # fmt: skip
+UNTIED = ("8b", "14b")
+"""The shapes whose output embeddings are their own."""
 CONTEXT_LENGTH = 4608
 """For four ragged turns of at most 1,024 ids each."""
 ENGINE_SIZES = ("--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512")
@@ -106,7 +112,7 @@ def save_model(folder: Path, arguments: argparse.Namespace) -> None:
     config = Qwen3Config(
         **shape,
         max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=arguments.shape != "8b",
+        tie_word_embeddings=arguments.shape not in UNTIED,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
