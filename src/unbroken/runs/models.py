@@ -226,18 +226,19 @@ def load_model_renderer(
     )
 
 
-def prepare_model(model: Any, config: RunConfig, *, load_again: Callable[[], Any]) -> tuple[Any, Any]:
+def prepare_model(model: Any, config: RunConfig, *, load_again: Callable[[], Any] | None = None) -> tuple[Any, Any]:
     """Return the model to train and its reference, or None if the loss needs no reference.
 
     With LoRA, the adapters are added to `model` itself and the reference is the base below them; without it, and where
-    it follows the policy (`trainer.reference_sync`), the reference is a copy; that of a sharded model is loaded again.
+    it follows the policy (`trainer.reference_sync`), the reference is a copy, or with `load_again` what it returns: a
+    sharded model cannot be copied.
 
     Raises:
         InvalidInputError: peft is not installed, or the model has none of the modules to adapt.
     """
     needs_reference = config.objective.needs_reference(config.training)
     is_copy = needs_reference and (config.lora is None or config.trainer.reference_sync is not None)
-    copy_model = load_again if config.trainer.parallel.is_sharded else partial(copy.deepcopy, model)
+    copy_model = load_again or partial(copy.deepcopy, model)
     reference = copy_model() if is_copy else Reference.BASE if needs_reference else None
     return model if config.lora is None else _add_adapters(model, config.lora, config.seed), reference
 

@@ -179,7 +179,8 @@ async def open_run(
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
-        policy, reference = prepare_model(policy, config, load_again=load)
+        load_again = load if config.trainer.parallel.is_sharded else None
+        policy, reference = prepare_model(policy, config, load_again=load_again)
         trainer = Trainer(
             policy,
             config.training,
