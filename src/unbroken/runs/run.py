@@ -158,9 +158,9 @@ async def open_run(
         is_bfloat16 = config.precision is Precision.BFLOAT16
         load = partial(load_whole, parallel=config.trainer.parallel, is_bfloat16=is_bfloat16)
         policy = load()
+        is_sharded = config.trainer.parallel.is_sharded
         # The embedded engine copies the model it gets.
-        is_whole = config.engine.kind is not EngineKind.EMBEDDED or not config.trainer.parallel.is_sharded
-        sampled = policy if is_whole else load_whole()
+        sampled = load_whole() if is_sharded and config.engine.kind is EngineKind.EMBEDDED else policy
         processor = None if images is None else images.processor
         engine, evaluation_engine = await _open_engines(
             stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
@@ -179,8 +179,7 @@ async def open_run(
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
-        load_again = load if config.trainer.parallel.is_sharded else None
-        policy, reference = prepare_model(policy, config, load_again=load_again)
+        policy, reference = prepare_model(policy, config, load_again=load if is_sharded else None)
         trainer = Trainer(
             policy,
             config.training,
