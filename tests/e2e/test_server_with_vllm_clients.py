@@ -71,7 +71,6 @@ def test_trls_client_scores_sequences(trl: dict[str, Any]) -> None:
         ("image message", "must not hold an image"),
         ("key", "logit_bias="),
         ("template", "chat_template="),
-        ("weights", "has no weight-transfer engine"),
     ],
 )
 def test_what_we_do_not_serve_is_refused_by_name(trl: dict[str, Any], case: str, expected: str) -> None:

@@ -56,6 +56,7 @@ def count(browser: Browser, selector: str) -> int:
 
 
 def selected(browser: Browser) -> str:
+    browser.wait("document.querySelector('.cell.selected') !== null")  # the cells are drawn with the next frame
     return browser.run("document.querySelector('.cell.selected').dataset.n")
 
 
@@ -113,7 +114,6 @@ def test_rollouts_are_chosen_by_text_reward_and_flags_and_sorted(browser, page):
 
 def test_a_link_to_an_id_shows_its_branch_and_what_is_known_of_it(browser, page):
     browser.open(f"{page}#rollout/0/1/1/1/1/2")
-    browser.wait("document.querySelector('.cell.selected') !== null")
     assert selected(browser) == "2"
     assert "leaves branch 0 at 1: rewritten_history; there #1 #2 #3 #4 (id 2) here #1 #9 #6 (id 9)" in read(
         browser, ".branches"
@@ -182,7 +182,6 @@ def test_pointing_at_an_id_says_all_that_is_known_of_it(browser, page):
 
 def test_a_link_to_a_turn_shows_its_first_id(browser, page):
     browser.open(f"{page}#rollout/1/2/0/0/1")
-    browser.wait("document.querySelector('.cell.selected') !== null")
     assert selected(browser) == "7"
 
 

@@ -38,7 +38,7 @@ class RankChecks:
     num_workers: int
     tolerance: float
     """Of the mean |difference| of logprobs between the server and `model`."""
-    num_ids: int = 300
+    num_ids: int = 460
     """Of completions that an update interrupts."""
     report: Callable[[str, str], None] = lambda name, text: None
     """Called with each check that has passed."""
@@ -100,7 +100,7 @@ class RankChecks:
             logprobs = np.concatenate([chunk.rollout_logprobs for chunk in chunks[name]])
             stop = spans[0][1]
             assert stop >= 5
-            assert spans == [(0, stop, 0), (stop, len(ids), 1)]
+            assert spans == [(0, stop, 0), (stop, len(ids), 1)], spans
             whole = [*prompt, *ids]
             for part, model in ((slice(0, stop), self.model), (slice(stop, None), self.new)):
                 expected = logprobs_of(model, whole)[len(prompt) - 1 :]

@@ -51,7 +51,6 @@ found = {
         "image message": refused(client.chat, [[{"role": "user", "content": [{"type": "image_url"}]}]]),
         "key": refused(client.generate, ids, generation_kwargs={"logit_bias": {"5": 1}}),
         "template": refused(client.chat, [user], chat_template="{{ messages }}"),
-        "weights": refused(client.init_communicator),
     },
 }
 client.reset_prefix_cache()
