@@ -233,6 +233,16 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "gateway": (["-c", SAVE_TINY_TOKENIZER], ["-c", GATEWAY]),
     "client": (["-c", CLIENT],),
     "lora": (["-c", SAVE_TINY_MODEL], ["-c", LORA]),
+    "torchao": (
+        [
+            "-m",
+            "unbroken",
+            "train",
+            str(REPOSITORY / "recipes" / "lookup.py"),
+            *SHORT_RUN.split(),
+            "--trainer.optimizer.name=adamw_8bit",
+        ],
+    ),
     "vision": (["-c", VISION],),
     "renderers": (["-c", RENDERERS],),
     "trackers": (
