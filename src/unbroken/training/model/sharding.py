@@ -106,6 +106,11 @@ def _check_features(model: Any, config: TrainerConfig, *, has_images: bool) -> N
     any_kind = "fsdp" if parallel.fsdp > 1 else "tensor"
     refused = {
         "images": (has_images, any_kind, "its vision tower would be gathered by some processes only"),
+        "a vision tower": (
+            model.config.get_text_config() is not model.config,
+            any_kind,
+            "the embeddings beside its decoder would not be gathered",
+        ),
         "a LoRA with DoRA": (
             any("lora_magnitude_vector" in name for name in adapters),
             any_kind,

@@ -13,6 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from support.adapted import with_lora
 from support.models import tiny_qwen3
+from support.vision import save_vision_model
+from support.vision_engines import load_vision_model
 from unbroken.errors import InvalidInputError
 from unbroken.training.config import LoraUpdates, ParallelConfig, TrainerConfig
 from unbroken.training.loss_config import ReferenceSync
@@ -113,6 +115,12 @@ def test_settings_that_do_not_go_with_shards_are_refused_with_both_names(split):
     ):  # fmt: skip
         with pytest.raises(InvalidInputError, match=name):
             check(parallel, **changes)
+
+
+def test_a_model_with_a_vision_tower_is_refused_with_shards_also_without_images(split, tmp_path):
+    model = load_vision_model(save_vision_model(tmp_path))
+    with pytest.raises(InvalidInputError, match=r"a vision tower must be left out with trainer\.parallel\.fsdp"):
+        check(ParallelConfig(fsdp=2), model=model)
 
 
 def test_layers_that_accelerate_checkpoints_keep_their_names():
