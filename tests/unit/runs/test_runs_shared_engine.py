@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.models import tiny_qwen3
 from support.processes import run_two
 from support.served import save_tiny_model
 from support.shared_engine_process import IDS, changed
@@ -44,7 +45,12 @@ async def test_processes_that_cannot_be_shared_out_are_refused(tmp_path: Path) -
     config = EngineConfig(kind=EngineKind.COLOCATED, processes_per_engine=2)
     with pytest.raises(InvalidInputError, match=r"must divide the number of processes, 3, got 2"):
         async with open_engine(
-            config, model=None, source="m", output=tmp_path, device=torch.device("cpu"), rank=Rank(num_processes=3)
+            config,
+            model=tiny_qwen3(),
+            source="m",
+            output=tmp_path,
+            device=torch.device("cpu"),
+            rank=Rank(num_processes=3),
         ):
             pass
 
