@@ -24,8 +24,8 @@ def count_steps(output: Path) -> int:
 
 
 def wait_for_steps(patch: pytest.MonkeyPatch, output: Path) -> None:
-    """Let evaluations after steps 3 to 5 wait until two more steps are made, before they sample; or until the sixth, after
-    which a run waits for them.
+    """Let evaluations after steps 3 to 5 wait until two more steps are made, before they sample; or until the sixth,
+    after which a run waits for them.
     """
     sample = Evaluator.sample
 
