@@ -33,4 +33,6 @@ def test_what_must_reach_each_worker_does(tmp_path: Path, parallel: str, names: 
             num_workers=2,
             tolerance=2e-5,
         )
-        asyncio.run(checks.run(*names))
+        found = asyncio.run(checks.run(*names))
+    assert tuple(found) == names
+    assert all(found.values())

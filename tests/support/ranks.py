@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +40,6 @@ class RankChecks:
     """Of the mean |difference| of logprobs between the server and `model`."""
     num_ids: int = 460
     """Of completions that an update interrupts."""
-    report: Callable[[str, str], None] = lambda name, text: None
-    """Called with each check that has passed."""
     new: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,11 +48,10 @@ class RankChecks:
             for parameter in self.new.parameters():
                 parameter.mul_(SCALE)
 
-    async def run(self, *names: str) -> None:
-        """Run the checks that are named; raises at the first that fails."""
+    async def run(self, *names: str) -> dict[str, str]:
+        """Run the checks that are named, and return what each found; raises at the first that fails."""
         async with AsyncClient(self.url, max_retries=0, timeout_s=120) as client:
-            for name in names:
-                self.report(name, await getattr(self, f"check_{name}")(client))
+            return {name: await getattr(self, f"check_{name}")(client) for name in names}
 
     async def check_world_size(self, client: AsyncClient) -> str:
         """Of vLLM's route, TRL's and ours."""

@@ -1,7 +1,7 @@
 """Weights on vLLM's own wire, from a trainer to the workers of all servers (vLLM 0.22 to 0.33; TRL since 1.11).
 
 The trainer is rank 0 of a group, the workers have the ranks after it. They meet in a key-value store of the trainer's,
-and connect by NCCL, or by gloo where there is none. The weights come in the order of their announcement, in chunks that
+and connect by NCCL, or without it by gloo. The weights come in the order of their announcement, in chunks that
 both sides derive from the sizes: a chunk ends with the first weight that makes it larger than `buffer_bytes`, without
 padding. With `buffer_bytes` 8 and weights of 4, 6, 20 and 2 bytes:
 

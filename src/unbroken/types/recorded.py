@@ -161,7 +161,7 @@ class KeptIds:
         return KeptIds(token_ids=self.token_ids[where], offsets=offsets)
 
     def find_missing(self, sampled_ids: TokenIds) -> int | None:
-        """The first position whose id is not in its set; None if there is none."""
+        """The first position whose id is not in its set; None if all are."""
         sizes = self.sizes
         owners = np.repeat(np.arange(len(self)), sizes)
         found = np.zeros(len(self), dtype=np.bool_)
