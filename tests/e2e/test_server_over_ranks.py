@@ -15,6 +15,7 @@ WHOLE = ("world_size", "scores", "update", "refusal", "adapter", "sleep", "packe
 LORA = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
 
 
+@pytest.mark.alone  # a tiny model samples hundreds of ids a second: a pause must come in the middle of an answer
 @pytest.mark.parametrize(
     ("parallel", "names"),
     [("tensor", WHOLE), ("data", WHOLE), ("data", ("policy_adapter",))],

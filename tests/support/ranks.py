@@ -38,7 +38,7 @@ class RankChecks:
     num_workers: int
     tolerance: float
     """Of the mean |difference| of logprobs between the server and `model`."""
-    num_ids: int = 460
+    num_ids: int = 1000
     """Of completions that an update interrupts."""
     new: Any = field(init=False)
 
