@@ -50,7 +50,8 @@ async def test_i4_a_trial_in_a_container_has_a_session_as_its_agents_model(tmp_p
     python = find_python("harbor")
 
     async def attempt(session: AgentSession) -> AgentOutcome:
-        words = [CLIENTS / "harbor_trial.py", json.dumps(asdict(session)), task, tmp_path / "trials", engine]
+        opened = {name: value for name, value in asdict(session).items() if name != "preparation"}
+        words = [CLIENTS / "harbor_trial.py", json.dumps(opened), task, tmp_path / "trials", engine]
         process = await asyncio.create_subprocess_exec(
             str(python),
             *map(str, words),

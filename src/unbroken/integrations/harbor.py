@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import hashlib
 import importlib
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,108 @@ from unbroken.errors import InvalidInputError, TaskError
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession, AgentTask, describe_rows
 from unbroken.rollout.limits import is_duration
 
+_log = logging.getLogger(__name__)
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT, _EXIT = "AgentTimeoutError", "NonZeroAgentExitCodeError"
 _OF_AGENT = frozenset({_TIMEOUT, _EXIT})
 """Exceptions of a trial after which its reward counts: what the agent did, which is verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreationConfig:
+    """How many containers are made, and what happens when that fails. Agents that run already are not limited."""
+
+    at_once: int = 16
+    """Containers in the making: built, started, and given their agent."""
+    per_s: float = 4.0
+    """Containers a second."""
+    failures: int = 8
+    """After so many failures in a row no other is made for `pause_s`, then one, and so on until one succeeds."""
+    pause_s: float = 30.0
+    wait_s: float = 900.0
+    """Once none could be made for so long, attempts fail instead of waiting."""
+
+    def __post_init__(self) -> None:
+        for name in ("at_once", "failures"):
+            if type(number := getattr(self, name)) is not int or number < 1:
+                raise InvalidInputError(f"creation.{name} must be a whole number >= 1, got {number!r}")
+        for name in ("per_s", "pause_s", "wait_s"):
+            if not is_duration(value := getattr(self, name)):
+                raise InvalidInputError(f"creation.{name} must be a finite number > 0, got {value!r}")
+
+
+class Creations:
+    """Lets containers be made as `CreationConfig` says."""
+
+    def __init__(self, config: CreationConfig) -> None:
+        """None was made yet."""
+        self._config = config
+        self._places = asyncio.Semaphore(config.at_once)
+        self._order = asyncio.Lock()
+        self._next_s = 0.0
+        self._num_failures = 0
+        self._broken_s = 0.0
+        """When the last of `failures` failed."""
+
+    @asynccontextmanager
+    async def admit(self, session: AgentSession) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+        """Wait until a container may be made for an attempt; `TaskError` if none could for `wait_s`.
+
+        The function that it gives is to be called when the agent starts: another container may be made then, and the
+        attempt's time counts. Without that call, or a cancellation, the creation has failed.
+        """
+        with ExitStack() as releases:
+            releases.enter_context(session.preparation.running())
+            await self._wait(releases)
+            is_done = False
+
+            async def done(*_: object) -> None:
+                nonlocal is_done
+                if not is_done:
+                    is_done = True
+                    releases.close()
+                    self._count_success()
+
+            try:
+                yield done
+            except Exception:
+                if not is_done:
+                    self._count_failure()
+                raise
+            if not is_done:
+                self._count_failure()
+
+    async def _wait(self, releases: ExitStack) -> None:
+        await self._places.acquire()
+        releases.callback(self._places.release)
+        async with self._order:
+            while (left_s := self._next_s - time.monotonic()) > 0:
+                if self._is_broken and time.monotonic() - self._broken_s > self._config.wait_s:
+                    raise TaskError(
+                        f"no container could be made for {self._config.wait_s:g} s (containers.creation.wait_s): "
+                        f"{self._num_failures} failed in a row"
+                    )
+                await asyncio.sleep(min(left_s, 1.0))  # a success meanwhile ends the pause
+            self._next_s = time.monotonic() + (self._config.pause_s if self._is_broken else 1 / self._config.per_s)
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._num_failures >= self._config.failures
+
+    def _count_success(self) -> None:
+        if self._is_broken:
+            _log.warning("containers can be made again")
+            self._next_s = 0.0
+        self._num_failures = 0
+
+    def _count_failure(self) -> None:
+        self._num_failures += 1
+        if self._num_failures == self._config.failures:
+            pause_s = self._config.pause_s
+            _log.warning("%d containers in a row failed: one is tried each %g s", self._num_failures, pause_s)
+            self._broken_s = time.monotonic()
+            self._next_s = self._broken_s + pause_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +139,7 @@ class ContainerConfig:
     """Fields of the environment in Harbor's config of a trial, such as {type = "docker"}."""
     gateway_host: str | None = None
     """The name or address of this machine for the containers, such as 172.17.0.1; none: that of the gateway's URL."""
+    creation: CreationConfig = field(default_factory=CreationConfig)
 
     @property
     def agent_class(self) -> dict[str, str]:
@@ -80,6 +183,7 @@ class ContainerRunner:
             InvalidInputError: harbor is not installed, or a field is not one of its config.
         """
         self._config = config
+        self._creations = Creations(config.creation)
         self._trials = trials
         self._agent_timeout_s = agent_timeout_s
         self._reward = reward
@@ -87,6 +191,7 @@ class ContainerRunner:
             self._models = importlib.import_module("harbor.models.trial.config")
             self._tasks = importlib.import_module("harbor.models.task.task")
             self._trial = importlib.import_module("harbor.trial.trial").Trial
+            self._agent_start = importlib.import_module("harbor.trial.hooks").TrialEvent.AGENT_START
         except ModuleNotFoundError as error:
             raise InvalidInputError(
                 "environment harbor:FOLDER needs the package harbor, with Python 3.12 or newer, and containers that it "
@@ -118,8 +223,11 @@ class ContainerRunner:
             TaskError: the containers, the agent's installation or the verifier failed.
             InvalidInputError: a container cannot reach the gateway, or a field is not one of Harbor's config.
         """
-        trial = await self._trial.create(self.make_trial_config(folder, session))
-        result = await trial.run()
+        config = self.make_trial_config(folder, session)
+        async with self._creations.admit(session) as start:
+            trial = await self._trial.create(config)
+            trial.add_hook(self._agent_start, start)
+            result = await trial.run()
         error = None if result.exception_info is None else result.exception_info.exception_type
         verified = result.verifier_result
         if (error is not None and error not in _OF_AGENT) or verified is None or not verified.rewards:

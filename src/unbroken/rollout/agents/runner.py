@@ -75,9 +75,9 @@ async def run_agent_group(
 
     The sampling parameters are forced on every request of the sessions, but an agent may ask for fewer tokens; with
     `sampling.seed` each session has a seed derived from it. An attempt that takes longer than `limits.timeout_s`, not
-    counting the time in which a request of it is queued or sampled, is cancelled, as TIMEOUT with the reward 0. An
-    exception ends only its attempt, as FAILED. What an attempt has recorded is in its trajectory in every case. If the
-    call is cancelled, the sessions are deleted, and their requests aborted.
+    counting the time in which a request of it is queued or sampled, or its container is made (`Preparation`), is
+    cancelled, as TIMEOUT with the reward 0. An exception ends only its attempt, as FAILED. What an attempt has recorded
+    is in its trajectory in every case. If the call is cancelled, the sessions are deleted, and their requests aborted.
 
     Raises:
         ServerError: the gateway cannot be reached, or refuses.
@@ -252,9 +252,9 @@ async def _attempt(agent: Agent, gateway: SessionGateway, session: AgentSession,
 
 
 async def _limit_time(clock: asyncio.Timeout, gateway: SessionGateway, session: AgentSession, limit_s: float) -> None:
-    """Let the clock expire once the attempt has taken so long without the time in which the engine had a request."""
-    started, engine_s = time.perf_counter(), 0.0
-    while (left_s := limit_s + engine_s - (time.perf_counter() - started)) > 0:
+    """Let the clock expire once the attempt took so long, without its preparation and while no request was sampled."""
+    started, engine_s, prepared = time.perf_counter(), 0.0, session.preparation
+    while (left_s := limit_s + engine_s + prepared.read() - (time.perf_counter() - started)) > 0:
         await asyncio.sleep(left_s)
         with suppress(EngineError, StoreError):
             engine_s = (await gateway.get(session.session_id)).get("engine_s", 0.0)

@@ -5,11 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from unbroken.rollout.trajectory import TrajectoryGroup
+
+
+class Preparation:
+    """The seconds in which an attempt waits for what its agent needs, such as a container, or for that to start.
+
+    They do not count for `Limits.timeout_s`: what is slow is no doing of the policy.
+    """
+
+    def __init__(self) -> None:
+        """It has not begun."""
+        self._ended_s = 0.0
+        self._began: float | None = None
+
+    def read(self) -> float:
+        """Seconds until now."""
+        return self._ended_s + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time within."""
+        self._began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._ended_s, self._began = self.read(), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +56,7 @@ class AgentSession:
     """The row of the data set, or another description of the problem."""
     trajectory_id: str = ""
     """Of the trajectory that the attempt becomes."""
+    preparation: Preparation = field(default_factory=Preparation, repr=False, compare=False)
 
     def environment(self) -> dict[str, str]:
         """The environment variables in which programs find the model and their task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -21,13 +22,17 @@ from unbroken.errors import InvalidInputError, TaskError
 from unbroken.integrations.harbor import (
     ContainerConfig,
     ContainerRunner,
+    CreationConfig,
+    Creations,
     TerminalConfig,
     TerminalTasks,
     describe_files,
     find_task_folders,
 )
 from unbroken.rollout.agents.session import AgentSession
+from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
+from unbroken.runs.config import RolloutConfig
 from unbroken.runs.prompts.environments import PackageProblems, PackageSettings
 
 HERE: Mapping[str, Any] = {"containers": {"gateway_host": "127.0.0.1"}}
@@ -41,11 +46,12 @@ def _harbor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-async def attempt(folder: Path, **end: Any) -> Trajectory:
+async def attempt(folder: Path, *, limits: Limits | None = None, **end: Any) -> Trajectory:
     task = write_notes_task(folder / "notes", **end)
     settings = PackageSettings(arguments=HERE, logs=folder / "agents")
     problems = PackageProblems(f"harbor:{task}", settings, seed=0).make(evaluation=False)
-    group = await sample_attempts(folder, scripted("Done.<|im_end|>"), problems, size=1)
+    config = RolloutConfig(limits=limits or Limits())
+    group = await sample_attempts(folder, scripted("Done.<|im_end|>"), problems, config, size=1)
     return group.trajectories[0]
 
 
@@ -84,6 +90,91 @@ async def test_a_trial_that_failed_by_no_fault_of_the_agent_has_no_reward(
     assert (done.status, done.reward) == (TrajectoryStatus.FAILED, None)
     assert isinstance(done.error, TaskError)
     assert words in str(done.error)
+
+
+class Clock:
+    """`time.monotonic` and `asyncio.sleep`, without waiting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self._sleep = asyncio.sleep
+        monkeypatch.setattr("unbroken.integrations.harbor.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("unbroken.integrations.harbor.asyncio.sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await self._sleep(0)
+
+
+def make_session() -> AgentSession:
+    return AgentSession(session_id="s", api_key="k", openai_base_url="", anthropic_base_url="", model="m", task={})
+
+
+async def test_containers_are_made_so_many_at_once_and_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    creations = Creations(CreationConfig(at_once=3, per_s=4))
+    making, most, begun, ready = 0, 0, [], asyncio.Event()
+
+    async def make() -> None:
+        nonlocal making, most
+        async with creations.admit(make_session()) as start:
+            begun.append(clock.now)
+            making, most = making + 1, max(most, making + 1)
+            await ready.wait()
+            making -= 1
+            await start()
+            await asyncio.Event().wait()  # the agent works on, and holds up no other
+
+    tasks = [asyncio.create_task(make()) for _ in range(10)]
+    for _ in range(50):
+        await clock.sleep(0)
+    assert (len(begun), most) == (3, 3)
+    ready.set()
+    for _ in range(200):
+        await clock.sleep(0)
+    assert [moment - begun[0] for moment in begun] == pytest.approx([0.25 * number for number in range(10)])
+    assert most == 3
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(1), creations.admit(make_session()):  # a cancellation leaves no place taken
+        pass
+
+
+async def test_after_failures_in_a_row_one_container_is_tried_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    creations = Creations(CreationConfig(failures=3, pause_s=30, wait_s=100, per_s=1000))
+
+    async def make(*, fails: bool) -> float:
+        async with creations.admit(make_session()) as start:
+            if not fails:
+                await start()
+            return clock.now
+
+    began = clock.now
+    moments = [await make(fails=True) - began for _ in range(6)]
+    assert moments == pytest.approx([0, 0, 0, 30, 60, 90], abs=0.1)
+    assert "3 containers in a row failed: one is tried each 30 s" in caplog.text
+    with pytest.raises(TaskError, match=r"no container could be made for 100 s \(containers\.creation\.wait_s\): 6 "):
+        await make(fails=True)
+    clock.now += 30  # one is tried all the same
+    at = [await make(fails=False) - clock.now for _ in range(4)]
+    assert at == pytest.approx([0] * 4, abs=0.1)
+    assert "containers can be made again" in caplog.text
+
+
+async def test_the_time_in_which_a_container_is_made_is_not_the_attempts(tmp_path: Path) -> None:
+    limits = Limits(timeout_s=0.5)
+    done = await attempt(tmp_path, limits=limits, creation_s=1.0, rewards={"reward": 0.5})
+    assert (done.error, done.status, done.reward) == (None, TrajectoryStatus.COMPLETED, 0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("at_once", 0), ("failures", 1.5), ("per_s", 0), ("wait_s", float("inf"))])
+def test_wrong_numbers_of_containers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=rf"creation\.{name} must be .*, got {value}"):
+        CreationConfig(**{name: value})
 
 
 def test_harbors_config_of_a_trial_has_the_agent_the_session_and_what_is_filled_in(tmp_path: Path) -> None:

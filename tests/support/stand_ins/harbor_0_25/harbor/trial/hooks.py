@@ -1,0 +1,5 @@
+from enum import Enum
+
+
+class TrialEvent(Enum):
+    AGENT_START = "agent-start"
