@@ -127,5 +127,7 @@ def _make_intake(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    yield
-    await app.state.context.close()
+    context: ServerContext = app.state.context
+    async with context.weights.following(context.config.versions_from):
+        yield
+    await context.close()

@@ -94,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add("tokenizer", metavar="TOKENIZER")
     model.add("engine", choices=_ENGINE_NAMES)
     model.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
-    OptionGroup(parser, "weights", ServerConfig).add("weights_dir", type=Path, metavar="FOLDER")
+    weights = OptionGroup(parser, "weights", ServerConfig)
+    weights.add("weights_dir", type=Path, metavar="FOLDER")
+    weights.add("versions_from", type=Path, metavar="FOLDER")
     add_app_arguments(parser)
 
 
@@ -164,6 +166,7 @@ def read_app_options(
         hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
         weights_dir=getattr(arguments, "weights_dir", None),
+        versions_from=getattr(arguments, "versions_from", None),
         limits=limits,
     )
     return {

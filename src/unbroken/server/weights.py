@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unbroken.engines.base import Engine, TransferEngine
 from unbroken.engines.checks import require_updatable
+from unbroken.errors import UnbrokenError
 from unbroken.server.http.errors import HttpError
 from unbroken.transfer.files import FileSource
 from unbroken.types import InFlight, WeightReceipt
-from unbroken.weights.files import WeightFiles, read_manifest
+from unbroken.weights.files import WeightFiles, find_newest, read_manifest
+
+_LOOK_EVERY_S, _TRY_AGAIN_S = 1.0, 10.0
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class WeightLoader:
@@ -124,6 +130,45 @@ class WeightLoader:
             assert receipt.digest is not None
             self._loaded = receipt.policy_version, receipt.digest
             return receipt
+
+    @asynccontextmanager
+    async def following(self, folder: Path | None) -> AsyncIterator[None]:
+        """Load the newest version in `folder`, and then each newer one, with no trainer that asks for it.
+
+        A version that cannot be loaded is logged and tried again; until then the server has the one before. None:
+        nothing is loaded.
+        """
+        if folder is None:
+            yield
+            return
+        require_updatable(self._engine)
+        refused = await self._follow(folder, refused="")
+
+        async def look() -> None:
+            nonlocal refused
+            while True:
+                await asyncio.sleep(_TRY_AGAIN_S if refused else _LOOK_EVERY_S)
+                refused = await self._follow(folder, refused=refused)
+
+        looking = asyncio.create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+
+    async def _follow(self, folder: Path, *, refused: str) -> str:
+        """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
+        try:
+            newest = await asyncio.to_thread(find_newest, folder)
+            if newest is not None and newest.policy_version != self._engine.policy_version:
+                update = self._load(newest.folder, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
+                await self._run_to_end(update)
+                _log.warning("version %d of the weights was loaded from %s", newest.policy_version, newest.folder)
+        except (UnbrokenError, HttpError, OSError) as error:
+            if str(error) != refused:
+                _log.warning("the newest version in %s is not loaded, and is tried again: %s", folder, error)
+            return str(error)
+        return ""
 
     def check_folder(self, folder: Path, *, param: str = "folder") -> Path:
         """The folder without links; `HttpError` naming the field `param` unless it lies in `--weights-dir`."""

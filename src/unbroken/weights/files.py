@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,19 @@ def find_versions(parent: Path) -> dict[int, Path]:
     """Find the whole versions in a folder, lowest first."""
     found = ((_VERSION_NAME.fullmatch(path.name), path) for path in (parent.iterdir() if parent.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
+
+
+def find_newest(parent: Path) -> WeightFiles | None:
+    """The version that was written last, which need not have the highest number: a run may have begun anew.
+
+    Raises:
+        WeightsError: its manifest cannot be read.
+    """
+    for _ in range(2):  # old versions are removed meanwhile
+        with suppress(FileNotFoundError):
+            paths = find_versions(parent).values()
+            return read_manifest(max(paths, key=lambda path: path.stat().st_mtime_ns)) if paths else None
+    return None
 
 
 def _weight_file(entry: dict[str, Any]) -> WeightFile:

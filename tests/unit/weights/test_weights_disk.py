@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -205,3 +205,55 @@ async def test_a_server_that_hangs_has_failed_after_a_while(tmp_path: Path) -> N
         publisher = DiskPublisher([client, hanging], tmp_path, timeout_s=0.5)
         with pytest.raises(EngineError, match=r"1 of 2 servers .*it did not answer within 0\.5 s \(timeout_s\)"):
             await publisher.publish(model(1).named_parameters(), policy_version=1)
+
+
+async def wait_until(holds: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(200):
+        if await holds():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come true within 10 s")
+
+
+async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("unbroken.server.weights._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("unbroken.server.weights._TRY_AGAIN_S", 0.05)
+    expected = TransformersEngine(model(2))
+    run = tmp_path / "run"
+
+    async def is_logged(words: str) -> bool:
+        return words in caplog.text
+
+    async with servers(run) as known:
+        publisher = DiskPublisher(known, run)
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        async with servers(tmp_path / "other", versions_from=run) as (follower,):
+
+            async def has_version(version: int) -> bool:
+                return await follower.policy_version() == version
+
+            assert await has_version(1)  # from its start on
+            await publisher.publish(model(2).named_parameters(), policy_version=2)
+            await wait_until(lambda: has_version(2))
+            np.testing.assert_allclose(await scores(follower), (await expected.score(IDS)).logprobs, atol=1e-6)
+            damaged = write_weights(run, model(1).named_parameters(), policy_version=3)
+            path = damaged.folder / damaged.files[0].name
+            path.write_bytes(path.read_bytes()[:-1])
+            await wait_until(lambda: is_logged("must have"))
+            await asyncio.sleep(0.3)
+            assert caplog.text.count("is not loaded, and is tried again: weight file") == 1
+            assert await has_version(2)
+            write_weights(run, model(1).named_parameters(), policy_version=3)  # written again
+            await wait_until(lambda: has_version(3))
+            assert (await follower.weights_state())["digest"] is not None
+            write_weights(run, model(2).named_parameters(), policy_version=1)  # of a run that began anew
+            await wait_until(lambda: is_logged("policy_version must rise above 3"))
+            assert await has_version(3)
+    await expected.close()
+
+
+async def test_a_server_with_no_version_to_follow_serves_its_own_weights(tmp_path: Path) -> None:
+    async with servers(tmp_path, versions_from=tmp_path / "later") as (client,):
+        assert await client.policy_version() == 0
