@@ -20,9 +20,10 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from support.image_rows import Vision, random_image_row
+from support.sharded import WHOLE, shared
 from support.vision import FAMILIES, picture
 from unbroken.errors import InvalidInputError
-from unbroken.training.config import OptimizerConfig, TrainerConfig
+from unbroken.training.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
 
@@ -37,17 +38,17 @@ NUM_IMAGES = (
 second no rows, in the third there is no image anywhere, then the other process has them, and at last both do."""
 
 
-KINDS = {"ddp": lambda: Accelerator(cpu=True)}
-"""How the processes share the model, in this order: accelerators are all of one kind from the second on."""
+KINDS = {"ddp": WHOLE, "fsdp": ParallelConfig(fsdp=2)}
+"""How the processes share the model."""
 
 
-def config() -> TrainerConfig:
+def config(parallel: ParallelConfig = WHOLE) -> TrainerConfig:
     """Passes of one or two rows, and an optimizer that makes no jump where a gradient is near zero.
 
     Gradients are not clipped: next to the text's, those of the vision tower would be too small to compare.
     """
     optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-3, max_grad_norm=math.inf)
-    return TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=60)
+    return TrainerConfig(optimizer=optimizer, tokens_per_micro_batch=60, parallel=parallel)
 
 
 def rows_of(vision: Vision, rank: int, step: int) -> list[TrainingSample]:
@@ -72,13 +73,15 @@ def main() -> None:
     faulthandler.dump_traceback_later(120, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    for kind, make_accelerator in KINDS.items():
+    accelerator = Accelerator(cpu=True)
+    for kind, parallel in KINDS.items():
         for family in FAMILIES:
-            accelerator = make_accelerator()  # it keeps the names of the first model's blocks
             vision = Vision.load(directory / family, family)
-            trainer = Trainer(vision.model(), config(), accelerator=accelerator, images=vision.images)
+            trainer = Trainer(
+                shared(vision.model(), parallel), config(parallel), accelerator=accelerator, images=vision.images
+            )
             is_sharded = {isinstance(parameter, DTensor) for parameter in trainer.backend.policy.parameters()}
-            assert is_sharded == {kind == "fsdp2"}
+            assert is_sharded == {parallel.is_sharded}
             name = f"{kind}-{family}-{rank}"
             (directory / f"refused-{name}.txt").write_text(refuse(vision, trainer, rank))
             stats = [asdict(trainer.step(rows_of(vision, rank, step))) for step in range(len(NUM_IMAGES))]

@@ -17,6 +17,8 @@ def replace_sampled_placeholders(
 
     Models find placeholders by value in the whole batch, but a policy may sample that value as an ordinary id. Such an
     id is replaced by another one, and gets its own embedding by a hook. `token_types_BT` is 1 inside images.
+
+    The embeddings run once for any ids: sharded ones are gathered by all processes each time that they run.
     """
     features = torch.unique(token_ids_BT[token_types_BT == 1])
     stray_BT = torch.isin(token_ids_BT, features) & (token_types_BT == 0)
@@ -24,9 +26,7 @@ def replace_sampled_placeholders(
         yield token_ids_BT
         return
     other = next(i for i in range(len(features) + 1) if i not in features.tolist())
-    embeddings = model.get_input_embeddings()
-    embedded_BTD = embeddings(token_ids_BT)
-    hook = embeddings.register_forward_hook(lambda *_: embedded_BTD)
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (token_ids_BT,))
     try:
         yield token_ids_BT.masked_fill(stray_BT, other)
     finally:

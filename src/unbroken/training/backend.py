@@ -587,7 +587,7 @@ class TrainerBackend:
 
     def _logprobs_of(self, model: Any, routers: Routers | None) -> PolicyLogprobs:
         counts = self._config.router_loss_weight > 0
-        policy = PolicyLogprobs(
+        return PolicyLogprobs(
             model,
             chunk_size=self._config.logprob_chunk_size,
             images=self._images,
@@ -596,9 +596,6 @@ class TrainerBackend:
             shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
             counts_choices=counts,
         )
-        if self._images is not None and self.is_sharded:
-            policy.show_always(self._images)
-        return policy
 
     def _choose_pass_size(self) -> int:
         """By what is free on the fullest GPU, now that an engine in this process sleeps, beside gradients and what the

@@ -41,7 +41,7 @@ def check_parts(
     if config.lora_updates is LoraUpdates.ADAPTER:
         check_adapter_alone(model)
     check_parameters(model)
-    check_sharding(accelerator, model, config, has_images=has_images)
+    check_sharding(accelerator, model, config)
     if config.parallel.sequence > 1 and has_images:
         raise InvalidInputError(
             f"images must be left out with trainer.parallel.sequence = {config.parallel.sequence}: their places would "

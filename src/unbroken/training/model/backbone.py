@@ -6,7 +6,6 @@ Shapes: B rows, T ids, D hidden size.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import rms_norm
 
 from unbroken.errors import InvalidInputError
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.processor import name_token_types
 from unbroken.routing import Routers
-from unbroken.training.model.images import PixelInputs, RowImages
+from unbroken.training.model.images import PixelInputs
 from unbroken.training.model.sequence import SequenceGroup
 from unbroken.training.model.varlen import RowBorders, make_row_mask, no_masks
 
@@ -44,7 +44,13 @@ def hidden_states(
     (`varlen`). Without positions, a model
     with special ones for images (Qwen's three per id) makes them from `mm_token_type_ids`, as it does when it samples.
     `router_logits` gets those of each layer with experts.
+
+    FSDP2 has a vision tower, and input embeddings that are tied, in the group of `model` itself, which it gathers in
+    `model.forward`. Here it is gathered whether there are images or not, so that no process waits for another one, and
+    stays so until the end of the backward pass, or `reshard`.
     """
+    if isinstance(model, FSDPModule) and has_tower(model):
+        model.unshard()
     last_hidden = partial(_last_hidden, model, router_logits)
     if sequence is not None:
         with no_masks():
@@ -86,6 +92,11 @@ def enable_checkpointing(model: Any, *, routers: Routers | None = None) -> None:
         ) from error
 
 
+def has_tower(model: Any) -> bool:
+    """Whether the model has more than text, such as a vision tower."""
+    return model.config.get_text_config() is not model.config
+
+
 def get_backbone(model: Any) -> Any:
     """The module that computes the last hidden states.
 
@@ -93,7 +104,7 @@ def get_backbone(model: Any) -> Any:
     tower and inserts image features into the text embeddings. The output embeddings are outside of both.
     """
     decoder = model.get_decoder()
-    if model.config.get_text_config() is model.config:
+    if not has_tower(model):
         return decoder
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -138,38 +149,6 @@ def _parameters_outside(module: nn.Module, parts: tuple[nn.Module, ...]) -> Iter
     yield from module.parameters(recurse=False)
     for child in module.children():
         yield from _parameters_outside(child, parts)
-
-
-@torch.no_grad()
-def check_tower_runs_once(model: Any, images: RowImages, device: torch.device) -> None:
-    """Check that each module runs as often for two images as for one: sharded ones wait for all processes.
-
-    Raises:
-        InvalidInputError: one runs for each image.
-    """
-    counts = [_count_calls(model, *images.example(device, num_rows=number)) for number in (1, 2)]
-    for name, number in counts[1].items():
-        if number != counts[0].get(name):
-            raise InvalidInputError(
-                f"{type(model).__name__} runs {name} {counts[0].get(name, 0)} times for one image and {number} times "
-                "for two, and FSDP2 would wait forever where processes have different numbers of images: train it with "
-                "DDP"
-            )
-
-
-def _count_calls(model: Any, token_ids_BT: torch.Tensor, pixels: PixelInputs) -> Counter[str]:
-    """How often each module of the model runs in one pass."""
-    found: Counter[str] = Counter()
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: found.update([name]))
-        for name, module in model.named_modules()
-    ]
-    try:
-        hidden_states(model, token_ids_BT, pixels)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _split_inputs(

@@ -24,9 +24,6 @@ from unbroken.images.lru_cache import LruCache
 from unbroken.images.processor import ImageProcessor, ProcessedImage, join_inputs
 from unbroken.types import EncodedImage, ImageSpan, TokenIds, TrainingSample
 
-_LANE = (torch.int64, torch.bool, torch.int64)
-"""The types of ids, masks and types of ids."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelInputs:
@@ -36,33 +33,6 @@ class PixelInputs:
     """int64, 1 for ids that are replaced by image features, else 0; transformers' `mm_token_type_ids`."""
     tensors: Mapping[str, torch.Tensor]
     """By the model's parameter names; the first dimension runs over the images, in order of rows."""
-
-
-class StandIn:
-    """A picture in a lane of its own, none of whose ids counts, for passes whose rows have no image.
-
-    Sharded towers are gathered by all processes together: each must run its tower in each pass, or the others wait for
-    it forever. The lane changes no other one, and its gradients are zero.
-    """
-
-    def __init__(self, token_ids_1L: torch.Tensor, pixels: PixelInputs) -> None:
-        """`pixels` are those of the picture at `token_ids_1L`."""
-        self._token_ids_1L = token_ids_1L
-        self._pixels = pixels
-
-    def add(self, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, PixelInputs]:
-        """The ids and the mask of a pass with the lane added, and the picture's inputs."""
-        device = token_ids_BT.device
-        num_ids = self._token_ids_1L.shape[1]
-        width = max(token_ids_BT.shape[1], num_ids)
-        shape = token_ids_BT.shape[0] + 1, width
-        ids, mask, types = (torch.zeros(shape, dtype=kind, device=device) for kind in _LANE)
-        ids[:-1, : token_ids_BT.shape[1]] = token_ids_BT
-        mask[:-1, : mask_BT.shape[1]] = mask_BT
-        ids[-1, :num_ids] = self._token_ids_1L[0].to(device)
-        types[-1, :num_ids] = self._pixels.token_types_BT[0].to(device)
-        tensors = {name: tensor.to(device) for name, tensor in self._pixels.tensors.items()}
-        return ids, mask, PixelInputs(token_types_BT=types, tensors=tensors)
 
 
 class RowImages:
@@ -112,15 +82,15 @@ class RowImages:
             tensors={key: tensor.to(device) for key, tensor in joined.items()},
         )
 
-    def example(self, device: torch.device, *, num_rows: int = 1) -> tuple[torch.Tensor, PixelInputs]:
-        """[B, L] ids and the inputs of an example picture in each row, to check a model with."""
+    def example(self, device: torch.device) -> tuple[torch.Tensor, PixelInputs]:
+        """[1, L] ids and the inputs of an example picture, to check a model with."""
         image = _example_image()
         ids = self._processor.process(image).token_ids
         span = ImageSpan(offset=0, length=len(ids), image=image, placeholder_id=self._processor.placeholder_id)
-        token_ids_BT = torch.from_numpy(ids.astype(np.int64))[None].repeat(num_rows, 1).to(device)
-        inputs = self.inputs([[span]] * num_rows, token_ids_BT.shape, device)
+        token_ids_1L = torch.from_numpy(ids.astype(np.int64))[None].to(device)
+        inputs = self.inputs([[span]], token_ids_1L.shape, device)
         assert inputs is not None, "there is an image"
-        return token_ids_BT, inputs
+        return token_ids_1L, inputs
 
     def forget(self) -> None:
         """Empty the cache."""

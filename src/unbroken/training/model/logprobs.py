@@ -28,12 +28,11 @@ from unbroken.training.config import Packing, SharedPrefixes
 from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_residual_exact
 from unbroken.training.model.backbone import (
     accepted_inputs,
-    check_tower_runs_once,
     fuse_norms,
     hidden_states,
     parameters_beside_text,
 )
-from unbroken.training.model.images import PixelInputs, RowImages, StandIn
+from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.lanes import (
     CPU_COSTS,
     GPU_COSTS,
@@ -137,7 +136,6 @@ class PolicyLogprobs(nn.Module):
         """What the nodes of a tree are attended with; None: each row is computed whole."""
         self.sequence: SequenceGroup | None = None
         """The processes that share the ids of each lane; None: each has its own rows."""
-        self._stand_in: StandIn | None = None
         self.layout = _choose_layout(causal, packing, has_images=images is not None)
 
     @property
@@ -166,9 +164,10 @@ class PolicyLogprobs(nn.Module):
         though no logprob depends on it. `experts_BTLK` are recorded ones to replay (`lay_out_experts`), and the softmax
         is over the ids that the sampler `kept`. Choices of experts are counted for the ids of `counted_BT`, if any.
 
-        Every trainable parameter gets a gradient, zero if it was not used: DDP waits for all of them, so a process
-        whose rows have no image would let the others wait forever for its vision tower's. Hence the result depends, by
-        an empty sum, on those that text does not use, or no image does, such as the last layer of LLaVA's tower.
+        Every trainable parameter gets a gradient, zero if it was not used: DDP and FSDP2 wait for all of them, so a
+        process whose rows have no image would let the others wait forever for its vision tower's. Hence the result
+        depends, by an empty sum, on those that text does not use, or no image does, such as the last layer of LLaVA's
+        tower.
         """
         if tree is not None:
             assert position_ids_BT is not None, "a tree has depths"
@@ -176,8 +175,6 @@ class PolicyLogprobs(nn.Module):
             places: tuple[torch.Tensor, ...] = (torch.zeros_like(tree.nodes_U), tree.nodes_U)
             scores = self._score_at(hidden_BTD, places, tree.targets_U, temperature, entropy, kept).pick(tree.places_N)
         else:
-            if pixels is None and self._stand_in is not None:
-                token_ids_BT, mask_BT, pixels = self._stand_in.add(token_ids_BT, mask_BT)
             picked_BT = mask_BT[:, 1:]
             with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
@@ -185,26 +182,12 @@ class PolicyLogprobs(nn.Module):
             places = picked_BT.nonzero(as_tuple=True)
             scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][picked_BT], temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
-                num_lanes, width = token_ids_BT.shape  # with a stand-in's lane
-                counted_BT = pad(counted_BT, (0, width - counted_BT.shape[1], 0, num_lanes - len(counted_BT)))
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
-                counted_N = counted_BT[:, : len(router_logits[0]) // num_lanes].flatten()
+                counted_N = counted_BT[:, : len(router_logits[0]) // len(token_ids_BT)].flatten()
                 scores = scores._replace(choices_2E=count_choices(router_logits, counted_N, self._top_k))
-        if self._stand_in is not None:
-            return scores
         unused = [parameter.reshape(-1)[:0].sum() for parameter in parameters_beside_text(self.causal)]
         return scores._replace(logprobs_N=scores.logprobs_N + torch.stack(unused).sum()) if unused else scores
-
-    def show_always(self, images: RowImages) -> None:
-        """From now on, run the vision tower in every pass, on a stand-in where no row has an image: see `StandIn`.
-
-        Raises:
-            InvalidInputError: the tower runs more often for two images than for one, so processes would wait anyway.
-        """
-        device = self.causal.get_input_embeddings().weight.device
-        check_tower_runs_once(self.causal, images, device)
-        self._stand_in = StandIn(*images.example(device))
 
     def plan(self, lengths: Sequence[int], tokens_per_pass: int) -> list[Pass]:
         """Put rows of these lengths into lanes and passes: padded, unless packing them costs less."""

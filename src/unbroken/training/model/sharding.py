@@ -29,6 +29,8 @@ from transformers.distributed import DistributedConfig
 
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.config import ParallelConfig, TrainerConfig
+from unbroken.training.model.adapters import causal_lm
+from unbroken.training.model.backbone import has_tower
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -69,7 +71,7 @@ def make_distributed_config(parallel: ParallelConfig, *, is_bfloat16: bool) -> D
     )
 
 
-def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig, *, has_images: bool) -> None:
+def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig) -> None:
     """Check that parameters are shared as `TrainerConfig.parallel` says, with settings that are exact beside it.
 
     Raises:
@@ -96,20 +98,25 @@ def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig, 
             f"got {ours}: load it by from_pretrained(distributed_config=make_distributed_config(parallel))"
         )
     if ours.is_sharded:
-        _check_features(model, config, has_images=has_images)
+        _check_features(model, config)
 
 
-def _check_features(model: Any, config: TrainerConfig, *, has_images: bool) -> None:
+def _check_features(model: Any, config: TrainerConfig) -> None:
     parallel = config.parallel
     adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
     splits = "tensor" if parallel.tensor > 1 else "expert" if parallel.expert > 1 else None
+    beside_fsdp = splits or next((name for name in ("replicate", "sequence") if getattr(parallel, name) > 1), None)
     any_kind = "fsdp" if parallel.fsdp > 1 else "tensor"
     refused = {
-        "images": (has_images, any_kind, "its vision tower would be gathered by some processes only"),
         "a vision tower": (
-            model.config.get_text_config() is not model.config,
-            any_kind,
-            "the embeddings beside its decoder would not be gathered",
+            has_tower(model) and beside_fsdp is not None,
+            beside_fsdp,
+            "its parts are those of trainer.parallel.fsdp alone",
+        ),
+        "a vision tower with shards of its own": (
+            has_tower(model) and _has_shards_beside_text(causal_lm(model)),
+            "fsdp",
+            "it would be gathered by processes with images only",
         ),
         "a LoRA with DoRA": (
             any("lora_magnitude_vector" in name for name in adapters),
@@ -132,6 +139,12 @@ def _check_features(model: Any, config: TrainerConfig, *, has_images: bool) -> N
     for name, (is_refused, kind, reason) in refused.items():
         if is_refused:
             raise InvalidInputError(f"{name} must be left out with trainer.parallel.{kind} above 1: {reason}")
+
+
+def _has_shards_beside_text(model: Any) -> bool:
+    """Whether a part of a vision tower is gathered when it runs, instead of in each pass."""
+    text = {model, *model.get_decoder().modules(), *model.get_output_embeddings().modules()}
+    return any(isinstance(part, FSDPModule) and part not in text for part in model.modules())
 
 
 def is_split(module: nn.Module) -> bool:
@@ -157,6 +170,26 @@ def make_root(module: nn.Module) -> None:
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     outermost: Any = fully_shard(module, mesh=mesh)
     outermost._get_fsdp_state()._lazy_init()  # or the first inner module that runs would be the outermost
+    for each in inner:
+        _join_tied(each)
+
+
+def _join_tied(module: FSDPModule) -> None:
+    """Let FSDP2 gather a tied pair once, as it does one that is tied before it is sharded: from_pretrained ties later.
+
+    Of a pair in one group, such as the embeddings of a model with a vision tower, FSDP2 has two copies where they are
+    padded, and updates would change one of them only.
+    """
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        first_by_parameter: dict[int, Any] = {}
+        for each in list(group.fsdp_params):
+            first = first_by_parameter.setdefault(id(each.sharded_param), each)
+            if first is not each:
+                first._module_info.shared_modules.append(each._module_info.module)
+                first._module_info.shared_param_names.append(each._module_info.param_name)
+                group.fsdp_params.remove(each)
+                first.reset_sharded_param()  # to the copy that the parameter has
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:

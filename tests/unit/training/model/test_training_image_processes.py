@@ -12,9 +12,6 @@ from support import train_images_process
 from support.image_rows import Vision
 from support.processes import run_two
 from support.vision import FAMILIES
-from unbroken.errors import InvalidInputError
-from unbroken.training.model.backbone import check_tower_runs_once
-from unbroken.training.model.images import RowImages
 from unbroken.training.trainer import Trainer
 
 pytest.importorskip("torchvision", reason="the image processors of transformers need it")
@@ -60,20 +57,3 @@ def test_a_row_that_one_process_refuses_is_refused_by_all_and_changes_nothing(re
     by_other, by_itself = ((results / f"refused-{kind}-{family}-{rank}.txt").read_text() for rank in (0, 1))
     assert by_itself.startswith("samples[0].token_ids[")
     assert by_other == f"process 1 refuses its rows: {by_itself}"
-
-
-def test_a_tower_that_runs_for_each_image_is_refused(results):
-    """FSDP2 gathers it each time, and processes with fewer images would not take part."""
-    vision = Vision.load(results / "qwen2_5_vl", "qwen2_5_vl")
-    model, images = vision.model(), RowImages(vision.images, max_bytes=2**20)
-    tower = model.model.visual
-    tower.part = torch.nn.Identity()
-
-    def run_part(module, _, options):
-        for _ in options["grid_thw"]:
-            module.part(torch.zeros(1))
-
-    check_tower_runs_once(model, images, torch.device("cpu"))
-    tower.register_forward_pre_hook(run_part, with_kwargs=True)
-    with pytest.raises(InvalidInputError, match=r"runs model\.visual\.part 1 times for one image and 2 times for two"):
-        check_tower_runs_once(model, images, torch.device("cpu"))

@@ -140,6 +140,17 @@ def test_a_row_may_end_with_an_image(vision):
 ROW_ARRAYS = ("token_ids", "sampled_mask", "loss_mask", "rollout_logprobs", "policy_versions", "advantages")
 
 
+def test_the_embeddings_run_once_for_any_ids(vision):
+    """Processes gather sharded ones together, each time that they run."""
+    model, calls = vision.model(), []
+    model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    trainer = Trainer(model, TrainerConfig(), images=vision.images)
+    for sampled in ((5, 6), (5, vision.images.placeholder_id)):
+        calls.clear()
+        trainer.logprobs([vision.row(USER, SMALL, ASSISTANT, sampled)])
+        assert len(calls) == 1
+
+
 def test_a_sampled_placeholder_id_is_text_as_it_was_for_the_sampler(vision):
     """Against sampling as engines do it: the prompt with its image first, then one id at a time, without pixels."""
     completion = (5, vision.images.placeholder_id, 6, vision.images.placeholder_id, 7)

@@ -30,13 +30,12 @@ def accelerator(
     return SimpleNamespace(distributed_type=kind, num_processes=num_processes, parallelism_config=parallel)
 
 
-def check(parallel: ParallelConfig, *, model: Any = None, has_images: bool = False, **config: Any) -> None:
+def check(parallel: ParallelConfig, *, model: Any = None, **config: Any) -> None:
     """Check a model that is taken for sharded."""
     check_sharding(
         accelerator(num_processes=parallel.num_processes),
         model or tiny_qwen3(),
         TrainerConfig(parallel=parallel, **config),
-        has_images=has_images,
     )
 
 
@@ -47,19 +46,19 @@ def split(monkeypatch):
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU])
 def test_without_shards_nothing_is_refused(kind):
-    check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig(), has_images=True)
+    check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig())
 
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP])
 def test_shards_of_accelerate_are_refused(kind):
     with pytest.raises(InvalidInputError, match=f"must be DDP's, got {kind.value}: set trainer.parallel.fsdp to"):
-        check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig(), has_images=False)
+        check_sharding(accelerator(kind), tiny_qwen3(), TrainerConfig())
 
 
 def test_parallelism_of_accelerate_is_refused():
     parallel = ParallelismConfig(dp_shard_size=2)
     with pytest.raises(InvalidInputError, match=r"parallelism_config must be left out, got .* set trainer\.parallel"):
-        check_sharding(accelerator(parallel=parallel), tiny_qwen3(), TrainerConfig(), has_images=False)
+        check_sharding(accelerator(parallel=parallel), tiny_qwen3(), TrainerConfig())
 
 
 def test_a_whole_model_is_refused_where_processes_should_share_it():
@@ -102,8 +101,6 @@ def test_settings_that_do_not_go_with_shards_are_refused_with_both_names(split):
     check(fsdp, model=with_lora(tiny_qwen3(), use_rslora=True), lora_updates=LoraUpdates.MERGED)
     check(fsdp, compile=True)
     for parallel, name, changes in (
-        (fsdp, "images must be left out with trainer.parallel.fsdp", {"has_images": True}),
-        (tensor, "images must be left out with trainer.parallel.tensor", {"has_images": True}),
         (fsdp, "a LoRA with DoRA must be left out with trainer.parallel.fsdp",
          {"model": with_lora(tiny_qwen3(), use_dora=True)}),
         (tensor, "LoRA must be left out with trainer.parallel.tensor", {"model": with_lora(tiny_qwen3())}),
@@ -117,9 +114,29 @@ def test_settings_that_do_not_go_with_shards_are_refused_with_both_names(split):
             check(parallel, **changes)
 
 
-def test_a_model_with_a_vision_tower_is_refused_with_shards_also_without_images(split, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("tensor", ParallelConfig(tensor=2)),
+        ("expert", ParallelConfig(fsdp=2, expert=2)),
+        ("replicate", ParallelConfig(fsdp=2, replicate=2)),
+        ("sequence", ParallelConfig(fsdp=2, sequence=2)),
+    ],
+)
+def test_a_vision_tower_goes_with_fsdp_alone(split, tmp_path, name, parallel):
     model = load_vision_model(save_vision_model(tmp_path))
-    with pytest.raises(InvalidInputError, match=r"a vision tower must be left out with trainer\.parallel\.fsdp"):
+    check(ParallelConfig(fsdp=2), model=model)
+    with pytest.raises(InvalidInputError, match=rf"a vision tower must be left out with trainer\.parallel\.{name}"):
+        check(parallel, model=model)
+
+
+def test_a_vision_tower_with_shards_of_its_own_is_refused(split, tmp_path, monkeypatch):
+    """A process whose rows have no image would not gather them."""
+    model = load_vision_model(save_vision_model(tmp_path))
+    monkeypatch.setattr(sharding, "FSDPModule", type(model.model.visual.blocks[0]))
+    with pytest.raises(
+        InvalidInputError, match=r"with shards of its own must be left out with trainer\.parallel\.fsdp"
+    ):
         check(ParallelConfig(fsdp=2), model=model)
 
 
