@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unbroken.engines.base import Engine
 from unbroken.errors import StoreError
 from unbroken.gateway.config import GatewayConfig
+from unbroken.gateway.forwarding import SENT_PATH, SESSION, Forwarding
 from unbroken.gateway.routes import router
 from unbroken.gateway.sessions import KEY_PREFIX, Sessions
 from unbroken.ledger.store.base import SessionStore
@@ -36,8 +38,6 @@ from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener
 
-SESSION = "unbroken.session"
-"""Where the scope has the id of the session that a request belongs to."""
 _ENDS = "unbroken.ends"
 _PREFIX = re.compile(r"/s/([^/]*)(/.*)?")
 _AGENT_PATHS = frozenset(
@@ -73,6 +73,8 @@ def create_gateway(
 
     app = create_app(engine, make_renderer, codec, config, make_turns=make_turns, more_routers=[router], **options)
     app.state.sessions = app.state.context.turns.sessions
+    # The innermost: what is passed on was checked.
+    app.user_middleware.append(Middleware(Forwarding, find_elsewhere=app.state.sessions.find_elsewhere))
     app.add_middleware(SessionGate, find_by_key=lambda key: app.state.sessions.find_by_key(key))
     return app
 
@@ -115,6 +117,7 @@ class SessionGate:
 
     async def _find_session(self, scope: Scope) -> None:
         in_path = None
+        scope[SENT_PATH] = scope["raw_path"]
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
             scope["path"] = found[2] or "/"
             scope["raw_path"] = scope["path"].encode()

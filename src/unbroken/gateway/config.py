@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from unbroken.errors import InvalidInputError
 
+_MAX_URL = 63
+"""What PostgreSQL keeps of a connection's name."""
+
 
 class OnDisconnect(StrEnum):
     """What happens to a turn whose reader leaves before its end."""
@@ -33,6 +36,9 @@ class GatewayConfig:
     no_control_key: bool = False
     """Take all calls, such as listing and deleting sessions, without a key. Otherwise a random one is made and shown at
     the start if --api-key is not given."""
+    advertise: str | None = None
+    """URL at which the other gateways of a PostgreSQL store reach this one: they pass on what belongs to its sessions.
+    Without it, they answer 503 to that while this gateway runs."""
     sweep_s: float = 30.0
     """Seconds between two searches for sessions whose time is over."""
     drain_s: float = 30.0
@@ -42,3 +48,9 @@ class GatewayConfig:
         for name in ("ttl_s", "max_sessions", "max_in_flight", "sweep_s"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(f"{name} must be > 0, got {getattr(self, name)}")
+        if (url := self.advertise) is not None:
+            is_url = url.isascii() and url.startswith(("http://", "https://"))
+            if not (is_url and len(url) <= _MAX_URL):
+                raise InvalidInputError(
+                    f"advertise must be an http:// or https:// URL of at most {_MAX_URL} ASCII characters, got {url!r}"
+                )

@@ -9,7 +9,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 from unbroken.server.options import AppOptions, OptionGroup, add_app_arguments, option_name, read_app_options, read_key
 
-_SESSION_FIELDS = ("ttl_s", "max_sessions", "max_in_flight", "on_disconnect", "no_control_key")
+_SESSION_FIELDS = ("ttl_s", "max_sessions", "max_in_flight", "on_disconnect", "no_control_key", "advertise")
 _EPILOG = """\
 A gateway needs no GPU: it renders, records and asks servers to continue ids (docs/gateway.md).
 
@@ -107,6 +107,7 @@ def _add_session_fields(parser: argparse.ArgumentParser) -> None:
     group.add("max_in_flight", type=int, metavar="NUMBER")
     group.add("on_disconnect", choices=[choice.value for choice in OnDisconnect])
     group.add("no_control_key", action="store_true")
+    group.add("advertise", metavar="URL")
 
 
 def _read_config(arguments: argparse.Namespace) -> GatewayConfig:

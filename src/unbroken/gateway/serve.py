@@ -58,7 +58,7 @@ def serve_gateway(options: GatewayOptions) -> int:
         config = replace(config, adapters=engine.adapters)
         return create_gateway(engine, make_renderer, codec, config, store=store, gateway=options.gateway, **images)
 
-    with _open_store(options.store, option="--store") as store:
+    with _open_store(options.store, options.gateway, option="--store") as store:
         options = with_control_key(options, options.gateway, options.store)
         return asyncio.run(
             run_server(
@@ -79,7 +79,7 @@ def serve_with_sessions(options: ServeOptions, sessions: SessionOptions) -> int:
         InvalidInputError: an option is invalid.
         StoreError: the store cannot be opened.
     """
-    with _open_store(sessions.sessions, option="--sessions") as store:
+    with _open_store(sessions.sessions, sessions.gateway, option="--sessions") as store:
         options = with_control_key(options, sessions.gateway, sessions.sessions)
         return serve(
             options,
@@ -128,10 +128,12 @@ def _is_file(stream: TextIO) -> bool:
 
 
 @contextmanager
-def _open_store(location: str, *, option: str) -> Iterator[SessionStore]:
+def _open_store(location: str, gateway: GatewayConfig, *, option: str) -> Iterator[SessionStore]:
     """Open the store before anything is loaded. The application closes it too, after its last turn."""
+    if gateway.advertise is not None and not is_postgres_url(location):
+        raise InvalidInputError(f"--advertise needs a postgresql:// URL as {option}, which other gateways can share")
     try:
-        store = open_store(location)
+        store = open_store(location, advertised=gateway.advertise)
     except InvalidInputError as error:
         raise InvalidInputError(str(error).replace("store ", f"{option} ", 1)) from None
     try:

@@ -106,6 +106,12 @@ class Sessions:
                 self._keys[digest] = session_id
         return session_id
 
+    async def find_elsewhere(self, session_id: str) -> str | None:
+        """The URL of the gateway that has a session at work, if that is another one, and says where it is."""
+        if (session := self._live.get(session_id)) is not None and not session.is_stale:
+            return None
+        return await asyncio.to_thread(self._store.find_owner_url, session_id)
+
     async def get_live(self, session_id: str) -> Session:
         """Get a session for a request of its agent, from the store if need be.
 

@@ -18,8 +18,10 @@ from unbroken.ledger.store.writer import SessionWriter
 __all__ = ["SessionStore", "SessionWriter", "StoreReader", "is_postgres_url", "open_store", "open_store_reader"]
 
 
-def open_store(location: str) -> SessionStore:
+def open_store(location: str, *, advertised: str | None = None) -> SessionStore:
     """Open the store at `location`: a folder (SQLite), which is made if it is missing, or a `postgresql://` URL.
+
+    `advertised` is the URL of this process, which those that share a database find (`SessionStore.find_owner_url`).
 
     Raises:
         InvalidInputError: it is neither, or the folder cannot be written.
@@ -27,7 +29,7 @@ def open_store(location: str) -> SessionStore:
             are of a later version.
     """
     if is_postgres_url(location):
-        return cast(SessionStore, _import_postgres().open_postgres_store(location))
+        return cast(SessionStore, _import_postgres().open_postgres_store(location, advertised=advertised))
     return open_sqlite_store(_get_folder(location))
 
 

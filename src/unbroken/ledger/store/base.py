@@ -86,6 +86,9 @@ class SessionStore(Protocol):
             UnknownSessionError: there is no such session.
         """
 
+    def find_owner_url(self, session_id: str) -> str | None:
+        """The URL of the gateway that owns a session, if that is another one that runs and has one."""
+
     def release(self, session_id: str) -> None:
         """Give up a session. Nothing happens if this store does not own it or does not know it."""
 

@@ -1,9 +1,9 @@
 """Sessions in PostgreSQL, in a schema of their own: several gateways share them, each session owned by one at a time.
 
-A gateway is an owner with a number, whose advisory lock it holds for as long as its connection lives. A session names
-its owner. If that owner's lock is free, its gateway has ended or was cut off, and another may take the session over. A
-gateway that was cut off connects again under its number, and has lost what was taken over: each commit checks the
-session's owner.
+A gateway is an owner with a number, whose advisory lock it holds for as long as its connection lives. Its URL is that
+connection's `application_name`, so that it is known for as long. A session names its owner. If that owner's lock is
+free, its gateway has ended or was cut off, and another may take the session over. A gateway that was cut off connects
+again under its number, and has lost what was taken over: each commit checks the session's owner.
 
 The lock belongs to a connection, so a pooler in between must not share connections among clients.
 """
@@ -36,6 +36,10 @@ _OLDEST_SERVER = 13
 """The first with `pg_current_xact_id`."""
 _LOCKS = 0x756E6272
 """The first half of our advisory locks' names, which all users of a database share. The second is an owner, or 0."""
+_IS_OWNER = (
+    "locktype = 'advisory' AND classid = ?::oid AND objid = ?::oid AND mode = 'ExclusiveLock' AND granted "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 _PLACE = {
     "connect_timeout": "10",
     "keepalives_idle": "10",
@@ -64,14 +68,16 @@ _WAIT_S = 10.0
 """How long an earlier connection of ours may take to end."""
 
 
-def open_postgres_store(url: str, *, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> SqlSessionStore:
+def open_postgres_store(
+    url: str, *, advertised: str | None = None, migrations: Sequence[Sequence[str]] = MIGRATIONS
+) -> SqlSessionStore:
     """Open the store in a database, in which the schema `unbroken` is made if it is missing, or migrated.
 
     Raises:
         InvalidInputError: the URL cannot be parsed.
         StoreError: it cannot be connected to, or its sessions are of a later version.
     """
-    return SqlSessionStore(_PostgresDatabase(url, migrations))
+    return SqlSessionStore(_PostgresDatabase(url, migrations, advertised))
 
 
 def open_postgres_reader(url: str) -> StoreReader:
@@ -95,9 +101,9 @@ class _PostgresDatabase:
     keep_blob = "DO UPDATE SET sha256 = excluded.sha256"
     """Locks the row; its data are not written again."""
 
-    def __init__(self, url: str, migrations: Sequence[Sequence[str]]) -> None:
+    def __init__(self, url: str, migrations: Sequence[Sequence[str]], advertised: str | None) -> None:
         place = _parse(url)
-        self._writer = _Connection(place)
+        self._writer = _Connection(place if advertised is None else {**place, "application_name": advertised})
         self._reader = _Connection(place)
         try:
             self._writer.run(lambda cursor: _migrate(cursor, str(self._writer), migrations))
@@ -119,6 +125,15 @@ class _PostgresDatabase:
         """Whether the process of another `owner` still runs."""
         cursor.execute(f"SELECT pg_try_advisory_xact_lock_shared({_LOCKS}, ?::int)", (owner,))
         return not cursor.fetch_one()[0]
+
+    def find_url(self, cursor: Cursor, owner: int) -> str | None:
+        """The URL of another `owner`, while its process runs."""
+        cursor.execute(
+            f"SELECT application_name FROM pg_stat_activity WHERE pid = (SELECT pid FROM pg_locks WHERE {_IS_OWNER})",
+            (_LOCKS, owner),
+        )
+        (name,) = cursor.fetch_one() or ("",)
+        return name if name.startswith(("http://", "https://")) else None
 
     def close(self) -> None:
         """Disconnect."""
@@ -351,9 +366,7 @@ def _lock_again(connection: Any, owner: int) -> None:
             connection.close()
             raise StoreError(f"owner {owner} of the sessions is still connected through an earlier connection")
         connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND classid = %s::oid "
-            "AND objid = %s::oid AND mode = 'ExclusiveLock' "
-            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+            f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {_IS_OWNER.replace('?', '%s')}",
             (_LOCKS, owner),
         )
         time.sleep(0.05)

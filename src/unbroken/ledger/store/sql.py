@@ -82,6 +82,9 @@ class Database(Protocol):
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
         """Whether the process of another `owner` still runs."""
 
+    def find_url(self, cursor: Cursor, owner: int) -> str | None:
+        """The URL of another `owner`, while its process runs."""
+
     def close(self) -> None:
         """Disconnect. Nothing happens if it is closed."""
 
@@ -253,6 +256,18 @@ class SqlSessionStore:
             return cursor.num_changed == 1
 
         return self._database.write(write)
+
+    def find_owner_url(self, session_id: str) -> str | None:
+        """The URL of the gateway that owns a session, if that is another one that runs and has one."""
+        if not _is_storable(session_id):
+            return None
+
+        def select(cursor: Cursor) -> str | None:
+            cursor.execute("SELECT owner FROM sessions WHERE session_id = ?", (session_id,))
+            (owner,) = cursor.fetch_one() or (_NO_OWNER,)
+            return None if owner in (self._database.owner, _NO_OWNER) else self._database.find_url(cursor, owner)
+
+        return self._database.read(select)
 
     def release(self, session_id: str) -> None:
         """Give up a session."""

@@ -96,6 +96,10 @@ class _SqliteDatabase:
         """Whether the process of another `owner` still runs."""
         return False
 
+    def find_url(self, cursor: Cursor, owner: int) -> str | None:
+        """The URL of another `owner`, while its process runs."""
+        return None
+
     def close(self) -> None:
         """Disconnect."""
         while self._connections:

@@ -1,0 +1,168 @@
+"""Gateways over one PostgreSQL: what reaches the wrong one is answered by the one that has the session."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from support.gateways import CHAT, USER, make_gateway, scripted
+from support.postgres import PostgresServer, run_postgres
+from support.servers import listening
+from unbroken.errors import InvalidInputError
+from unbroken.gateway.config import GatewayConfig, OnDisconnect
+from unbroken.ledger.store import open_store
+from unbroken.types import SampleChunk, SampleRequest
+
+ABORT, LIMIT = OnDisconnect.ABORT, 63
+AND = {"role": "user", "content": "And?"}
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with run_postgres() as server:
+        yield server
+
+
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def gateway_at(port: int, engine: Any, postgres: PostgresServer, **config: Any) -> AsyncIterator[str]:
+    url = f"http://127.0.0.1:{port}"
+    store = open_store(postgres.url, advertised=url)
+    app = make_gateway(engine, store, gateway=GatewayConfig(advertise=url, drain_s=0.1, **config), api_key="control")
+    async with listening(app, port=port):
+        yield url
+
+
+async def create(url: str) -> dict[str, Any]:
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer control"}) as client:
+        created: dict[str, Any] = (await client.post(f"{url}/v1/sessions", json={})).json()
+        return created
+
+
+async def test_any_gateway_answers_for_a_session_as_its_own_does(postgres: PostgresServer) -> None:
+    engine, other = scripted("<think>\nso\n</think>\n\nIt is 17.<|im_end|>"), scripted("never<|im_end|>")
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(gateway_at(find_port(), engine, postgres))
+        second = await stack.enter_async_context(gateway_at(find_port(), other, postgres))
+        created = await create(first)
+        path = created["openai_base_url"].removeprefix(first)
+        agent = await stack.enter_async_context(httpx.AsyncClient(base_url=second, timeout=10))
+        answer = await agent.post(f"{path}/chat/completions", json={"messages": [USER]})
+        reply = answer.json()["choices"][0]["message"]
+        assert (answer.status_code, reply["content"]) == (200, "It is 17.")
+        keyed = {"Authorization": f"Bearer {created['api_key']}"}
+        streamed = await agent.post(CHAT, json={"messages": [USER, reply, AND], "stream": True}, headers=keyed)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert len(streamed.headers.get_list("date")) == 1
+        refused = await agent.post(f"{path}/chat/completions", json={"messages": 3})
+        assert refused.status_code == 400
+        control = {"Authorization": "Bearer control"}
+        session = f"/v1/sessions/{created['session_id']}"
+        assert (await agent.get(session)).status_code == 401
+        here = (await agent.get(f"{session}?x=1", headers=control)).json()
+        assert (here["num_turns"], here["forks"]) == (2, [])
+        ended = await agent.post(f"{session}/finish", json={"reward": 1.0}, headers=control)
+        assert ended.json()["status"] == "finished"
+    assert other.requests == []
+
+
+async def test_each_part_of_an_answer_comes_at_once_and_a_reader_that_leaves_is_noticed(
+    postgres: PostgresServer,
+) -> None:
+    engine = scripted("one two three four five<|im_end|>")
+    stream = engine.stream
+
+    async def stop_after_one(request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        async for chunk in stream(request):
+            yield chunk
+            await asyncio.Event().wait()
+
+    engine.stream = stop_after_one
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(gateway_at(find_port(), engine, postgres, on_disconnect=ABORT))
+        second = await stack.enter_async_context(gateway_at(find_port(), engine, postgres))
+        created = await create(first)
+        keyed = {"Authorization": f"Bearer {created['api_key']}"}
+        client = await stack.enter_async_context(httpx.AsyncClient(headers=keyed, timeout=10))
+        body = {"messages": [USER], "stream": True}
+        async with client.stream("POST", f"{second}{CHAT}", json=body) as answer:
+            async for part in answer.aiter_text():
+                assert "data: {" in part
+                break
+        control = {"Authorization": "Bearer control"}
+        async with asyncio.timeout(10):
+            while True:
+                looked = await client.get(f"{first}/v1/sessions/{created['session_id']}", headers=control)
+                if looked.json()["in_flight"] == 0:
+                    break
+                await asyncio.sleep(0.05)
+        assert looked.json()["num_turns"] == 0
+
+
+async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_has_ended(
+    postgres: PostgresServer,
+) -> None:
+    engine, port = scripted("a<|im_end|>"), find_port()
+    store = open_store(postgres.url, advertised=f"http://127.0.0.1:{port}")
+    lost = make_gateway(engine, store, api_key="control")
+    async with (
+        gateway_at(find_port(), engine, postgres) as url,
+        httpx.AsyncClient(timeout=10) as client,
+    ):
+        async with listening(lost) as elsewhere:  # and not at the port that it advertises
+            created = await create(elsewhere)
+            ask = {"json": {"messages": [USER]}, "headers": {"Authorization": f"Bearer {created['api_key']}"}}
+            refused = await client.post(f"{url}{CHAT}", **ask)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_elsewhere")
+        assert (await client.post(f"{url}{CHAT}", **ask)).status_code == 200
+
+
+async def test_what_was_passed_on_is_not_passed_on_again(postgres: PostgresServer) -> None:
+    engine = scripted("a<|im_end|>")
+    async with (
+        gateway_at(find_port(), engine, postgres) as first,
+        gateway_at(find_port(), engine, postgres) as second,
+        httpx.AsyncClient(timeout=10) as client,
+    ):
+        created = await create(first)
+        headers = {"Authorization": f"Bearer {created['api_key']}", "X-Unbroken-Forwarded": "1"}
+        refused = await client.post(f"{second}{CHAT}", json={"messages": [USER]}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_elsewhere")
+
+
+def test_only_the_url_of_another_gateway_that_runs_is_found(postgres: PostgresServer) -> None:
+    async def run() -> None:
+        store = open_store(postgres.url, advertised="http://10.0.0.1:8000")
+        mute = open_store(f"{postgres.url}&application_name=mine")
+        other = open_store(postgres.url)
+        async with listening(make_gateway(scripted("a<|im_end|>"), store)) as url:
+            created = await create(url)
+            assert other.find_owner_url(created["session_id"]) == "http://10.0.0.1:8000"
+            assert store.find_owner_url(created["session_id"]) is None
+            assert other.find_owner_url("unknown\0") is None
+        assert other.find_owner_url(created["session_id"]) is None
+        async with listening(make_gateway(scripted("a<|im_end|>"), mute)) as url:
+            created = await create(url)
+            assert other.find_owner_url(created["session_id"]) is None
+        other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("url", ["10.0.0.1:8000", "http://" + "x" * (LIMIT - 6), "http://ä"])
+def test_a_url_that_postgres_would_not_keep_is_refused(url: str) -> None:
+    with pytest.raises(InvalidInputError, match="advertise must be an http:// or https:// URL of at most 63 ASCII"):
+        GatewayConfig(advertise=url)
