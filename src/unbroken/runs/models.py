@@ -73,8 +73,7 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
 def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: float, num_processes: int = 1) -> None:
     """Warn, before anything is loaded, if the run is estimated to need more than a GPU of so many bytes has.
 
-    Nothing is estimated of layers in float32, nor of a model whose config does not say its sizes. Passes count as whole
-    where processes share the ids of rows.
+    Nothing is estimated of layers in float32, nor of a model whose config does not say its sizes.
     """
     if config.precision is not Precision.BFLOAT16:
         return
@@ -96,6 +95,7 @@ def warn_about_memory(source: str | Path, config: RunConfig, *, device_bytes: fl
         fsdp=parallel.fsdp,
         tensor=parallel.tensor,
         expert=parallel.expert,
+        sequence=parallel.sequence,
         is_replicated=num_processes > 1 and parallel.fsdp == 1,
         lora_rank=0 if lora is None else lora.rank,
         is_base_exact=config.chosen_model_settings.dtype is Precision.FLOAT32,

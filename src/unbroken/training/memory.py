@@ -10,6 +10,7 @@ bfloat16. Compiled layers keep less, so that this is a bound for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ class ModelSizes:
     num_layers: int
     queries: int
     keys: int
+    num_key_heads: int
     mlp: int
     """Width of the MLP; of a mixture of experts, of all experts that an id goes through."""
     vocab_size: int
@@ -53,6 +55,7 @@ class ModelSizes:
         """
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         top_k = getattr(config, "num_experts_per_tok", None) or 1
         mlp = getattr(config, "moe_intermediate_size", None)
@@ -68,7 +71,8 @@ class ModelSizes:
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             queries=heads * width,
-            keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+            keys=key_heads * width,
+            num_key_heads=key_heads,
             mlp=top_k * mlp if mlp else config.intermediate_size,
             vocab_size=config.vocab_size,
             is_tied=config.tie_word_embeddings,
@@ -89,6 +93,8 @@ class Layout:
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    sequence: int = 1
+    """Processes that each hold a part of the ids of a pass."""
     is_replicated: bool = False
     """Whether several processes have the same weights (DDP), which exchange gradients through a second copy."""
     lora_rank: int = 0
@@ -165,13 +171,16 @@ def _choose_size(sizes: ModelSizes, config: TrainerConfig, layout: Layout, free:
 
 
 def count_pass_bytes(sizes: ModelSizes, config: TrainerConfig, layout: Layout, num_ids: int) -> float:
-    """What a pass of so many ids needs beside weights, gradients and averages."""
+    """What a pass of so many ids needs beside weights, gradients and averages, in a process with its part of them."""
     D, Q, K, F = sizes.hidden_size, sizes.queries, sizes.keys, sizes.mlp
-    rank = layout.lora_rank
+    rank, num_ids = layout.lora_rank, math.ceil(num_ids / layout.sequence)
     norms = 2 * 4 * D + (4 * (Q + K) / layout.tensor if sizes.norms_queries else 0)  # their inputs
     # Each product keeps its rounded input; adapters share one (`adapters.fuse_adapters`), and keep x A'.
     inputs = 2 * 2 * D + 7 * 2 * rank if rank else 5 * 2 * D
     attention = (2 * (Q + 2 * K) + 2 * Q) / layout.tensor
+    if layout.sequence > 1:  # a part of the heads of all ids: keys are repeated for that, and its result comes twice
+        repeats = math.lcm(sizes.num_key_heads, layout.sequence) // sizes.num_key_heads
+        attention = 2 * (Q + 2 * K * repeats) + 2 * 2 * Q
     mlp = 4 * 2 * F / layout.tensor  # gate, its activation, up, and their product
     of_layer = norms + inputs + attention + mlp
     ends = 4 * 4 * D + 2 * D  # the last norm's input and output, what is picked of it, and its gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from unbroken.runs.engines import open_engine
 from unbroken.runs.models import check_config_changes, find_revision, load_model, prepare_model, warn_about_memory
 from unbroken.runs.processes import Rank
 from unbroken.runs.run import open_run
-from unbroken.training.config import LoopConfig
+from unbroken.training.config import LoopConfig, ParallelConfig, TrainerConfig
 from unbroken.types import SamplingParams
 
 
@@ -192,3 +193,11 @@ def test_a_run_that_will_not_fit_is_warned_of_before_its_model_is_loaded(phi3, p
     warn_about_memory(phi3, run_config(precision=Precision(precision)), device_bytes=gib * 2**30)
     assert ("GiB are needed on a GPU of 0.5 GiB" in caplog.text) == warns
     assert ("lora.rank = 16" in caplog.text) == warns
+
+
+def test_processes_that_share_the_ids_of_rows_are_warned_of_what_each_needs(phi3, caplog):
+    for sequence in (1, 2):
+        trainer = TrainerConfig(tokens_per_micro_batch=65_536, parallel=ParallelConfig(sequence=sequence))
+        config = run_config(precision=Precision.BFLOAT16, trainer=trainer)
+        warn_about_memory(phi3, config, device_bytes=2**27, num_processes=2)
+    assert re.findall(r"a pass of 65,536 ids (\d\.\d)", caplog.text) == ["0.6", "0.3"]

@@ -66,8 +66,11 @@ def test_the_table_of_the_documentation_is_the_estimate():
 MEASURED = [
     ("Qwen3-4B", PLAIN, WHOLE, 6_144, 107.1),
     ("Qwen3-4B", CHECKPOINTED, WHOLE, 12_288, 75.4),
+    ("Qwen3-8B", CHECKPOINTED, LORA, 32_768, 41.8),
+    ("Qwen3-8B", CHECKPOINTED, replace(LORA, sequence=2), 32_768, 29.0),
+    ("Qwen3-8B", CHECKPOINTED, replace(LORA, sequence=2), 131_072, 68.1),
 ]
-"""GiB at the peak of a step, torch 2.11 on an H200 (docs/lab-notes)."""
+"""GiB at the peak of a step, of 8B without its optimizer's, on each of the H200s (docs/lab-notes)."""
 
 
 @pytest.mark.parametrize(("name", "config", "layout", "num_ids", "gib"), MEASURED)
@@ -79,6 +82,27 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(name, config, layou
 def test_an_id_of_a_4b_model_needs_what_was_measured():
     few, many = (count_pass_bytes(sizes_of("Qwen3-4B"), PLAIN, WHOLE, number) for number in (1_000, 2_000))
     assert (many - few) / 1_000 / 2**20 == pytest.approx(5.69, rel=0.02)
+
+
+def test_processes_that_share_the_ids_of_rows_need_a_part_of_a_pass_and_all_of_the_rest():
+    sizes, number = sizes_of("Qwen3-8B"), 65_536
+
+    def estimate(sequence):
+        layout = replace(LORA, sequence=sequence)
+        return estimate_memory(sizes, PLAIN, layout, device_bytes=H200, num_ids=number)
+
+    def of_id(sequence):
+        """Bytes of an id of the whole pass; of logits there are as many as before."""
+        layout = replace(LORA, sequence=sequence)
+        return count_pass_bytes(sizes, PLAIN, layout, 2 * number) - count_pass_bytes(sizes, PLAIN, layout, number)
+
+    alone, two = estimate(1), estimate(2)
+    assert replace(two, of_pass=0) == replace(alone, of_pass=0)
+    result = 2 * sizes.queries * sizes.num_layers * number  # of attention, by heads and by ids
+    assert of_id(2) == (of_id(1) + result) / 2
+    assert of_id(4) == of_id(2) / 2
+    repeated = 2 * 2 * sizes.keys * sizes.num_layers * number  # sixteen processes have a head of keys each, of eight
+    assert of_id(16) == of_id(8) / 2 + repeated / 16
 
 
 def test_adapters_are_counted_as_peft_makes_them():
