@@ -1,12 +1,17 @@
-"""Train on the same rows with one process and with two (DDP and FSDP2), and compare numbers, memory, seconds.
+"""Train on the same rows with one process and with two (DDP, FSDP2, experts), and compare numbers, memory, seconds.
 
     OMP_NUM_THREADS=1 python bench/sharded.py                                            # tiny model, two CPU processes
     python bench/sharded.py --shape 0.6b --dtype bf16 --num-rows 32 --length 1024        # two GPUs
+    export OMP_NUM_THREADS=1 PYTHONPATH=.venv/transformers-5.23                          # experts need it
+    python bench/sharded.py --shape 30b-a3b --layers 1 --vocab-size 16384 --lora         # 9 GB, two CPU processes
 
-`torchrun` starts each side, which trains the same steps on the same random rows; two
-processes share the rows. Prints the largest differences from one process in loss, gradient norm and logprobs, the
-seconds of a step (median, without the first) and of gathering all weights, and the peak memory of a process. With
-`--lora` only adapters of rank 16 are trained, and the reference is the base without them.
+`torchrun` starts each side, which trains the same steps on the same random rows; two processes share the rows. A
+mixture of experts is trained by FSDP2 with different experts in each process, and not by DDP. A process of its own
+writes random weights to a folder, from which each side loads what it holds. Prints the largest differences from one
+process in loss, gradient norm, logprobs after all steps and adapters, the seconds of a step (median, without the
+first) and of gathering all weights, and the peak memory of a process: of the GPU, or on a CPU its resident pages, in
+which the model's mapped file counts until it is loaded. With `--lora` only adapters of rank 16 are trained, of a
+mixture of experts those of attention, and the reference is the base without them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -28,7 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from unbroken.training.config import OptimizerConfig, ParallelConfig, Reference, TrainerConfig
 from unbroken.training.model.sharding import make_distributed_config
@@ -44,7 +51,18 @@ _SHAPES = {
         "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
     },
+    "30b-a3b": {
+        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    },
 }  # fmt: skip
+_PARALLEL = {
+    "one process": ParallelConfig(),
+    "DDP": ParallelConfig(),
+    "FSDP2": ParallelConfig(fsdp=2),
+    "experts": ParallelConfig(fsdp=2, expert=2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,74 +74,92 @@ class Run:
     logprobs: list[float]
     step_s: float
     gather_s: float
-    memory_gib: float
-    """Of the first process; 0 on a CPU."""
+    load_gib: float
+    step_gib: float
+    gather_gib: float
+    """Peaks of the process that needs most: until the model is loaded, until the steps are done, and in all."""
 
 
 def main() -> None:
     """Start each side and compare them; with `--worker`, be one process of a side."""
     arguments = _parse_args()
     if arguments.worker is not None:
-        _train(arguments)
+        _save_model(arguments) if arguments.side == "save" else _train(arguments)
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < 2:
         raise SystemExit(f"two GPUs or none are needed, found {torch.cuda.device_count()}")
-    sides = {"one process": (1, []), "DDP": (2, []), "FSDP2": (2, ["--fsdp", "2"])}
-    runs = {name: _run_side(num_processes, options) for name, (num_processes, options) in sides.items()}
+    names = ["one process", *(["experts"] if _is_moe(arguments) else ["DDP", "FSDP2"])]
+    with tempfile.TemporaryDirectory() as folder:
+        _start("save", Path(folder), num_processes=1)
+        runs = {name: _run_side(name, Path(folder)) for name in names}
+        adapters = {name: np.load(Path(folder, f"{name}.npy")) for name in names}
     one = runs["one process"]
-    print(f"{'':12} {'loss':>9} {'norm':>9} {'logprobs':>9} {'step s':>8} {'gather s':>9} {'GiB':>6}")
+    columns = ("loss", "norm", "logprobs", "adapters", "step s", "gather s", "load GiB", "step GiB", "all GiB")
+    print(f"{'':12}" + "".join(f"{column:>10}" for column in columns))
     for name, run in runs.items():
-        print(
-            f"{name:12} {_distance(run.losses, one.losses):9.1e} {_distance(run.grad_norms, one.grad_norms):9.1e} "
-            f"{_distance(run.logprobs, one.logprobs):9.1e} {run.step_s:8.2f} {run.gather_s:9.2f} "
-            f"{run.memory_gib:6.1f}"
-        )
+        off = [
+            *(_distance(getattr(run, field), getattr(one, field)) for field in ("losses", "grad_norms", "logprobs")),
+            np.abs(adapters[name] - adapters["one process"]).max(initial=0.0),
+        ]
+        numbers = (run.step_s, run.gather_s, run.load_gib, run.step_gib, run.gather_gib)
+        print(f"{name:12}" + "".join(f"{x:10.1e}" for x in off) + "".join(f"{x:10.2f}" for x in numbers))
     print(f"losses of one process: {', '.join(f'{loss:.5f}' for loss in one.losses)}")
+    print(f"gradient norms: {', '.join(f'{norm:.5f}' for norm in one.grad_norms)}")
+    whole = adapters["one process"]
+    print(f"adapters: {whole.size} weights, the largest {np.abs(whole).max(initial=0.0):.4f}")
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=_SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="of the shape's; all by default")
+    parser.add_argument("--vocab-size", type=int, help="the shape's by default")
     parser.add_argument("--dtype", choices=("no", "bf16"), default="no", help="accelerate's mixed precision")
     parser.add_argument("--num-rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="ids of the longest row")
     parser.add_argument("--num-steps", type=int, default=4)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--fsdp", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _run_side(num_processes: int, options: list[str]) -> Run:
+def _run_side(name: str, folder: Path) -> Run:
+    _start(name, folder, num_processes=1 if name == "one process" else 2)
+    return Run(**json.loads((folder / f"{name}.json").read_text()))
+
+
+def _start(name: str, folder: Path, *, num_processes: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "run.json"
-        launch = ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_port", str(port)]
-        command = [sys.executable, "-m", *launch, __file__, *sys.argv[1:], *options, "--worker", str(result)]
-        subprocess.run(command, check=True)
-        return Run(**json.loads(result.read_text()))
+    launch = ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--master_port", str(port)]
+    command = [sys.executable, "-m", *launch, __file__, *sys.argv[1:], "--side", name, "--worker", str(folder)]
+    subprocess.run(command, check=True)
 
 
 def _train(arguments: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=arguments.dtype)
     config = TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=1e-5, eps=1e-4),
+        optimizer=OptimizerConfig(learning_rate=1e-3 if arguments.lora else 1e-5, eps=1e-4),
         tokens_per_micro_batch=4 * arguments.length,
         kl_weight=0.01 if arguments.lora else 0.0,
-        parallel=ParallelConfig(fsdp=arguments.fsdp),
+        parallel=_PARALLEL[arguments.side],
     )
     reference = Reference.BASE if arguments.lora else None
-    model = _make_model(arguments, config.parallel)
+    model = _load_model(arguments, config.parallel)
+    load_gib = _get_peak_gib()
     trainer = Trainer(model, config, accelerator=accelerator, reference=reference)
-    rows = _make_rows(arguments.num_rows, arguments.length, _SHAPES[arguments.shape]["vocab_size"])
+    rows = _make_rows(arguments.num_rows, arguments.length, _get_vocab_size(arguments))
     mine = rows[accelerator.process_index :: accelerator.num_processes]
     with ThreadPoolExecutor(1) as thread:  # as in the training loop
-        steps = [thread.submit(trainer.step, mine).result() for _ in range(arguments.num_steps)]
+        steps = []
+        for _ in range(arguments.num_steps):
+            steps.append(thread.submit(trainer.step, mine).result())
+            accelerator.print(f"{arguments.side}: step of {steps[-1].seconds:.2f} s", flush=True)
         logprobs = thread.submit(trainer.logprobs, rows[:4]).result()
-    started = time.perf_counter()
+    step_gib, started = _get_peak_gib(), time.perf_counter()
     for _ in trainer.named_weights():
         pass
     run = Run(
@@ -132,30 +168,59 @@ def _train(arguments: argparse.Namespace) -> None:
         logprobs=np.concatenate([each[np.isfinite(each)] for each in logprobs]).tolist(),
         step_s=statistics.median(step.seconds for step in steps[1:]),
         gather_s=time.perf_counter() - started,
-        memory_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+        load_gib=max(gather_object([load_gib])),
+        step_gib=max(gather_object([step_gib])),
+        gather_gib=max(gather_object([_get_peak_gib()])),
     )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        arguments.worker.write_text(json.dumps(asdict(run)))
+        (arguments.worker / f"{arguments.side}.json").write_text(json.dumps(asdict(run)))
+        adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]  # whole in each process
+        np.save(
+            arguments.worker / f"{arguments.side}.npy",
+            np.concatenate([np.zeros(0, np.float32), *(each.detach().flatten().cpu().numpy() for each in adapters)]),
+        )
     sys.stdout.flush()
     os._exit(0)  # a regular exit sometimes hangs while gloo ends its threads
 
 
-def _make_model(arguments: argparse.Namespace, parallel: ParallelConfig) -> Any:
+def _get_peak_gib() -> float:
+    """Of the GPU, or without one the most resident pages of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _is_moe(arguments: argparse.Namespace) -> bool:
+    return "num_experts" in _SHAPES[arguments.shape]
+
+
+def _get_vocab_size(arguments: argparse.Namespace) -> int:
+    return arguments.vocab_size or _SHAPES[arguments.shape]["vocab_size"]
+
+
+def _save_model(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(**_SHAPES[arguments.shape], max_position_embeddings=4096, tie_word_embeddings=True)
-    model: Any = Qwen3ForCausalLM(config)
+    is_moe = _is_moe(arguments)
+    shape = dict(_SHAPES[arguments.shape], vocab_size=_get_vocab_size(arguments))
+    shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
+    kind = Qwen3MoeConfig if is_moe else Qwen3Config
+    config = kind(**shape, max_position_embeddings=4096, tie_word_embeddings=not is_moe)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(arguments.worker / "model")
+
+
+def _load_model(arguments: argparse.Namespace, parallel: ParallelConfig) -> Any:
+    shards = {}
     if parallel.is_sharded:
-        folder = arguments.worker.parent / "model"  # the first process alone writes it
-        model.save_pretrained(folder)
-        torch.distributed.barrier()
-        shards = make_distributed_config(parallel, is_bfloat16=arguments.dtype == "bf16")
-        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=shards)
+        shards["distributed_config"] = make_distributed_config(parallel, is_bfloat16=arguments.dtype == "bf16")
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.worker / "model", dtype=torch.float32, **shards)
     if not arguments.lora:
         return model
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets += [] if _is_moe(arguments) else ["gate_proj", "up_proj", "down_proj"]
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=targets))
 
 
