@@ -73,11 +73,11 @@ def find_length_dependence(model: Any) -> str | None:
     takes_positions = config is model.config and "position_ids" in inspect.signature(model.forward).parameters
     last = (getattr(config, "max_position_embeddings", None) or length) - length
     positions = {"position_ids": torch.stack([places, places + last])} if takes_positions else {}
-    alone = model(input_ids=short[None], use_cache=False).logits[0].float()
+    alone = model(input_ids=short[None], use_cache=False).logits[0]
     both = torch.stack([pad(short, (0, length - len(short))), ids])
-    beside = model(input_ids=both, use_cache=False, **positions).logits[0, : len(short)].float()
-    off = float((beside - alone).abs().max() / alone.abs().max())
-    return None if off <= get_tolerance(model.dtype) else f"the logits are off by {off:.2g} of the largest"
+    beside = model(input_ids=both, use_cache=False, **positions).logits[0, : len(short)]
+    off = float((beside.float() - alone.float()).abs().max() / alone.float().abs().max())
+    return None if off <= get_tolerance(model.dtype, alone.dtype) else f"the logits are off by {off:.2g} of the largest"
 
 
 @torch.no_grad()
@@ -117,9 +117,13 @@ def choose_long_length(model: Any) -> int:
     return min(_LONG_ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_ROW)
 
 
-def get_tolerance(dtype: torch.dtype) -> float:
-    """Maximum difference of two ways to compute the same, relative to the largest: operations are rounded otherwise."""
-    return max(1e-3, 8 * torch.finfo(dtype).eps)
+def get_tolerance(*dtypes: torch.dtype) -> float:
+    """Maximum difference of two ways to compute the same, relative to the largest: operations are rounded otherwise.
+
+    Of several types, such as a model's and that of its logits, the coarsest counts: FSDP2 may compute in bfloat16 with
+    weights that it keeps in float32.
+    """
+    return max(1e-3, *(8 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _find_kinds(module: Any) -> dict[str, str]:

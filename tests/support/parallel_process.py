@@ -6,8 +6,10 @@ Arguments: the folder to save results into, and the names of cases.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,9 +22,11 @@ from accelerate import Accelerator
 
 from support.adapted import untied_qwen3, with_lora
 from support.architectures import tiny_model
+from support.image_rows import Vision, random_image_row
 from support.models import tiny_qwen3
 from support.rows import random_rows
 from support.sharded import WHOLE, shared
+from support.vision import Family, picture, save_vision_model
 from unbroken.training.config import OptimizerConfig, ParallelConfig, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import TrainingSample
@@ -41,6 +45,8 @@ class Case:
     lora: dict[str, Any] | None = None
     reference: bool = False
     replays: bool = False
+    family: Family | None = None
+    """Of an image-text model instead of `model`, whose rows have images."""
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,6 +65,15 @@ CASES = {
     "replicas": Case(ParallelConfig(fsdp=2, replicate=2), reference=True),
     "experts-replicas": Case(ParallelConfig(fsdp=2, replicate=2, expert=2), model=_moe),
     "experts-tensor": Case(ParallelConfig(fsdp=2, tensor=2, expert=4), model=_moe),
+    "images": Case(ParallelConfig(fsdp=2), family="llava", reference=True),
+    "images-lora": Case(
+        ParallelConfig(fsdp=2),
+        family="qwen2_5_vl",
+        lora={"target_modules": ["q_proj", "v_proj", "qkv"]},  # of text and of the tower
+        reference=True,
+        config={"gradient_checkpointing": True},
+    ),
+    "images-replicas": Case(ParallelConfig(fsdp=2, replicate=2), family="qwen2_5_vl"),
 }
 
 
@@ -72,18 +87,41 @@ def make_trainer(case: Case, parallel: ParallelConfig, accelerator: Accelerator 
         parallel=parallel,
         **({"shared_prefixes": SharedPrefixes.AUTO} | case.config),
     )
-    model = shared(case.model(), parallel)
+    vision = None if case.family is None else load_vision(case.family)
+    make_model = case.model if vision is None else vision.model
+    model = shared(make_model(), parallel)
     reference: Any = None
     if case.lora is not None:
         model, reference = with_lora(model, **case.lora), Reference.BASE
     elif case.reference:
-        reference = shared(case.model(), parallel)
-    return Trainer(model, config, accelerator=accelerator, reference=reference if case.reference else None)
+        reference = shared(make_model(), parallel)
+    return Trainer(
+        model,
+        config,
+        accelerator=accelerator,
+        reference=reference if case.reference else None,
+        images=None if vision is None else vision.images,
+    )
+
+
+@functools.cache
+def load_vision(family: Family) -> Vision:
+    """The same model in each process; the first one saves it."""
+    folder, is_alone = [tempfile.mkdtemp()], not torch.distributed.is_initialized()
+    if is_alone or torch.distributed.get_rank() == 0:
+        save_vision_model(Path(folder[0]), family)
+    if not is_alone:
+        torch.distributed.broadcast_object_list(folder)
+    return Vision.load(Path(folder[0]), family)
 
 
 def rows_of(case: Case, process: int, step: int) -> list[TrainingSample]:
-    """The rows of one of four processes in a step."""
+    """The rows of one of four processes in a step; images are in those of two of them, and in one step of all."""
     rng = np.random.default_rng(10 * step + process)
+    if case.family is not None:
+        vision, pictures = load_vision(case.family), [picture(56, 56), picture(28, 84, seed=1)]
+        most = 3 if process >= 2 or step == 1 else 1
+        return [random_image_row(vision, rng, pictures, row % most) for row in range(NUM_ROWS[process])]
     rows = random_rows(rng, NUM_ROWS[process])
     if not case.replays:
         return rows

@@ -62,8 +62,25 @@ def test_processes_with_experts_of_their_own_or_replicas_train_as_one(tmp_path, 
     names = [
         name
         for name, case in CASES.items()
-        if case.parallel.num_processes == num_processes and max(case.parallel.expert, case.parallel.replicate) > 1
+        if case.parallel.num_processes == num_processes
+        and max(case.parallel.expert, case.parallel.replicate) > 1
+        and case.family is None
     ]
     start(tmp_path, names, num_processes=num_processes, newer=True)
     for name in names:
         check(tmp_path, name)
+
+
+def test_two_processes_with_parts_of_a_model_that_takes_images_train_as_one(tmp_path):
+    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+    names = ["images", "images-lora"]
+    start(tmp_path, names, num_processes=2)
+    for name in names:
+        check(tmp_path, name)
+
+
+@pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
+def test_replicas_of_a_model_that_takes_images_train_as_one(tmp_path):
+    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+    start(tmp_path, ["images-replicas"], num_processes=4, newer=True)
+    check(tmp_path, "images-replicas")

@@ -421,7 +421,7 @@ class PolicyLogprobs(nn.Module):
         inputs = {} if pixels is None else accepted_inputs(self.causal, pixels)
         try:
             with attending_by(self.causal, "eager"):
-                expected_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits.float()
+                logits_BTV = self.model.eval()(input_ids=probe_BT, use_cache=False, **inputs).logits
         except Exception as error:
             if pixels is None:
                 raise
@@ -429,7 +429,8 @@ class PolicyLogprobs(nn.Module):
                 f"{name} must take what the image processor makes of one image, {sorted(inputs)} for "
                 f"{probe_BT.shape[1]} ids, got {type(error).__name__}: {error}"
             ) from error
-        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > get_tolerance(self.causal.dtype):
+        expected_BTV, tolerance = logits_BTV.float(), get_tolerance(self.causal.dtype, logits_BTV.dtype)
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > tolerance:
             raise InvalidInputError(
                 f"{name}'s logits are not its output embeddings on its decoder's last hidden state: they differ by "
                 f"{off:.2g} of the largest logit. Its forward changes them in a way that is not supported; supported "
@@ -437,7 +438,7 @@ class PolicyLogprobs(nn.Module):
                 f"({self.causal.config.get_text_config()._attn_implementation}) differs from eager"
             )
         self.model.train()
-        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > get_tolerance(self.causal.dtype):
+        if (off := self._distance_from(expected_BTV, probe_BT, pixels)) > tolerance:
             raise InvalidInputError(
                 f"{name} gives other logits in training mode (by {off:.2g} of the largest): its logprobs would not be "
                 "those of the policy that sampled. Set every jitter in its config to 0"

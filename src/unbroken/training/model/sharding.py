@@ -105,13 +105,13 @@ def _check_features(model: Any, config: TrainerConfig) -> None:
     parallel = config.parallel
     adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
     splits = "tensor" if parallel.tensor > 1 else "expert" if parallel.expert > 1 else None
-    beside_fsdp = splits or next((name for name in ("replicate", "sequence") if getattr(parallel, name) > 1), None)
+    shares_rows = splits or ("sequence" if parallel.sequence > 1 else None)
     any_kind = "fsdp" if parallel.fsdp > 1 else "tensor"
     refused = {
         "a vision tower": (
-            has_tower(model) and beside_fsdp is not None,
-            beside_fsdp,
-            "its parts are those of trainer.parallel.fsdp alone",
+            has_tower(model) and shares_rows is not None,
+            shares_rows,
+            "its parts are those of trainer.parallel.fsdp and .replicate",
         ),
         "a vision tower with shards of its own": (
             has_tower(model) and _has_shards_beside_text(causal_lm(model)),

@@ -119,13 +119,13 @@ def test_settings_that_do_not_go_with_shards_are_refused_with_both_names(split):
     [
         ("tensor", ParallelConfig(tensor=2)),
         ("expert", ParallelConfig(fsdp=2, expert=2)),
-        ("replicate", ParallelConfig(fsdp=2, replicate=2)),
         ("sequence", ParallelConfig(fsdp=2, sequence=2)),
     ],
 )
-def test_a_vision_tower_goes_with_fsdp_alone(split, tmp_path, name, parallel):
+def test_a_vision_tower_goes_with_fsdp_and_replicas_alone(split, tmp_path, name, parallel):
     model = load_vision_model(save_vision_model(tmp_path))
     check(ParallelConfig(fsdp=2), model=model)
+    check(ParallelConfig(fsdp=2, replicate=2), model=model)
     with pytest.raises(InvalidInputError, match=rf"a vision tower must be left out with trainer\.parallel\.{name}"):
         check(parallel, model=model)
 
