@@ -163,7 +163,7 @@ class WeightLoader:
             if newest is not None and newest.policy_version != self._engine.policy_version:
                 update = self._load(newest.folder, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
                 await self._run_to_end(update)
-                _log.warning("version %d of the weights was loaded from %s", newest.policy_version, newest.folder)
+                _log.info("version %d of the weights was loaded from %s", newest.policy_version, newest.folder)
         except (UnbrokenError, HttpError, OSError) as error:
             if str(error) != refused:
                 _log.warning("the newest version in %s is not loaded, and is tried again: %s", folder, error)
