@@ -196,7 +196,7 @@ async def run_case(
         )
     except CaseEndedError:
         print(f"  the case has ended, after {len(watch.lines) - watch.num_warmup} steps that count", flush=True)
-        if sampler.urls or sampler.engine.policy_version < trainer.policy_version:
+        if sampler.servers or sampler.engine.policy_version < trainer.policy_version:
             # The last publication was cancelled with the case.
             await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
 
@@ -227,7 +227,7 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
     async with open_sampler(arguments, folder, scratch, policy, accelerator) as found, AsyncExitStack() as stack:
         if process is not None:
             stack.push_async_callback(process.close)
-            await process.open(found.urls)
+            await process.open(found.servers)
         print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
         base_s: dict[tuple[str, bool], float] = {}
         for index, (name, own, staleness) in enumerate(cases):

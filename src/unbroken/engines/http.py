@@ -7,6 +7,9 @@ cached. If that server is gone they go to another, whose prefix cache is cold bu
 
 A server that was restarted has its first weights again. After `require_version`, samples with older weights are
 refused, and the conversations of such a server go to others until the weights are published to it.
+
+With an `EngineDirectory` servers come and go. One that comes is used once it has the newest version, which it gets from
+a publisher; what one that goes had not answered is sampled again by another, with the same seeds.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
-from unbroken.engines.http_servers import EngineServer, ServerAccess, open_server
+from unbroken.engines.directory import EngineDirectory, check_address, check_following, follow
+from unbroken.engines.http_servers import EngineServer, ServerAccess, ServerFacts, open_server
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.types import (
     ImageSpan,
@@ -38,6 +43,8 @@ _HEALTH_POLL_S = 1.0
 _AVOID_S = 15.0
 """How long a server that could not be reached gets no requests."""
 
+_NEEDS_OURS = "servers that come and go must be those of this package: stock vLLM does not say which version it has"
+
 _log = logging.getLogger(__name__)
 
 
@@ -50,27 +57,18 @@ class HttpEngine:
     takes_structured_output = True
     """Its servers decide."""
 
-    def __init__(
-        self,
-        clients: Sequence[EngineServer],
-        *,
-        context_length: int,
-        vocab_size: int,
-        policy_version: int,
-        takes_images: bool = False,
-        adapters: Sequence[str] = (),
-    ) -> None:
-        self._clients = list(clients)
-        self.context_length = context_length
-        self.vocab_size = vocab_size
-        self._policy_version = policy_version
-        self._required_version = 0
+    def __init__(self, servers: Failover, facts: ServerFacts) -> None:
+        """`facts` are those that all servers have in common."""
+        self.context_length = facts.context_length
+        self.vocab_size = facts.vocab_size
         self.followers: list[Callable[[int], None]] = []
         """Called with each version that is required: engines of other processes, at the same servers."""
-        self.takes_images = takes_images
-        self.adapters = tuple(adapters)
+        self.takes_images = facts.takes_images
+        self.adapters = facts.adapters
         """Names of the servers' LoRA adapters, when they were connected."""
-        self._failover = Failover(clients)
+        self._failover = servers
+        self._following: asyncio.Task[None] | None = None
+        """What takes servers of a directory in and lets them go."""
         self._in_flight: dict[str, Callable[[], object]] = {}
         """What ends each request."""
         self._aborted: set[str] = set()
@@ -79,7 +77,7 @@ class HttpEngine:
     @classmethod
     async def connect(
         cls,
-        base_urls: Sequence[str],
+        servers: Sequence[str] | EngineDirectory,
         *,
         api_key: str | None = None,
         timeout_s: float = 3600.0,
@@ -89,57 +87,47 @@ class HttpEngine:
     ) -> HttpEngine:
         """Connect to servers of one model, and wait up to `wait_s` for those that do not answer yet.
 
-        `vocab_size`, that of the tokenizer, is for stock vLLM, which does not report its own.
+        Of a directory one is enough; others come later. `vocab_size`, that of the tokenizer, is for stock vLLM, which
+        does not report its own.
 
         Raises:
-            ServerUnreachableError: one of them does not answer.
+            ServerUnreachableError: one of them does not answer, or none of a directory.
             EngineError: they serve different models, or one is neither ours nor vLLM 0.32 or later.
         """
         access = ServerAccess(api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
-        clients: list[EngineServer] = []
-        try:
-            asked = [access.make_client(url) for url in base_urls]
-            clients += asked
-            for url in await _wait_for(asked, wait_s):
-                async with replace(access, max_retries=0).make_client(url) as late:
-                    await late.models()  # it had its time: what is wrong is said without more tries
-            found = []
-            for index, client in enumerate(asked):
-                clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
-                found.append(facts)
-            described = {(f.model, f.context_length, f.vocab_size, f.takes_images, f.adapters) for f in found}
-            if len(described) != 1:
-                raise EngineError(f"the servers must serve one model, got {sorted(map(str, described))}")
-        except BaseException:
-            for each in clients:
-                await each.close()
-            raise
-        return cls(
-            clients,
-            context_length=found[0].context_length,
-            vocab_size=found[0].vocab_size,
-            policy_version=max(facts.policy_version for facts in found),
-            takes_images=found[0].takes_images,
-            adapters=found[0].adapters,
-        )
+        if not isinstance(servers, EngineDirectory):
+            failover = await _connect(servers, access, wait_s=wait_s, vocab_size=vocab_size)
+            return cls(failover, failover.facts)
+        first = await _find_first(servers, access, wait_s)
+        failover = await _connect(first, access, wait_s=0.0, vocab_size=vocab_size)
+        if not all(isinstance(server, AsyncClient) for server in failover.servers):
+            await failover.close()
+            raise EngineError(f"{servers}: {_NEEDS_OURS}")
+        engine = cls(failover, failover.facts)
+        engine._following = follow(servers, failover, first)
+        return engine
 
     @property
     def policy_version(self) -> int:
         """The newest version in an answer so far."""
-        return self._policy_version
+        return self._failover.policy_version
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers that are there now."""
+        return tuple(self._failover.members)
 
     def require_version(self, policy_version: int) -> None:
         """From now on, refuse samples of older weights, and send the request to another server."""
-        self._required_version = policy_version
-        self._failover.require_newer()
+        self._failover.require_newer(policy_version)
         for follower in self.followers:
             follower(policy_version)
 
     async def check_health(self) -> None:
         """Raise `EngineError` unless a server is healthy."""
         self._check_open()
-        if not any(await asyncio.gather(*(client.health() for client in self._clients))):
-            raise EngineError(f"none of {[client.base_url for client in self._clients]} is healthy")
+        if not any(await asyncio.gather(*(client.health() for client in self._failover.servers))):
+            raise EngineError(f"none of {self._failover} is healthy")
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Sample `request.n` completions."""
@@ -205,14 +193,15 @@ class HttpEngine:
         )
         check_images(images, max_images=self._max_images(images))
         last: ServerError | None = None
-        for client in self._failover.order(hashlib.sha256(token_ids.tobytes()).hexdigest()):
+        for client in self._failover.candidates(hashlib.sha256(token_ids.tobytes()).hexdigest()):
             try:
-                (scored,) = await client.score(
-                    [token_ids], images=[images], temperature=temperature, num_top_logprobs=num_top_logprobs
-                )
+                async with self._failover.while_there(client):
+                    (scored,) = await client.score(
+                        [token_ids], images=[images], temperature=temperature, num_top_logprobs=num_top_logprobs
+                    )
                 return scored
             except ServerError as error:
-                last = await self._failover.leave(client, error)
+                last = await self._failover.avoid(client, error)
         raise self._failover.to_error(last)
 
     async def abort(self, request_id: str) -> None:
@@ -224,17 +213,17 @@ class HttpEngine:
     async def pause(self) -> None:
         """Pause all servers."""
         self._check_open()
-        await asyncio.gather(*(client.pause() for client in self._clients))
+        await asyncio.gather(*(client.pause() for client in self._failover.servers))
 
     async def resume(self) -> None:
         """Resume all servers."""
         self._check_open()
-        await asyncio.gather(*(client.resume() for client in self._clients))
+        await asyncio.gather(*(client.resume() for client in self._failover.servers))
 
     async def reset_prefix_cache(self) -> None:
         """Drop the KV of finished requests on all servers."""
         self._check_open()
-        await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients))
+        await asyncio.gather(*(client.reset_prefix_cache() for client in self._failover.servers))
 
     async def close(self) -> None:
         """Close the connections; the servers keep running."""
@@ -242,31 +231,34 @@ class HttpEngine:
         for request_id in list(self._in_flight):
             await self.abort(request_id)
         await asyncio.sleep(0)
-        for client in self._clients:
-            await client.close()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await self._failover.close()
 
     async def _sample(self, request: SampleRequest) -> SampleResult:
         last: ServerError | None = None
-        for client in self._failover.order(_session(request)):
+        for client in self._failover.candidates(_session(request)):
             try:
-                (result,) = await client.generate(
-                    [request.prompt_ids],
-                    request.params,
-                    images=[request.images],
-                    n=request.n,
-                    adapter=request.adapter,
-                    session_id=_session(request),
-                )
+                async with self._failover.while_there(client):
+                    (result,) = await client.generate(
+                        [request.prompt_ids],
+                        request.params,
+                        images=[request.images],
+                        n=request.n,
+                        adapter=request.adapter,
+                        session_id=_session(request),
+                    )
                 for sequence in result.sequences:
-                    self._learn_version(client, sequence)
+                    self._failover.learn_version(client, sequence)
                 return result
             except ServerError as error:
-                last = await self._failover.leave(client, error)
+                last = await self._failover.avoid(client, error)
         raise self._failover.to_error(last)
 
     async def _stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         last: ServerError | None = None
-        for client in self._failover.order(_session(request)):
+        for client in self._failover.candidates(_session(request)):
             has_begun = False
             chunks = client.stream(
                 request.prompt_ids,
@@ -280,23 +272,14 @@ class HttpEngine:
                 async with aclosing(chunks):
                     async for chunk in chunks:
                         has_begun = True
-                        self._learn_version(client, chunk)
+                        self._failover.learn_version(client, chunk)
                         yield chunk
                 return
             except ServerError as error:
-                last = await self._failover.leave(client, error)
+                last = await self._failover.avoid(client, error)
                 if has_begun:
                     raise
         raise self._failover.to_error(last)
-
-    def _learn_version(self, client: EngineServer, sampled: SampledSequence | SampleChunk) -> None:
-        for span in sampled.version_spans:
-            if span.policy_version < self._required_version:
-                raise ServerBehindError(
-                    f"{client.base_url} sampled with policy version {span.policy_version}, and {self._required_version}"
-                    " was published: it was restarted, or could not be reached then. Publish the weights again"
-                )
-            self._policy_version = max(self._policy_version, span.policy_version)
 
     def _check(self, request: SampleRequest) -> None:
         check_request(request, vocab_size=self.vocab_size, context_length=self.context_length)
@@ -310,6 +293,34 @@ class HttpEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+        check_following(self._following)
+
+
+async def _connect(
+    base_urls: Sequence[str], access: ServerAccess, *, wait_s: float, vocab_size: int | None
+) -> Failover:
+    """Connect to all of these servers; raises as `HttpEngine.connect`."""
+    clients: list[EngineServer] = []
+    try:
+        asked = [access.make_client(url) for url in base_urls]
+        clients += asked
+        for url in await _wait_for(asked, wait_s):
+            async with replace(access, max_retries=0).make_client(url) as late:
+                await late.models()  # it had its time: what is wrong is said without more tries
+        found = []
+        for index, client in enumerate(asked):
+            clients[index], facts = await open_server(client, access, vocab_size=vocab_size)
+            found.append(facts)
+        common = {replace(facts, policy_version=0) for facts in found}
+        if len(common) != 1:
+            raise EngineError(f"the servers must serve one model, got {sorted(map(str, common))}")
+    except BaseException:
+        for each in clients:
+            await each.close()
+        raise
+    members = dict(zip(base_urls, clients, strict=True))
+    newest = max(facts.policy_version for facts in found)
+    return Failover(members, access=access, facts=common.pop(), policy_version=newest)
 
 
 async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
@@ -325,6 +336,26 @@ async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
             _log.warning("waiting up to %g s for %s to serve", wait_s, missing)
         await asyncio.sleep(min(_HEALTH_POLL_S, max(deadline_s - time.monotonic(), 0.0)))
     return missing
+
+
+async def _find_first(directory: EngineDirectory, access: ServerAccess, wait_s: float) -> list[str]:
+    """Wait until servers of a directory are healthy; returns their addresses."""
+    listed: tuple[str, ...] | None = None
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        before, listed = listed, directory.addresses()
+        async with AsyncExitStack() as stack:
+            for url in listed:
+                check_address(url)
+            asked = [await stack.enter_async_context(access.make_client(url)) for url in listed]
+            healthy = await asyncio.gather(*(client.health() for client in asked))
+        if found := [url for url, is_there in zip(listed, healthy, strict=True) if is_there]:
+            return found
+        if time.monotonic() >= deadline_s:
+            raise ServerUnreachableError(f"none of the servers in {directory} answers: {list(listed)}")
+        if listed != before:
+            _log.warning("waiting up to %g s for one of the servers in %s: %s", wait_s, directory, list(listed))
+        await asyncio.sleep(min(_HEALTH_POLL_S, max(deadline_s - time.monotonic(), 0.0)))
 
 
 def _session(request: SampleRequest) -> str:
@@ -347,24 +378,57 @@ async def _next_unless(stopped: asyncio.Event, chunks: AsyncGenerator[SampleChun
 
 
 class Failover:
-    """Which of several servers a conversation goes to: its own, unless that could not be reached or has old weights."""
+    """The servers, and which a conversation goes to: its own, unless that could not be reached or has old weights.
 
-    def __init__(self, servers: Sequence[EngineServer]) -> None:
-        self._servers = list(servers)
+    As `Members` of a directory, they come and go.
+    """
+
+    def __init__(
+        self, members: Mapping[str, EngineServer], *, access: ServerAccess, facts: ServerFacts, policy_version: int
+    ) -> None:
+        """`members` are the first servers by their addresses, `facts` what all have in common."""
+        self.members = dict(members)
+        self.facts = facts
+        self.policy_version = policy_version
+        """The newest in an answer so far."""
+        self._access = access
+        self._required_version = 0
+        self._known = dict(members)
+        """Those that are gone too: streams may still end there, and they may come back."""
+        self._calls: dict[EngineServer, set[asyncio.Timeout]] = defaultdict(set)
+        """Which are given up when their server is let go."""
         self._avoid_until_s: dict[EngineServer, float] = {}
         self._behind: set[EngineServer] = set()
+        self._joining: set[EngineServer] = set()
+        """Those that have not had the newest version since they came."""
+
+    def __str__(self) -> str:
+        return str([server.base_url for server in self.servers]) if self.members else "the servers that were listed"
+
+    @property
+    def servers(self) -> list[EngineServer]:
+        """Those that are there."""
+        return list(self.members.values())
+
+    def candidates(self, session: str) -> Iterator[EngineServer]:
+        """Those to ask for a conversation, one after the other; those that come meanwhile too."""
+        asked: set[EngineServer] = set()
+        while (server := next((each for each in self.order(session) if each not in asked), None)) is not None:
+            asked.add(server)
+            yield server
 
     def order(self, session: str) -> list[EngineServer]:
         """Order the servers for a conversation: its own first (rendezvous hashing), unreachable and old ones last."""
         now_s = time.monotonic()
+        last = self._behind | self._joining
 
         def rank(server: EngineServer) -> tuple[bool, bytes]:
-            avoided = server in self._behind or self._avoid_until_s.get(server, 0.0) > now_s
+            avoided = server in last or self._avoid_until_s.get(server, 0.0) > now_s
             return avoided, hashlib.sha256(f"{session}|{server.base_url}".encode()).digest()
 
-        return sorted(self._servers, key=rank)
+        return sorted(self.servers, key=rank)
 
-    async def leave(self, server: EngineServer, error: ServerError) -> ServerError:
+    async def avoid(self, server: EngineServer, error: ServerError) -> ServerError:
         """Send requests to other servers from now on; raises `error` if it is about the request and not the server."""
         if isinstance(error, ServerBehindError):
             self._behind.add(server)
@@ -374,12 +438,104 @@ class Failover:
             raise error
         return error
 
-    def require_newer(self) -> None:
+    @asynccontextmanager
+    async def while_there(self, server: EngineServer) -> AsyncIterator[None]:
+        """A block with a call to a server; `ServerUnreachableError` as soon as the server is let go."""
+        calls = self._calls[server]
+        call = asyncio.timeout(None if server in self.servers else 0)
+        try:
+            async with call:
+                calls.add(call)
+                try:
+                    yield
+                finally:
+                    calls.discard(call)
+        except TimeoutError:
+            if not call.expired():
+                raise
+            raise ServerUnreachableError(f"{server.base_url} went away") from None
+
+    def learn_version(self, server: EngineServer, sampled: SampledSequence | SampleChunk) -> None:
+        """Take note of the versions that sampled this; raises `ServerBehindError` for one that is too old."""
+        for span in sampled.version_spans:
+            if span.policy_version < self._required_version:
+                raise ServerBehindError(
+                    f"{server.base_url} sampled with policy version {span.policy_version}, and {self._required_version}"
+                    " was published: it was restarted, or could not be reached then. Publish the weights again"
+                )
+            self.policy_version = max(self.policy_version, span.policy_version)
+
+    def require_newer(self, policy_version: int) -> None:
         """Other weights are published: which servers are behind them is not known yet."""
+        self._required_version = policy_version
         self._behind.clear()
 
     def to_error(self, last: ServerError | None) -> ServerError:
         """The error for a request that every server was asked for, given the last one's."""
         if isinstance(last, ServerBehindError):
             return last
-        return ServerUnreachableError(f"none of {[server.base_url for server in self._servers]} can be reached")
+        return ServerUnreachableError(f"none of {self} can be reached")
+
+    async def join(self, url: str) -> None:
+        """Take a server in: last of all at first, and like the others once it has their version.
+
+        Raises:
+            EngineError: it does not answer, has another model, or has not got the version yet.
+        """
+        if url not in self.members:
+            await self._open(url)
+        server = self.members[url]
+        assert isinstance(server, AsyncClient), "`connect` has refused others"
+        if not await server.health():
+            self.leave(url)
+            raise ServerUnreachableError("it does not answer")
+        found, newest = await server.policy_version(), await self._find_newest(server)
+        if found != newest:
+            self._joining.add(server)
+            raise ServerBehindError(f"it has another policy version than the newest, {newest}")
+        self._joining.discard(server)
+        self._avoid_until_s.pop(server, None)
+
+    async def is_healthy(self, url: str) -> bool:
+        """Whether a server that was taken in answers."""
+        return await self.members[url].health()
+
+    def leave(self, url: str) -> None:
+        """Let a server go: others are asked again for what it has not answered."""
+        if (server := self.members.pop(url, None)) is not None:
+            self._joining.discard(server)
+            for call in self._calls[server]:
+                call.reschedule(asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for server in self._known.values():
+            await server.close()
+
+    async def _find_newest(self, joining: EngineServer) -> int:
+        """The newest version that is known: in an answer, or of one of the servers, for a process that samples little.
+
+        With no server but this one it is whatever this one has, from the version that is required on.
+        """
+        others = [each for each in self.order("") if each is not joining and each not in self._joining]
+        known = [self.policy_version, self._required_version]
+        for server in others[:1] or [joining]:
+            assert isinstance(server, AsyncClient), "`connect` has refused others"
+            known.append(await server.policy_version())
+        return max(known)
+
+    async def _open(self, url: str) -> None:
+        client = self._known.get(url) or self._access.make_client(url)
+        self._known[url] = client
+        if not await client.health():
+            raise ServerUnreachableError("it does not answer")
+        assert isinstance(client, AsyncClient), "`connect` has refused others"
+        server, facts = await open_server(client, self._access, vocab_size=self.facts.vocab_size)
+        if server is not client:
+            await self._known.pop(url).close()
+            await server.close()
+            raise EngineError(_NEEDS_OURS)
+        if replace(facts, policy_version=0) != self.facts:
+            raise EngineError(f"the servers must serve one model, {self.facts}, and it has {facts}")
+        self.members[url] = server
+        self._joining.add(server)

@@ -40,7 +40,7 @@ class EngineKind(StrEnum):
     STARTED = "started"
     """`unbroken serve` on the model, in its own process, started and ended with the run."""
     SERVER = "server"
-    """Servers that run already, at `urls`."""
+    """Servers that run already, at `urls`, or those that `urls_file` lists."""
 
 
 class WeightTransport(StrEnum):
@@ -67,6 +67,9 @@ class EngineConfig:
     """For started: options of `unbroken serve`, e.g. ["--engine", "vllm", "--max-model-len", "2048"]."""
     urls: tuple[str, ...] = ()
     """For server: the servers' addresses."""
+    urls_file: Path | None = None
+    """For server, instead of urls: a file with one address a line, read again while the run goes on. A server that is
+    added is used once it has the newest weights; one that is removed, or does not answer, is left out."""
     api_key_file: Path | None = None
     """A file with the servers' API key, if they need one."""
     wait_s: float = 600.0
@@ -87,8 +90,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         is_server = self.kind is EngineKind.SERVER
-        if is_server != bool(self.urls):
+        if is_server != (bool(self.urls) or self.urls_file is not None):
             raise InvalidInputError(f"urls must be given exactly with kind server, got {self.urls} with {self.kind}")
+        if self.urls and self.urls_file is not None:
+            raise InvalidInputError(f"urls must be left out with urls_file, got {self.urls} and {self.urls_file}")
+        if self.urls_file is not None and self.transport is not WeightTransport.FILES:
+            raise InvalidInputError(
+                f"transport must be files with urls_file, got {self.transport}: a server that comes reads the newest "
+                "version from the folder"
+            )
         if (is_server and self.transport is WeightTransport.FILES) != (self.weights_dir is not None):
             raise InvalidInputError(
                 f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
@@ -225,6 +235,11 @@ class EvaluationConfig:
             raise InvalidInputError(
                 f"evaluation.engine.urls must be other servers than engine.urls, got {shared} in both: they would get "
                 "weights for both. Leave evaluation.engine out to evaluate on the training's"
+            )
+        if self.engine.urls_file is not None and self.engine.urls_file == training.urls_file:
+            raise InvalidInputError(
+                "evaluation.engine.urls_file must be another file than engine.urls_file, because servers would get "
+                f"weights for both, got {training.urls_file} for both"
             )
         if self.engine.weights_dir is not None and self.engine.weights_dir == training.weights_dir:
             raise InvalidInputError(

@@ -24,9 +24,10 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ import torch
 from accelerate.utils import gather_object
 
 from unbroken.engines.base import Engine, SleepingEngine
+from unbroken.engines.directory import EngineDirectory, FileDirectory, follow
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
-from unbroken.errors import EngineError, InvalidInputError, missing_extra
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.loader import load_tokenizer
@@ -46,10 +48,11 @@ from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.waits import log_waiting
-from unbroken.weights.base import WeightPublisher, WeightUpdate
+from unbroken.weights.base import ElasticPublisher, WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
 if TYPE_CHECKING:
+    from unbroken.client import AsyncClient
     from unbroken.engines.http import HttpEngine
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -59,6 +62,8 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _STOP_S = 90.0
 """How long a server may take to end before it is killed."""
 _POLL_S = 0.1
+_STILL_SENT_S = 2.0
+"""How long a server that leaves still gets new weights: engines of other processes may find out a little later."""
 _SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 
 
@@ -71,7 +76,7 @@ class RunEngine:
     """None in a process whose engine gets its weights from another process."""
     before_update: Callable[[], Awaitable[None]] | None = None
     """Frees the engine's memory for the trainer."""
-    urls: tuple[str, ...] = ()
+    servers: Sequence[str] | EngineDirectory = ()
     """The servers behind the engine, if there are any."""
 
 
@@ -113,15 +118,15 @@ async def open_engine(
                 _start_colocated(config, source, device, rank, adapter_rank, image_processor, records_routing)
             )
         else:
-            urls = config.urls
+            servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
             if config.kind is EngineKind.STARTED:
                 server = start_server(
                     _serve_command(config, source, weights, adapter_rank, records_routing),
                     output / "server.log",
                     wait_s=config.wait_s,
                 )
-                urls = await _start_in_first_process(stack, server, rank)
-            found = await stack.enter_async_context(_connect(urls, config, weights, rank, device, name, vocab_size))
+                servers = await _start_in_first_process(stack, server, rank)
+            found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, name, vocab_size))
         check_vocabulary(found.engine, vocab_size)
         yield found
 
@@ -199,7 +204,7 @@ def _device_options(device: torch.device, rank: Rank, size: int) -> list[str]:
 
 @asynccontextmanager
 async def _connect(
-    urls: tuple[str, ...],
+    servers: Sequence[str] | EngineDirectory,
     config: EngineConfig,
     weights: Path,
     rank: Rank,
@@ -214,13 +219,21 @@ async def _connect(
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
-        engine = await connect_servers(stack, config, urls, name=name, vocab_size=vocab_size)
+        engine = await connect_servers(stack, config, servers, name=name, vocab_size=vocab_size)
         publisher: WeightPublisher | None = None
         if rank.index == 0:
             key = read_key(config.api_key_file, field=f"{name}.api_key_file")
-            clients = [await stack.enter_async_context(AsyncClient(url, api_key=key)) for url in urls]
+            # One retry: a server that goes away in an update shall not hold the others up for long.
+            make_client = partial(
+                AsyncClient, api_key=key, max_retries=1 if isinstance(servers, EngineDirectory) else 4
+            )
+            clients = [await stack.enter_async_context(make_client(url)) for url in engine.urls]
             if config.transport is WeightTransport.FILES:
                 publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
+                if isinstance(servers, EngineDirectory):
+                    await stack.enter_async_context(
+                        _receiving(publisher, dict(zip(engine.urls, clients, strict=True)), servers, make_client)
+                    )
             else:
                 publisher = BroadcastPublisher(
                     clients,
@@ -230,13 +243,68 @@ async def _connect(
                     **_updating(config),
                 )
                 stack.callback(publisher.close)
-        yield RunEngine(engine=engine, publisher=publisher, urls=urls)
+        yield RunEngine(engine=engine, publisher=publisher, servers=servers)
+
+
+@asynccontextmanager
+async def _receiving(
+    publisher: ElasticPublisher,
+    clients: Mapping[str, AsyncClient],
+    directory: EngineDirectory,
+    make_client: Callable[[str], AsyncClient],
+) -> AsyncIterator[None]:
+    """Publish to the servers of a directory during the block; `clients` are those it has already."""
+    receivers = _Receivers(publisher, clients, make_client)
+    task = follow(directory, receivers, clients)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await receivers.close()
+
+
+class _Receivers:
+    """The servers that a publisher sends to, as `Members` of a directory."""
+
+    def __init__(
+        self,
+        publisher: ElasticPublisher,
+        clients: Mapping[str, AsyncClient],
+        make_client: Callable[[str], AsyncClient],
+    ) -> None:
+        self._publisher = publisher
+        self._clients = dict(clients)
+        """Those that are gone too: an update may still wait for them."""
+        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self._make_client = make_client
+
+    async def join(self, url: str) -> None:
+        if url not in self._clients:
+            self._clients[url] = self._make_client(url)
+        if not await self.is_healthy(url):
+            raise ServerUnreachableError("it does not answer")
+        await self._publisher.admit(self._clients[url])
+        if (leaving := self._leaving.pop(url, None)) is not None:
+            leaving.cancel()
+
+    async def is_healthy(self, url: str) -> bool:
+        return await self._clients[url].health()
+
+    def leave(self, url: str) -> None:
+        if url in self._clients and url not in self._leaving:
+            dismiss = partial(self._publisher.dismiss, self._clients[url])
+            self._leaving[url] = asyncio.get_running_loop().call_later(_STILL_SENT_S, dismiss)
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
 
 
 async def connect_servers(
     stack: AsyncExitStack,
     config: EngineConfig,
-    urls: Sequence[str],
+    servers: Sequence[str] | EngineDirectory,
     *,
     name: str = "engine",
     vocab_size: int | None = None,
@@ -245,7 +313,7 @@ async def connect_servers(
     from unbroken.engines.http import HttpEngine
 
     key = read_key(config.api_key_file, field=f"{name}.api_key_file")
-    engine = await HttpEngine.connect(urls, api_key=key, wait_s=config.wait_s, vocab_size=vocab_size)
+    engine = await HttpEngine.connect(servers, api_key=key, wait_s=config.wait_s, vocab_size=vocab_size)
     stack.push_async_callback(engine.close)
     return engine
 

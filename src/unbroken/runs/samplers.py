@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from unbroken.engines.base import Engine, RequiresVersion
+from unbroken.engines.directory import EngineDirectory
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import Renderer
@@ -206,8 +207,8 @@ async def open_sessions(
 class Servers:
     """The addresses of the servers, which are known once they have started."""
 
-    training: tuple[str, ...]
-    evaluation: tuple[str, ...]
+    training: Sequence[str] | EngineDirectory
+    evaluation: Sequence[str] | EngineDirectory
     """Empty where evaluations have no servers of their own."""
 
 
@@ -247,8 +248,8 @@ class SamplingProcess:
 
     async def open(self, engine: RunEngine, evaluation_engine: RunEngine | None) -> None:
         """Connect it to the servers that these engines are connected to; raises as `SamplerOpener` and its parts."""
-        urls = () if evaluation_engine is None else evaluation_engine.urls
-        await self._process.open(Servers(training=engine.urls, evaluation=urls))
+        others = () if evaluation_engine is None else evaluation_engine.servers
+        await self._process.open(Servers(training=engine.servers, evaluation=others))
         _follow(engine, partial(self._tell_version, False))
         if evaluation_engine is not None:
             self._evaluation_engine = evaluation_engine.engine

@@ -25,6 +25,9 @@ class DiskPublisher:
     A server that has the version answers at once, so a version can be published again for those that missed it. If one
     of several servers is gone, the others get the version, and `missed_by` of the update names it. Until it gets the
     next version, it samples with older weights, which `HttpEngine.require_version` refuses.
+
+    Servers may come and go (`admit`, `dismiss`). "All" are those that are there when a version has been written: one
+    that goes meanwhile is left out, one that comes loads the newest version by itself and holds up none of the others.
     """
 
     def __init__(
@@ -54,6 +57,28 @@ class DiskPublisher:
         self._in_flight = in_flight
         self._reuse_kv = reuse_kv
         self._timeout_s = timeout_s
+        self._newest: WeightFiles | None = None
+
+    async def admit(self, client: AsyncClient) -> None:
+        """Bring a server the newest version, and all that follow. It may be one of the servers already.
+
+        Raises:
+            EngineError: it did not take the version, or came with weights although none has been published.
+        """
+        newest = self._newest
+        if newest is None and client not in self._clients and (found := await client.policy_version()) > 0:
+            raise EngineError(f"it has policy version {found}, and no version has been published yet: restart it")
+        if newest is not None:
+            await self._load(client, newest)
+        if client not in self._clients:
+            self._clients.append(client)
+        if self._newest is not None and self._newest is not newest:  # written meanwhile, for those that were there
+            await self._load(client, self._newest)
+
+    def dismiss(self, client: AsyncClient) -> None:
+        """Send a server no more versions."""
+        if client in self._clients:
+            self._clients.remove(client)
 
     async def publish(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, policy_version: int
@@ -67,13 +92,16 @@ class DiskPublisher:
         """
         started = time.perf_counter()
         files = await asyncio.to_thread(self._write, named_parameters, policy_version)
-        asked = await self._find_healthy()
+        self._newest = files
+        clients = tuple(self._clients)
+        asked = await _find_healthy(clients)
         answers = await asyncio.gather(*(self._load(client, files) for client in asked), return_exceptions=True)
         failed = {c: answer for c, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)}
         if failed:
-            await self._check_failures(failed, policy_version, others_have_it=len(failed) < len(asked))
+            others_have_it = len(failed) < len(asked)
+            await self._check_failures(failed, policy_version, len(clients), others_have_it=others_have_it)
         await asyncio.to_thread(self._remove_old, files.folder)
-        missed_by = [client.base_url for client in self._clients if client not in asked or client in failed]
+        missed_by = [client.base_url for client in clients if client not in asked or client in failed]
         return WeightUpdate(
             num_bytes=files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
@@ -94,14 +122,13 @@ class DiskPublisher:
         except TimeoutError:
             raise EngineError(f"it did not answer within {self._timeout_s:g} s (timeout_s)") from None
 
-    async def _find_healthy(self) -> list[AsyncClient]:
-        """Return the healthy servers, or all if there are none: calls of the others are retried for a while."""
-        healthy = await asyncio.gather(*(client.health() for client in self._clients))
-        found = [client for client, is_healthy in zip(self._clients, healthy, strict=True) if is_healthy]
-        return found or self._clients
-
     async def _check_failures(
-        self, failed: Mapping[AsyncClient, BaseException], policy_version: int, *, others_have_it: bool
+        self,
+        failed: Mapping[AsyncClient, BaseException],
+        policy_version: int,
+        num_servers: int,
+        *,
+        others_have_it: bool,
     ) -> None:
         """Raise unless the servers that failed are gone and others have the version."""
         for error in failed.values():
@@ -115,7 +142,7 @@ class DiskPublisher:
         reasons = "; ".join(f"{client.base_url}: {error}" for client, error in failed.items())
         kind = ServerUnreachableError if all(are_gone) else EngineError
         raise kind(
-            f"version {policy_version} of the weights was not taken by {len(failed)} of {len(self._clients)} servers "
+            f"version {policy_version} of the weights was not taken by {len(failed)} of {num_servers} servers "
             f"({reasons}). It stays in {self._folder}: publish it again once they can"
         ) from next(iter(failed.values()))
 
@@ -128,3 +155,11 @@ class DiskPublisher:
         others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in others[self._num_kept - 1 :]:
             remove_folder(path)
+
+
+async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]:
+    """Return the healthy servers, or all if there are none: calls of the others are retried for a while."""
+    if not clients:
+        raise ServerUnreachableError("no server is there to take the weights")
+    healthy = await asyncio.gather(*(client.health() for client in clients))
+    return [client for client, is_healthy in zip(clients, healthy, strict=True) if is_healthy] or clients

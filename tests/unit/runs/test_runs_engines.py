@@ -14,6 +14,8 @@ import torch
 
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from unbroken.engines import directory
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
 from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
@@ -67,6 +69,36 @@ async def test_a_server_at_another_vocabulary_is_refused(tmp_path):
             assert found.engine.vocab_size == num_ids
 
 
+async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lists_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_POLL_S", 0.05)
+    monkeypatch.setattr(engines, "_STILL_SENT_S", 0.0)
+    model, listed = tiny_qwen3(vocab_size=len(server_tokenizer())), tmp_path / "engines.txt"
+    first, second = scripted_engine("x"), scripted_engine("x")
+
+    async def wait_for(urls: tuple[str, ...], loaded: ScriptedEngine, version: int) -> None:
+        async with asyncio.timeout(10):
+            while found.engine.urls != urls or loaded.policy_version != version:  # noqa: ASYNC110  # of a task
+                await asyncio.sleep(0.01)
+
+    async with (
+        listening(make_app(first, weights_dir=tmp_path / "w")) as one,
+        listening(make_app(second, weights_dir=tmp_path / "w")) as two,
+    ):
+        listed.write_text(f"{one}\n")
+        config = server(one, urls=(), urls_file=listed, weights_dir=tmp_path / "w")
+        async with engine_of(config, model, tmp_path) as found:
+            await found.publisher.publish(model.named_parameters(), policy_version=1)
+            listed.write_text(f"{one}\n{two}\n")
+            await wait_for((one, two), second, 1)
+            await found.publisher.publish(model.named_parameters(), policy_version=2)
+            assert (first.policy_version, second.policy_version) == (2, 2)
+            listed.write_text(f"{two}\n")
+            await wait_for((two,), second, 2)
+            await asyncio.sleep(0.3)
+            update = await found.publisher.publish(model.named_parameters(), policy_version=3)
+            assert (first.policy_version, second.policy_version, update.missed_by) == (2, 3, ())
+
+
 async def test_of_several_processes_the_first_publishes_to_servers(tmp_path):
     model = tiny_qwen3(vocab_size=len(server_tokenizer()))
     async with listening(make_app(scripted_engine("x"))) as url:
@@ -100,6 +132,15 @@ async def test_a_server_that_is_down_is_named(tmp_path):
             r"weights_dir must be given exactly with kind server and transport files",
         ),
         ({"serve_options": ("--port", "1")}, r"serve_options must be left out with kind embedded"),
+        ({"urls_file": Path("e")}, r"urls must be given exactly with kind server, got \(\) with embedded"),
+        (
+            {"kind": EngineKind.SERVER, "urls": ("http://a",), "urls_file": Path("e"), "weights_dir": Path("w")},
+            r"urls must be left out with urls_file, got \('http://a',\) and e",
+        ),
+        (
+            {"kind": EngineKind.SERVER, "urls_file": Path("e"), "transport": WeightTransport.BROADCAST},
+            r"transport must be files with urls_file, got broadcast",
+        ),
     ],
 )
 def test_options_of_another_kind_are_refused(options, message):

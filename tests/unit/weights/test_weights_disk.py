@@ -257,3 +257,43 @@ async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
 async def test_a_server_with_no_version_to_follow_serves_its_own_weights(tmp_path: Path) -> None:
     async with servers(tmp_path, versions_from=tmp_path / "later") as (client,):
         assert await client.policy_version() == 0
+
+
+async def test_a_server_that_comes_gets_the_newest_version_and_all_that_follow(tmp_path: Path) -> None:
+    async with servers(tmp_path, 2) as (first, second):
+        publisher = DiskPublisher([first], tmp_path)
+        await publisher.admit(first)  # is there already, and nothing has been published
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        assert await second.policy_version() == 0
+        await publisher.admit(second)
+        assert await second.policy_version() == 1
+        np.testing.assert_array_equal(await scores(second), await scores(first))
+        publisher.dismiss(first)
+        assert (await publisher.publish(model(2).named_parameters(), policy_version=2)).missed_by == ()
+        assert [await client.policy_version() for client in (first, second)] == [1, 2]
+        publisher.dismiss(second)
+        with pytest.raises(ServerUnreachableError, match="no server is there to take the weights"):
+            await publisher.publish(model(3).named_parameters(), policy_version=3)
+        await publisher.admit(first)  # that version is in the folder
+        assert await first.policy_version() == 3
+
+
+async def test_a_server_that_comes_while_a_version_is_written_has_that_version_in_the_end(tmp_path: Path) -> None:
+    async with servers(tmp_path, 2) as (first, second):
+        publisher = DiskPublisher([first], tmp_path)
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        publishing = publisher.publish(model(2).named_parameters(), policy_version=2)
+        await asyncio.gather(publishing, publisher.admit(second))
+        assert [await client.policy_version() for client in (first, second)] == [2, 2]
+
+
+async def test_a_server_that_comes_with_weights_of_its_own_is_refused_and_holds_up_nothing(tmp_path: Path) -> None:
+    async with servers(tmp_path) as (client,), servers(tmp_path / "elsewhere") as (other,):
+        await DiskPublisher([other], tmp_path / "elsewhere").publish(model(3).named_parameters(), policy_version=5)
+        publisher = DiskPublisher([client], tmp_path)
+        with pytest.raises(EngineError, match="it has policy version 5, and no version has been published yet"):
+            await publisher.admit(other)
+        await publisher.publish(model(1).named_parameters(), policy_version=1)
+        with pytest.raises(InvalidInputError, match="must lie in the server's --weights-dir"):
+            await publisher.admit(other)
+        assert (await publisher.publish(model(2).named_parameters(), policy_version=2)).missed_by == ()

@@ -1,0 +1,155 @@
+"""Which servers there are, while some come and others go.
+
+engines.txt                  follow()                          one task for each address, while it is listed
+http://10.0.0.1:8000   ──►   read again twice a second   ──►   join ── refused: said once, tried again
+http://10.0.0.2:8000                                            │ taken in
+                                                               health ── two failures, or no longer listed: leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
+
+from unbroken.errors import EngineError, InvalidInputError, UnbrokenError
+
+_POLL_S = 0.5
+"""How often the list is read, and each server asked for its health."""
+_MAX_FAILURES = 2
+"""After so many health checks in a row a server is gone; one may fail for a busy server."""
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class EngineDirectory(Protocol):
+    """A list of servers that changes. A list that does not change is a sequence of addresses."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses now. Asked twice a second, it answers from what it knows."""
+        ...
+
+
+class FileDirectory:
+    """A file with one address a line. Empty lines, and what follows `#`, are left out."""
+
+    def __init__(self, path: Path) -> None:
+        """The file may be written later."""
+        self._path = path
+        self._read: tuple[str, ...] | None = None
+        self._addresses: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Those that two reads in a row found, so that a half-written file counts for nothing.
+
+        A file that cannot be read changes nothing either.
+        """
+        try:
+            lines = self._path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return self._addresses
+        before, self._read = self._read, tuple(dict.fromkeys(filter(None, (_strip(line) for line in lines))))
+        if before is None or before == self._read:
+            self._addresses = self._read
+        return self._addresses
+
+
+def _strip(line: str) -> str:
+    return line.partition("#")[0].strip().rstrip("/")
+
+
+class Members(Protocol):
+    """Those who use the servers of a directory."""
+
+    async def join(self, url: str) -> None:
+        """Take a server in; raises `UnbrokenError` if it cannot be used yet, and is called again."""
+        ...
+
+    async def is_healthy(self, url: str) -> bool:
+        """Whether a server that was taken in answers."""
+        ...
+
+    def leave(self, url: str) -> None:
+        """Use a server no longer; it may not have been taken in."""
+        ...
+
+
+def follow(directory: EngineDirectory, members: Members, first: Iterable[str]) -> asyncio.Task[None]:
+    """Begin to take servers in and let them go, until the task is cancelled. Those of `first` are in already."""
+    task = asyncio.create_task(_follow(directory, members, tuple(first)))
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("the list of servers is followed no longer", exc_info=error)
+
+
+def check_following(task: asyncio.Task[None] | None) -> None:
+    """Raise `EngineError` if `follow` has failed, which is an error of this package."""
+    if task is not None and task.done() and not task.cancelled():
+        raise EngineError("the list of servers is followed no longer") from task.exception()
+
+
+async def _follow(directory: EngineDirectory, members: Members, first: tuple[str, ...]) -> None:
+    lives: dict[str, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            listed = directory.addresses()
+            for url in (*first, *listed):
+                if url not in lives:
+                    lives[url] = tasks.create_task(_accompany(url, members))
+            first = ()
+            for url in lives.keys() - set(listed):
+                _log.warning("%s is no longer listed in %s", url, directory)
+                lives.pop(url).cancel()
+                members.leave(url)
+            await asyncio.sleep(_POLL_S)
+
+
+async def _accompany(url: str, members: Members) -> None:
+    """Use one server whenever it can be used."""
+    while True:
+        await _join(url, members)
+        num_failures = 0
+        while num_failures < _MAX_FAILURES:
+            await asyncio.sleep(_POLL_S)
+            num_failures = 0 if await members.is_healthy(url) else num_failures + 1
+        _log.warning("%s does not answer any more, and is left out until it does", url)
+        members.leave(url)
+
+
+async def _join(url: str, members: Members) -> None:
+    """Try until it is taken in; half of the time at most goes into tries."""
+    said = ""
+    while True:
+        began_s = time.monotonic()
+        try:
+            check_address(url)
+            await members.join(url)
+        except UnbrokenError as error:
+            if said != (said := str(error)):
+                _log.warning("%s cannot be used yet, and is tried again: %s", url, error)
+            await asyncio.sleep(max(_POLL_S, time.monotonic() - began_s))
+        else:
+            return
+
+
+def check_address(url: str) -> None:
+    """Raise `InvalidInputError` unless this is a server's address."""
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise InvalidInputError(f"a server's address must be http://HOST:PORT, got {url!r}")

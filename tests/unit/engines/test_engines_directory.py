@@ -1,0 +1,181 @@
+"""Servers that come and go: which are listed, who is asked, and what becomes of requests of those that went."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from unbroken.engines import directory
+from unbroken.engines.directory import FileDirectory
+from unbroken.engines.http import HttpEngine
+from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
+from unbroken.transfer.sources import TensorSource
+from unbroken.types import SampleRequest, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_POLL_S", 0.05)
+
+
+class Listed:
+    """A directory in memory."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
+
+    def addresses(self) -> tuple[str, ...]:
+        return self.urls
+
+
+class Mortal(ScriptedEngine):
+    """An engine that can die while its requests hang."""
+
+    is_dead = False
+
+    async def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineError("dead")
+        await super().check_health()
+
+
+def fives() -> Mortal:
+    return Mortal(lambda prompt_ids: [5], vocab_size=len(server_tokenizer()), context_length=4096, allow_forks=True)
+
+
+def ask(request_id: str) -> SampleRequest:
+    params = SamplingParams(max_tokens=5, seed=7)
+    return SampleRequest(request_id=request_id, prompt_ids=np.array([1, 2, 3]), n=2, params=params)
+
+
+async def wait_until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  # of another task
+            await asyncio.sleep(0.01)
+
+
+def test_a_file_lists_an_address_a_line_and_a_change_counts_once_two_reads_agree(tmp_path: Path) -> None:
+    path = tmp_path / "engines.txt"
+    listed = FileDirectory(path)
+    assert listed.addresses() == ()
+    path.write_text("# two machines\nhttp://a:1/\n\n  http://b:2  # the second\nhttp://a:1\n")
+    assert listed.addresses() == ("http://a:1", "http://b:2")
+    path.write_text("")  # as while it is written
+    assert listed.addresses() == ("http://a:1", "http://b:2")
+    path.write_text("http://b:2\n")
+    assert listed.addresses() == ("http://a:1", "http://b:2")
+    assert listed.addresses() == ("http://b:2",)
+    path.unlink()
+    assert listed.addresses() == ("http://b:2",)
+
+
+async def test_i6_a_server_that_comes_is_sampled_from_once_it_has_the_newest_version() -> None:
+    old, new = fives(), fives()
+    await old.update_weights(TensorSource([]), policy_version=2)
+    async with listening(make_app(old)) as one, listening(make_app(new)) as two:
+        listed = Listed(one)
+        engine = await HttpEngine.connect(listed)
+        listed.urls = (one, two)
+        await wait_until(lambda: engine.urls == (one, two))
+        for k in range(16):
+            await engine.sample(ask(f"{k}/0"))
+        assert new.requests == []
+        await new.update_weights(TensorSource([]), policy_version=2)
+        await asyncio.sleep(0.3)
+        for k in range(16):
+            await engine.sample(ask(f"{k}/1"))
+        assert 0 < len(new.requests) < 16
+        await engine.close()
+
+
+@pytest.mark.parametrize("end", ["leaves the list", "dies"])
+async def test_what_a_server_that_goes_had_not_answered_is_sampled_again_elsewhere_with_the_same_seeds(
+    end: str,
+) -> None:
+    stays, goes = fives(), fives()
+    async with listening(make_app(stays)) as one, listening(make_app(goes)) as two:
+        listed = Listed(one, two)
+        engine = await HttpEngine.connect(listed)
+        await goes.pause()
+        running = [asyncio.create_task(engine.sample(ask(f"{k}/0"))) for k in range(16)]
+        await wait_until(lambda: len(goes.requests) + len(stays.requests) == 16)
+        waiting = list(goes.requests)
+        assert 0 < len(waiting) < 16
+        began_s = time.monotonic()
+        if end == "dies":
+            goes.is_dead = True  # and its requests hang
+        else:
+            listed.urls = (one,)
+        results = await asyncio.gather(*running)
+        assert time.monotonic() - began_s < 2
+        assert all(sequence.completion_ids.tolist() == [5] for result in results for sequence in result.sequences)
+        again = stays.requests[-len(waiting) :]
+        assert sorted(map(str, (request.params for request in again))) == sorted(str(each.params) for each in waiting)
+        await wait_until(lambda: engine.urls == (one,))
+        await engine.close()
+
+
+async def test_a_server_of_another_model_is_named_and_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    other = scripted_engine(lambda prompt_ids: [5], context_length=99)
+    async with listening(make_app(fives())) as one, listening(make_app(other)) as two:
+        listed = Listed(one, two, "http://127.0.0.1:9", "no address")
+        with pytest.raises(InvalidInputError, match="must be http://HOST:PORT, got 'no address'"):
+            await HttpEngine.connect(listed)
+        listed.urls = (one,)
+        engine = await HttpEngine.connect(listed)
+        listed.urls = (one, two, "http://127.0.0.1:9", "no address")
+        await wait_until(lambda: len(caplog.messages) == 3)
+        assert {message.split(" cannot be used yet")[0] for message in caplog.messages} == {*listed.urls[1:]}
+        assert any(message.startswith(two) and "must serve one model" in message for message in caplog.messages)
+        await engine.sample(ask("a"))
+        await asyncio.sleep(0.3)
+        assert (len(caplog.messages), engine.urls) == (3, (one,))  # said once
+        await engine.close()
+
+
+async def test_servers_that_are_all_gone_are_an_error_until_another_comes() -> None:
+    listed = Listed()
+    with pytest.raises(ServerUnreachableError, match=r"none of the servers in .* answers"):
+        await HttpEngine.connect(listed)
+    async with listening(make_app(fives())) as two:
+        async with listening(make_app(fives())) as one:
+            listed.urls = (one,)
+            engine = await HttpEngine.connect(listed)
+            listed.urls = ()
+            await wait_until(lambda: engine.urls == ())
+            with pytest.raises(ServerUnreachableError, match="none of the servers that were listed can be reached"):
+                await engine.sample(ask("a"))
+            with pytest.raises(EngineError, match="none of the servers that were listed is healthy"):
+                await engine.check_health()
+        listed.urls = (two,)
+        await wait_until(lambda: engine.urls == (two,))
+        await engine.check_health()
+        await engine.sample(ask("b"))
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.sample(ask("c"))
+
+
+async def test_a_server_that_does_not_answer_for_a_while_is_taken_in_again() -> None:
+    listed = Listed()
+    stays, restarts = fives(), fives()
+    async with listening(make_app(stays)) as one:
+        async with listening(make_app(restarts)) as two:
+            listed.urls = (one, two)
+            engine = await HttpEngine.connect(listed)
+        await wait_until(lambda: engine.urls == (one,))
+        async with listening(make_app(restarts), port=int(two.rpartition(":")[2])):
+            await wait_until(lambda: set(engine.urls) == {one, two})
+            await asyncio.sleep(0.2)
+            for k in range(16):
+                await engine.sample(ask(f"{k}/0"))
+            assert 0 < len(restarts.requests) < 16
+            await engine.close()
