@@ -30,7 +30,7 @@
     ├── MetricsError             metrics that cannot be written
     ├── RolloutError             every rollout of a step failed, or several steps in a row taught nothing
     ├── OutageError              engines were unavailable for longer than a run waits
-    └── TrainingError            an update that is not finite and was not applied
+    └── TrainingError            an update that is not finite and was not applied, or another process that failed
 
 A message says what was expected, what came (with values) and what to do.
 """
@@ -225,4 +225,4 @@ class OutageError(UnbrokenError):
 
 
 class TrainingError(UnbrokenError):
-    """The loss or gradients of an update are NaN or infinite; the update was not applied."""
+    """The loss or gradients of an update are NaN or infinite, and it was not applied; or another process failed."""

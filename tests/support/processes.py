@@ -17,8 +17,8 @@ def run_two(module: str, *arguments: str | Path, environment: Mapping[str, str] 
 
 def run_processes(
     module: str, *arguments: str | Path, environment: Mapping[str, str] | None = None, codes: Sequence[int]
-) -> None:
-    """As `run_two`, a process for each of the exit codes that they must have."""
+) -> list[str]:
+    """As `run_two`, a process for each of the exit codes that they must have; returns what each has written."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,4 +38,6 @@ def run_processes(
         finally:
             for process in processes:
                 process.kill()
-        assert found == list(codes), "\n".join(output.read_text() for output in outputs)
+        texts = [output.read_text() for output in outputs]
+        assert found == list(codes), "\n".join(texts)
+        return texts

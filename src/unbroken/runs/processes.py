@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import socket
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
+from unbroken.rollout.failures import format_error, must_propagate
+from unbroken.threads import exit_in
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _SET_BY_LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_",
     "TORCHELASTIC_",
@@ -20,6 +29,14 @@ _SET_BY_LAUNCHERS = (
 """Prefixes of environment variables that say which process of a group this is."""
 _LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Variables of which launchers, and MPI, set one for each of their processes."""
+_ENDED = "ended"
+"""What a process says that has done its work."""
+_CONNECT_S = 30.0
+_OWN_ERROR_S = 3.0
+"""How long a process may take to end by an error of its own after another one was lost, before it is cancelled; and how
+long such an error waits to learn that another process was lost."""
+_THREADS_S = 15.0
+"""How long threads may hold up the end: some wait for the process that was lost, without an end on GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +97,156 @@ def main_process_first() -> Iterator[bool]:
         with fail_together():
             if is_turn:
                 yield is_first
+
+
+async def end_together(main: Coroutine[Any, Any, T]) -> T:
+    """Await `main` in each process of the run. If one is killed or fails, all end within seconds, and say which one.
+
+    Each is connected to the first one. A kernel closes connections however a process ends, so nothing is sent before:
+
+        rank 2 is killed ──► rank 0 reads the end of its connection ──► tells ranks 1 and 3 ──► each ends
+
+    Launchers end the processes of the same machine. Those of others would not know before they next communicate, and
+    their error would name an address.
+
+    Raises:
+        TrainingError: another process was lost or has failed, while this one had no error that explains itself.
+    """
+    if not os.environ.keys() & set(_LAUNCHED) or (state := join_processes()).num_processes == 1:
+        return await main
+    loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    others = await _Others.connect(state, loss)
+    task = asyncio.ensure_future(main)
+    loss.add_done_callback(lambda _: asyncio.get_running_loop().call_later(_OWN_ERROR_S, task.cancel))
+    said = _ENDED
+    try:
+        return await task
+    except BaseException as error:
+        said = f"{others.own_name} failed: {format_error(error)}"[:2000]
+        if isinstance(error, UnbrokenError):
+            raise
+        if isinstance(error, asyncio.CancelledError) and not loss.done():
+            said = f"{others.own_name} was interrupted"
+        elif not isinstance(error, asyncio.CancelledError):
+            await asyncio.wait([loss], timeout=_OWN_ERROR_S)  # of another process: the error may be there before
+        if not loss.done() or must_propagate(error):
+            raise
+        raise TrainingError(
+            f"{loss.result()}: its log may say more; the same commands continue from the last checkpoint"
+        ) from error
+    finally:
+        others.close(said)
+
+
+class _Others:
+    """Connections between the first process and each other one, over which each says how it ended."""
+
+    def __init__(self, names: Sequence[str], index: int, loss: asyncio.Future[str]) -> None:
+        self.own_name = names[index]
+        self._names = names
+        self._loss = loss
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(cls, state: PartialState, loss: asyncio.Future[str]) -> _Others:
+        """Connect this process; all call it together. The first one that does not end well becomes the `loss`."""
+        from accelerate.utils import gather_object
+
+        index, num_processes = state.process_index, state.num_processes
+        name = f"rank {index} of {num_processes} (process {os.getpid()} on {socket.gethostname()})"
+        server, address = None, None
+        if index == 0:
+            server, host = _listen(), _own_host()
+            address = (host, server.getsockname()[1], secrets.token_hex(16))
+        gathered: list[Any] = gather_object([(name, address)])
+        others = cls([each for each, _ in gathered], index, loss)
+        loss.add_done_callback(others._pass_on)
+        host, port, token = gathered[0][1]
+        if server is not None:
+            others._tasks.append(asyncio.create_task(others._accept(server, token)))
+            return others
+        try:
+            own = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
+        except OSError as error:
+            _logger.warning(
+                "%s cannot connect to %s at %s, port %d (%s): if a rank is lost, this process may not learn which",
+                name, others._names[0], host, port, error,
+            )  # fmt: skip
+            return others
+        reader, writer = await others._open(own)
+        writer.write(f"{token} {index}\n".encode())
+        others._tasks.append(asyncio.create_task(others._follow(reader, 0)))
+        return others
+
+    def close(self, said: str) -> None:
+        """Tell the others how this process ended, unless they know of a loss."""
+        for task in self._tasks:
+            task.cancel()
+        self._say(said)
+
+    async def _accept(self, server: socket.socket, token: str) -> None:
+        with server:
+            server.setblocking(False)
+            while True:
+                accepted, _ = await asyncio.get_running_loop().sock_accept(server)
+                reader, writer = await self._open(accepted)
+                self._tasks.append(asyncio.create_task(self._follow_caller(reader, writer, token)))
+
+    async def _follow_caller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
+        words = (await reader.readline()).decode("utf-8", "replace").split()
+        if len(words) == 2 and secrets.compare_digest(words[0], token):
+            await self._follow(reader, int(words[1]))
+        else:
+            self._writers.remove(writer)
+            writer.close()
+
+    async def _open(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        os.register_at_fork(after_in_child=connection.close)  # or it would stay open as long as a fork lives
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
+            if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self._writers.append(writer)
+        return reader, writer
+
+    async def _follow(self, reader: asyncio.StreamReader, process: int) -> None:
+        said = ""
+        with suppress(OSError):
+            said = (await reader.read()).decode("utf-8", "replace")
+        if said != _ENDED and not self._loss.done():
+            self._loss.set_result(said or f"{self._names[process]} was lost (killed, or its machine went away)")
+
+    def _pass_on(self, loss: asyncio.Future[str]) -> None:
+        if not loss.cancelled():
+            _logger.error("%s ends, because %s", self.own_name, loss.result())
+            exit_in(_THREADS_S, status=1)
+            self._say(loss.result())
+
+    def _say(self, text: str) -> None:
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.write(text.encode())
+            writer.close()
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _own_host() -> str:
+    """An address of this machine: the one from which it reaches the store that all processes have met in."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    own = "::1"
+    with socket.socket(family, kind) as probe, suppress(OSError):  # it sends nothing
+        probe.connect(target)
+        own = probe.getsockname()[0]
+    # Here a host's own name may mean 127.0.1.1, and elsewhere the right address.
+    return host if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.runs.config import RunConfig
 from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, open_private
-from unbroken.runs.processes import main_process_first
+from unbroken.runs.processes import end_together, main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
 from unbroken.runs.signals import run_until_terminated
@@ -71,7 +71,7 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
                 stack.enter_context(lock_folder(config.output))
             claim_folder(config.output, recipe.name, describe(config))
         try:
-            run_until_terminated(recipe.run(config))
+            run_until_terminated(end_together(recipe.run(config)))
         except Exception as error:
             _explain_failure(error, config.output / TRACEBACK)
             raise

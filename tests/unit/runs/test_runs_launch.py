@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import pytest
 
 from support import letters_recipe
 from support.forks import run_python
-from support.processes import run_two
-from support.served import save_tiny_model
+from support.processes import run_processes, run_two
+from support.served import save_tiny_model, served
 from support.vllm_session import SMALL_VLLM
 from unbroken.runs.processes import without_launcher
 
@@ -99,6 +100,62 @@ def test_two_processes_that_share_the_ids_of_their_rows_train_what_both_sampled(
     assert [line["train/policy_version"] for line in lines] == [1, 2]
     assert min(line["mismatch/num_tokens"] for line in lines) > 0
     assert max(line["mismatch/max_abs"] for line in lines) < 1e-4
+
+
+LOSING = """
+import asyncio, os
+from support import letters_recipe
+from unbroken.runs.collector import Problems
+from unbroken.runs.training import train_model
+from unbroken.rollout.tool_env import ToolEnv
+
+Config = letters_recipe.Config
+
+async def run(config):
+    def env(number):
+        return ToolEnv([{"role": "user", "content": "Write."}], [], reward)
+
+    async def reward(messages):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getppid() if config.rollouts.own_process else os.getpid(), 9)
+        await asyncio.sleep(600)
+
+    if config.seed and os.environ["RANK"] == "1":
+        raise ValueError("no such row")
+    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+"""
+"""Process 1 is killed while process 0 waits for rollouts, or fails with a seed."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "reason"),
+    [({}, -9, "was lost"), ({"seed": 1}, 1, "failed: ValueError: no such row")],
+)
+def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait_for(
+    tmp_path, model, settings, code, reason
+):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(LOSING)
+    words = train_arguments(tmp_path / "run", model, {"evaluation.num-problems": 0, **settings})
+    words[1] = str(recipe)
+    started = time.monotonic()
+    first, _ = run_processes("unbroken", *words, codes=[1, code])
+    assert time.monotonic() - started < 60  # rollouts would take 600 s
+    last = first.splitlines()[-1]
+    assert last.startswith("unbroken: rank 1 of 2 (process ")
+    assert reason in last
+
+
+def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_path, model):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(LOSING)
+    with served(model, "--weights-dir", str(tmp_path / "weights"), engine="transformers") as server:
+        settings = {"evaluation.num-problems": 0, "rollouts.own-process": "true", "engine.kind": "server"}
+        settings |= {"engine.urls": server.url, "engine.weights-dir": tmp_path / "weights"}
+        words = train_arguments(tmp_path / "run", model, settings)
+        words[1] = str(recipe)
+        first, _ = run_processes("unbroken", *words, codes=[1, -9])
+    assert first.splitlines()[-1].startswith("unbroken: rank 1 of 2 (process ")
 
 
 def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
