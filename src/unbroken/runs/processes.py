@@ -33,8 +33,7 @@ _ENDED = "ended"
 """What a process says that has done its work."""
 _CONNECT_S = 30.0
 _OWN_ERROR_S = 3.0
-"""How long a process may take to end by an error of its own after another one was lost, before it is cancelled; and how
-long such an error waits to learn that another process was lost."""
+"""How long a process may take to end by its own error once another is lost, and how long that waits for the reason."""
 _THREADS_S = 15.0
 """How long threads may hold up the end: some wait for the process that was lost, without an end on GPUs."""
 
@@ -144,6 +143,7 @@ class _Others:
     def __init__(self, names: Sequence[str], index: int, loss: asyncio.Future[str]) -> None:
         self.own_name = names[index]
         self._names = names
+        self._index = index
         self._loss = loss
         self._writers: list[asyncio.StreamWriter] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,10 +155,8 @@ class _Others:
 
         index, num_processes = state.process_index, state.num_processes
         name = f"rank {index} of {num_processes} (process {os.getpid()} on {socket.gethostname()})"
-        server, address = None, None
-        if index == 0:
-            server, host = _listen(), _own_host()
-            address = (host, server.getsockname()[1], secrets.token_hex(16))
+        server, own_host = _listen() if index == 0 else (None, "")
+        address = server and (own_host, server.getsockname()[1], secrets.token_hex(16))
         gathered: list[Any] = gather_object([(name, address)])
         others = cls([each for each, _ in gathered], index, loss)
         loss.add_done_callback(others._pass_on)
@@ -167,16 +165,12 @@ class _Others:
             others._tasks.append(asyncio.create_task(others._accept(server, token)))
             return others
         try:
-            own = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
+            connection = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
+            others._tasks.append(asyncio.create_task(others._follow(connection, token)))
         except OSError as error:
             _logger.warning(
-                "%s cannot connect to %s at %s, port %d (%s): if a rank is lost, this process may not learn which",
-                name, others._names[0], host, port, error,
-            )  # fmt: skip
-            return others
-        reader, writer = await others._open(own)
-        writer.write(f"{token} {index}\n".encode())
-        others._tasks.append(asyncio.create_task(others._follow(reader, 0)))
+                "%s cannot connect to %s:%d (%s): if a rank is lost, it does not learn which", name, host, port, error
+            )
         return others
 
     def close(self, said: str) -> None:
@@ -189,31 +183,27 @@ class _Others:
         with server:
             server.setblocking(False)
             while True:
-                accepted, _ = await asyncio.get_running_loop().sock_accept(server)
-                reader, writer = await self._open(accepted)
-                self._tasks.append(asyncio.create_task(self._follow_caller(reader, writer, token)))
+                connection, _ = await asyncio.get_running_loop().sock_accept(server)
+                self._tasks.append(asyncio.create_task(self._follow(connection, token)))
 
-    async def _follow_caller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
-        words = (await reader.readline()).decode("utf-8", "replace").split()
-        if len(words) == 2 and secrets.compare_digest(words[0], token):
-            await self._follow(reader, int(words[1]))
-        else:
-            self._writers.remove(writer)
-            writer.close()
-
-    async def _open(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _follow(self, connection: socket.socket, token: str) -> None:
         os.register_at_fork(after_in_child=connection.close)  # or it would stay open as long as a fork lives
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
             if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         reader, writer = await asyncio.open_connection(sock=connection)
-        self._writers.append(writer)
-        return reader, writer
-
-    async def _follow(self, reader: asyncio.StreamReader, process: int) -> None:
-        said = ""
+        process, said = 0, ""
         with suppress(OSError):
+            if self._index > 0:
+                writer.write(f"{token} {self._index}\n".encode())
+            else:
+                given, _, number = (await reader.readline()).decode("utf-8", "replace").partition(" ")
+                if given != token:
+                    writer.close()
+                    return
+                process = int(number)
+            self._writers.append(writer)
             said = (await reader.read()).decode("utf-8", "replace")
         if said != _ENDED and not self._loss.done():
             self._loss.set_result(said or f"{self._names[process]} was lost (killed, or its machine went away)")
@@ -231,22 +221,16 @@ class _Others:
             writer.close()
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _own_host() -> str:
-    """An address of this machine: the one from which it reaches the store that all processes have met in."""
+def _listen() -> tuple[socket.socket, str]:
+    """A server, and the host at which others reach it: the address from which it reaches the store they have met in."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    own = "::1"
-    with socket.socket(family, kind) as probe, suppress(OSError):  # it sends nothing
+    with socket.socket(family, kind) as probe:  # it sends nothing
         probe.connect(target)
-        own = probe.getsockname()[0]
-    # Here a host's own name may mean 127.0.1.1, and elsewhere the right address.
-    return host if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+        own: str = probe.getsockname()[0]
+    # On its own machine a name may mean 127.0.1.1, and elsewhere the right address.
+    is_local = ipaddress.ip_address(own.partition("%")[0]).is_loopback
+    return socket.create_server(("", 0), family=family), host if is_local else own
 
 
 @contextmanager
