@@ -45,7 +45,9 @@ class Nodes:
 
     def __init__(self, output: Path, model: Path) -> None:
         self.output = output
-        self.logs = [output.with_name(f"{output.name}-node-{node}") for node in range(2)]
+        self.logs, self.errors = (
+            [output.with_name(f"{output.name}-{kind}-{node}") for node in range(2)] for kind in ("log", "errors")
+        )
         recipe = output.with_name("recipe.py")
         recipe.write_text(RECIPE)
         with socket.socket() as probe:
@@ -64,9 +66,10 @@ class Nodes:
             ForkedPython(
                 "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d",
                 "--rdzv_endpoint", endpoint, "-m", "unbroken", "train", recipe,
-                *(f"--{name}={value}" for name, value in settings.items()), output=log, environment=variables,
+                *(f"--{name}={value}" for name, value in settings.items()), output=log, errors=errors,
+                environment=variables,
             )
-            for log in self.logs
+            for log, errors in zip(self.logs, self.errors, strict=True)
         ]  # fmt: skip
 
     def num_steps(self) -> int:
@@ -83,7 +86,7 @@ class Nodes:
             codes = [agent.wait(LONGEST_S) for agent in self.agents]
         finally:
             self.kill()
-        assert codes == [0, 0], "".join(log.read_text() for log in self.logs)
+        assert codes == [0, 0], "".join(errors.read_text() for errors in self.errors)
 
     def kill(self) -> None:
         for agent in self.agents:
@@ -104,7 +107,7 @@ def kill_rank(nodes: Nodes, lost: int, *, num_steps: int) -> None:
     try:
         while nodes.num_steps() < num_steps:
             assert time.monotonic() < deadline_s
-            assert all(agent.poll() is None for agent in nodes.agents), nodes.logs[0].read_text()
+            assert all(agent.poll() is None for agent in nodes.agents), nodes.errors[0].read_text()
             time.sleep(0.02)
         pids = [nodes.pid(rank) for rank in range(2)]
         os.kill(pids[lost], signal.SIGKILL)
@@ -116,7 +119,7 @@ def kill_rank(nodes: Nodes, lost: int, *, num_steps: int) -> None:
     assert codes == [1, 1]
     assert not any(map(is_alive, pids))
     error = f"unbroken: rank {lost} of 2 (process {pids[lost]} on "
-    assert [error in log.read_text() for log in nodes.logs].count(True) == 1  # that of the rank that is left
+    assert [error in errors.read_text() for errors in nodes.errors].count(True) == 1  # that of the rank that is left
 
 
 def test_two_nodes_that_lose_a_rank_end_with_its_name_and_continue_from_the_newest_checkpoint(tmp_path):
