@@ -101,6 +101,12 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
         run.wait_until(lambda: f"{stays.url} is no longer listed" in run.log.read_text())
         num_before = len(run.lines())
         run.wait_until(lambda: len(run.lines()) >= num_before + NUM_AFTER)
+        num_calm = len(run.lines())
+        comes.process.kill()  # the last one
+        run.wait_until(lambda: "waiting up to" in run.log.read_text())
+        write(serve())
+        num_before = len(run.lines())
+        run.wait_until(lambda: len(run.lines()) >= num_before + NUM_AFTER)
         run.process.kill()
         run.process.wait(LONGEST_S)
     print(f"two steps after the kill {gap_s:.2f} s; start {serves_s:.2f} s, from then to its first ids {joins_s:.2f} s")
@@ -109,9 +115,10 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
     lines = run.lines()
     versions = [line["train/policy_version"] for line in lines]
     assert versions == list(range(1, len(lines) + 1))
+    assert all(line["outages/num_losses"] == 0 for line in lines[:num_calm])
+    assert any(line["outages/num_losses"] > 0 for line in lines[num_calm:])
     for line in lines:
         assert line["train/num_rows"] == 16
-        assert line["outages/num_losses"] == 0
         assert line["staleness/max"] <= max_staleness
         assert line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8
     problems = run.problems()[: 2 * len(lines)]
