@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from unbroken.errors import EngineError, InvalidInputError, UnbrokenError
+from unbroken.errors import InvalidInputError, UnbrokenError
 
 _POLL_S = 0.5
 """How often the list is read, and each server asked for its health."""
@@ -92,12 +92,6 @@ def follow(directory: EngineDirectory, members: Members, first: Iterable[str]) -
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the list of servers is followed no longer", exc_info=error)
-
-
-def check_following(task: asyncio.Task[None] | None) -> None:
-    """Raise `EngineError` if `follow` has failed, which is an error of this package."""
-    if task is not None and task.done() and not task.cancelled():
-        raise EngineError("the list of servers is followed no longer") from task.exception()
 
 
 async def _follow(directory: EngineDirectory, members: Members, first: tuple[str, ...]) -> None:

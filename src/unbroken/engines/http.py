@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
-from unbroken.engines.directory import EngineDirectory, check_address, check_following, follow
+from unbroken.engines.directory import EngineDirectory, check_address, follow
 from unbroken.engines.http_servers import EngineServer, ServerAccess, ServerFacts, open_server
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.types import (
@@ -293,7 +293,6 @@ class HttpEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
-        check_following(self._following)
 
 
 async def _connect(

@@ -48,12 +48,13 @@ from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.waits import log_waiting
-from unbroken.weights.base import ElasticPublisher, WeightPublisher, WeightUpdate
+from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
 if TYPE_CHECKING:
     from unbroken.client import AsyncClient
     from unbroken.engines.http import HttpEngine
+    from unbroken.weights.disk import DiskPublisher
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of --max-lora-rank (`vllm.config.lora.MaxLoRARanks`)."""
@@ -248,7 +249,7 @@ async def _connect(
 
 @asynccontextmanager
 async def _receiving(
-    publisher: ElasticPublisher,
+    publisher: DiskPublisher,
     clients: Mapping[str, AsyncClient],
     directory: EngineDirectory,
     make_client: Callable[[str], AsyncClient],
@@ -269,7 +270,7 @@ class _Receivers:
 
     def __init__(
         self,
-        publisher: ElasticPublisher,
+        publisher: DiskPublisher,
         clients: Mapping[str, AsyncClient],
         make_client: Callable[[str], AsyncClient],
     ) -> None:

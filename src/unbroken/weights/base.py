@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from unbroken.client import AsyncClient
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
@@ -55,16 +53,4 @@ class WeightPublisher(Protocol):
             SamplingError: the version does not rise, or a name or shape is not that of the engine's model.
             EngineError: an engine is closed or has failed.
         """
-        ...
-
-
-class ElasticPublisher(WeightPublisher, Protocol):
-    """A publisher whose servers come and go during a run."""
-
-    async def admit(self, client: AsyncClient) -> None:
-        """Bring a server the newest version, and all that follow; raises `EngineError` if that cannot be yet."""
-        ...
-
-    def dismiss(self, client: AsyncClient) -> None:
-        """Send a server no more versions. It may be unknown."""
         ...
