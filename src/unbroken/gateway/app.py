@@ -12,10 +12,12 @@ The path loses the key there: no metric, log or answer has it. A session's id is
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -25,7 +27,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unbroken.engines.base import Engine
 from unbroken.errors import StoreError
 from unbroken.gateway.config import GatewayConfig
-from unbroken.gateway.forwarding import SENT_PATH, SESSION, Forwarding
 from unbroken.gateway.routes import router
 from unbroken.gateway.sessions import KEY_PREFIX, Sessions
 from unbroken.ledger.store.base import SessionStore
@@ -34,10 +35,22 @@ from unbroken.server.app import create_app
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.http.errors import HttpError, error_response
-from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES
+from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES, ReplayBody
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener
 
+SESSION = "unbroken.session"
+"""Where the scope has the id of the session that a request belongs to."""
+_KEY_OF_PATH = "unbroken.key_of_path"
+"""Where it has the session's key, if that was in the path."""
+_HOP = b"x-unbroken-forwarded"
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+_RETRY = b"x-stainless-retry-count"
+_OF_CONNECTION = frozenset(
+    {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"date", b"server", _HOP}
+)
+_CONTROL_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
+_CONNECT_S = 5.0
 _ENDS = "unbroken.ends"
 _PREFIX = re.compile(r"/s/([^/]*)(/.*)?")
 _AGENT_PATHS = frozenset(
@@ -50,6 +63,7 @@ _AGENT_PATHS = frozenset(
     }
 )
 """What the key of a session opens."""
+_log = logging.getLogger(__name__)
 FindByKey = Callable[[str], Awaitable[str | None]]
 
 
@@ -117,10 +131,10 @@ class SessionGate:
 
     async def _find_session(self, scope: Scope) -> None:
         in_path = None
-        scope[SENT_PATH] = scope["raw_path"]
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
             scope["path"] = found[2] or "/"
             scope["raw_path"] = scope["path"].encode()
+            scope[_KEY_OF_PATH] = found[1]
             if (in_path := await self._find_by_key(found[1])) is None:
                 raise HttpError(
                     404,
@@ -149,6 +163,79 @@ class SessionGate:
             )
         scope[SESSION] = session_id
         scope[AUTHORIZED] = scope[ANY_MODEL] = scope[KNOWS_RETRIES] = True
+
+
+class Forwarding:
+    """Passes on requests of sessions that another gateway has at work, and its answers as they come.
+
+        balancer ──► any gateway ── has the session, or nobody has ──► answers
+                         │
+                         └── another one has it ──► its `--advertise` URL ── cannot be reached ──► here, as if new
+
+    What an owner that died did not answer is asked here again, as its agent's SDK would: marked as a retry, so that a
+    turn which that one recorded is not sampled twice. Its session is taken over if its process has ended, and else
+    refused with 503 until it answers.
+
+    It stands inside the guard, which has checked the request and read its body.
+    """
+
+    def __init__(self, app: ASGIApp, *, find_elsewhere: Callable[[str], Awaitable[str | None]]) -> None:
+        """`find_elsewhere` gives the URL of the gateway that has a session; None if this one may answer."""
+        self._app = app
+        self._find_elsewhere = find_elsewhere
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, as ASGI has it."""
+        if scope["type"] == "lifespan":
+            async with self._client:
+                await self._app(scope, receive, send)
+            return
+        session_id = _find_session_of(scope)
+        url = None if session_id is None else await self._find_elsewhere(session_id)
+        if url is None:
+            await self._app(scope, receive, send)
+            return
+        body: bytes = (await receive()).get("body", b"")
+        if not await self._pass_on(url, scope, body, send):
+            await self._app(scope, ReplayBody(body), send)
+
+    async def _pass_on(self, url: str, scope: Scope, body: bytes, send: Send) -> bool:
+        """Answer as the gateway at `url` does; returns whether it began to. Else `scope` is the request to answer."""
+        target = httpx.URL(url).copy_with(raw_path=scope["raw_path"] + (b"?" + scope["query_string"]).rstrip(b"?"))
+        headers = [pair for pair in scope["headers"] if pair[0] not in _OF_CONNECTION]
+        if (key := scope.get(_KEY_OF_PATH)) is not None:  # in a path, it would be in httpx's log
+            headers = [pair for pair in headers if pair[0] not in _KEYS]
+            headers.append((b"authorization", b"Bearer " + key.encode()))
+        has_begun = False
+        try:
+            async with self._client.stream(
+                scope["method"], target, headers=[*headers, (_HOP, b"1")], content=body
+            ) as answer:
+                kept = [(name.lower(), value) for name, value in answer.headers.raw]
+                kept = [pair for pair in kept if pair[0] not in _OF_CONNECTION]
+                has_begun = True
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+                async for part in answer.aiter_raw():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except httpx.TransportError as error:
+            _log.warning("the gateway at %s did not answer to the end: %s: %s", url, type(error).__name__, error)
+            if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] != _RETRY), (_RETRY, b"1")]
+            return has_begun  # without its end, the connection is closed, and the client sees that the answer was cut
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+
+def _find_session_of(scope: Scope) -> str | None:
+    """The session that a request is about; None if it is about none, or was passed on already."""
+    if scope["type"] != "http" or any(name == _HOP for name, _ in scope["headers"]):
+        return None
+    named = _CONTROL_PATH.fullmatch(scope["path"])
+    session_id: str | None = scope.get(SESSION) or (None if named is None else named[1])
+    return session_id
 
 
 def add_end(scope: Scope, end: Callable[[bool], None]) -> None:

@@ -51,7 +51,10 @@ async def create(url: str) -> dict[str, Any]:
         return created
 
 
-async def test_any_gateway_answers_for_a_session_as_its_own_does(postgres: PostgresServer) -> None:
+async def test_any_gateway_answers_for_a_session_as_its_own_does(
+    postgres: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="httpx")
     engine, other = scripted("<think>\nso\n</think>\n\nIt is 17.<|im_end|>"), scripted("never<|im_end|>")
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(gateway_at(find_port(), engine, postgres))
@@ -59,7 +62,8 @@ async def test_any_gateway_answers_for_a_session_as_its_own_does(postgres: Postg
         created = await create(first)
         path = created["openai_base_url"].removeprefix(first)
         agent = await stack.enter_async_context(httpx.AsyncClient(base_url=second, timeout=10))
-        answer = await agent.post(f"{path}/chat/completions", json={"messages": [USER]})
+        own_key = {"x-api-key": "sk-own"}  # the agent's, which opens nothing
+        answer = await agent.post(f"{path}/chat/completions", json={"messages": [USER]}, headers=own_key)
         reply = answer.json()["choices"][0]["message"]
         assert (answer.status_code, reply["content"]) == (200, "It is 17.")
         keyed = {"Authorization": f"Bearer {created['api_key']}"}
@@ -77,6 +81,9 @@ async def test_any_gateway_answers_for_a_session_as_its_own_does(postgres: Postg
         ended = await agent.post(f"{session}/finish", json={"reward": 1.0}, headers=control)
         assert ended.json()["status"] == "finished"
     assert other.requests == []
+    passed_on = [each for each in caplog.messages if each.startswith(f"HTTP Request: POST {first}/v1/chat")]
+    assert len(passed_on) == 3
+    assert not any(created["api_key"] in each for each in caplog.messages if f"POST {first}" in each)
 
 
 async def test_each_part_of_an_answer_comes_at_once_and_a_reader_that_leaves_is_noticed(
