@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,25 @@ def test_an_environment_may_answer_with_images(tmp_path, model):
     for member, row in kept:
         assert [each["bridge"] for each in member["turns"]] == [False, True]
         check_logprobs(row)
+
+
+def test_two_processes_with_parts_of_the_model_train_adapters_alone(tmp_path, model):
+    """What is below the adapters is frozen also where it was gathered before them: else the model is not written."""
+    recipe, output = write_recipe(tmp_path / "recipe"), tmp_path / "run"
+    words = ["train", str(recipe), f"--output={output}", f"--model={model}"]
+    words += ["--trainer.parallel.fsdp=2", "--lora.rank=2", "--lora.modules=q_proj,v_proj"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "unbroken"]
+    done = subprocess.run(
+        [*launch, *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert max(line["mismatch/max_abs"] for line in lines(output)) < 1e-4
+    assert (output / "final" / "adapter_model.safetensors").exists()
 
 
 def test_a_renderer_that_takes_no_images_is_refused(tmp_path, capsys, model):

@@ -30,7 +30,7 @@ from unbroken.runs.config import (
 )
 from unbroken.training.config import ParallelConfig, Reference
 from unbroken.training.memory import Layout, ModelSizes, describe_shortage
-from unbroken.training.model.sharding import make_distributed_config
+from unbroken.training.model.sharding import make_distributed_config, reshard
 from unbroken.types import SamplingParams, encode_image_settings
 
 _logger = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ def load_model(
             f"got {options}: {error}"
         ) from None
     choose_attention(model)
+    reshard(model)  # or what is still gathered would be frozen below adapters, instead of its parts
     if attention is Attention.SDPA != model.config.get_text_config()._attn_implementation:
         raise InvalidInputError(
             f"model_settings.attn_implementation must be eager or flex_attention for {type(model).__name__}, whose "
