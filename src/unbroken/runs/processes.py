@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import secrets
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.rollout.failures import format_error, must_propagate
+from unbroken.server.config import is_loopback
 from unbroken.threads import exit_in
 
 if TYPE_CHECKING:
@@ -228,9 +228,10 @@ def _listen() -> tuple[socket.socket, str]:
     with socket.socket(family, kind) as probe:  # it sends nothing
         probe.connect(target)
         own: str = probe.getsockname()[0]
-    # On its own machine a name may mean 127.0.1.1, and elsewhere the right address.
-    is_local = ipaddress.ip_address(own.partition("%")[0]).is_loopback
-    return socket.create_server(("", 0), family=family), host if is_local else own
+    if not is_loopback(own.partition("%")[0]) or is_loopback(host):
+        return socket.create_server((own, 0), family=family), own
+    # A name that means 127.0.1.1 on its own machine, and elsewhere the right address, which is not known here.
+    return socket.create_server(("", 0), family=family), host
 
 
 @contextmanager
