@@ -16,7 +16,7 @@ from support.forks import ForkedPython
 from support.served import Served, save_tiny_model, served
 from unbroken.runs.records.files import find_records, read_records
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 RECIPE = Path(__file__).parents[1] / "support" / "letters_recipe.py"
 LONGEST_S = 120.0

@@ -24,7 +24,7 @@ from support.postgres import run_postgres
 from support.servers import encode, listening, make_app, scripted_engine, server_tokenizer
 from unbroken.types import TokenIds, token_ids
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 NUM_GATEWAYS, NUM_SESSIONS, MEAN_TURNS = 4, 40 * EFFORT, 6
 KEY = {"Authorization": "Bearer control"}
