@@ -225,10 +225,8 @@ def _read_kept(flat: Any, request: SampleRequest, *, vocab_size: int) -> KeptIds
         return None
     if flat is None or not len(flat):
         return KeptIds.whole(0)
-    starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
-    where = starts[:, None] + np.arange(1, int((ends - starts).min()))
-    ids, logprobs = np.asarray(flat.token_ids, dtype=np.int32), np.asarray(flat.logprobs, dtype=np.float32)
-    return KeptIds.of_top(ids[where], logprobs[where], vocab_size=vocab_size, of=request.params.truncations)
+    tops = _read_tops(flat)
+    return KeptIds.of_top(tops.token_ids, tops.logprobs, vocab_size=vocab_size, of=request.params.truncations)
 
 
 def _finish_reason(completion: CompletionOutput) -> FinishReason:
@@ -251,10 +249,25 @@ def _read_logprobs(flat: Any, number: int, *, skip: int = 0) -> tuple[Logprobs, 
     """Read flat logprobs from position `skip` on: of the id itself, and of the `number` most likely ids."""
     if flat is None or len(flat) <= skip:
         return _NO_LOGPROBS, TopLogprobs.empty(number)
-    starts = np.asarray(flat.start_indices)[skip:]
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
+    sampled = np.asarray(flat.logprobs, dtype=np.float32)[np.asarray(flat.start_indices)[skip:]]
     if not number:
-        return logprobs[starts], None
-    where = starts[:, None] + np.arange(1, number + 1)
-    ids = np.asarray(flat.token_ids, dtype=np.int32)
-    return logprobs[starts], TopLogprobs(token_ids=ids[where], logprobs=logprobs[where])
+        return sampled, None
+    tops = _read_tops(flat, skip=skip)
+    return sampled, TopLogprobs(token_ids=tops.token_ids[:, :number], logprobs=tops.logprobs[:, :number])
+
+
+def _read_tops(flat: Any, *, skip: int = 0) -> TopLogprobs:
+    """The most likely ids at each position from `skip` on, most likely first.
+
+    They stand behind the id itself, which is among them a second time if it is one of them. Where vLLM has joined the
+    outputs of several steps it is not (`FlatLogprobs.extend` goes through a dictionary), and is put back here.
+    """
+    starts, ends = np.asarray(flat.start_indices)[skip:], np.asarray(flat.end_indices)[skip:]
+    ids, logprobs = np.asarray(flat.token_ids, dtype=np.int32), np.asarray(flat.logprobs, dtype=np.float32)
+    width = int((ends - starts).max())
+    where = starts[:, None] + np.minimum(np.arange(1, width), (ends - starts)[:, None] - 1)
+    for row in np.flatnonzero(ends - starts < width):
+        others = np.arange(starts[row] + 1, ends[row])
+        place = int((logprobs[others] > logprobs[starts[row]]).sum())
+        where[row] = np.insert(others, place, starts[row])
+    return TopLogprobs(token_ids=ids[where], logprobs=logprobs[where])
