@@ -193,8 +193,8 @@ class _Others:
             if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         reader, writer = await asyncio.open_connection(sock=connection)
-        process, said = 0, ""
-        with suppress(OSError):
+        process, said = (0 if self._index > 0 else None), ""  # None: it has not said who it is
+        with suppress(OSError, ValueError):  # ValueError: a line without an end, of a stranger
             if self._index > 0:
                 writer.write(f"{token} {self._index}\n".encode())
             else:
@@ -205,7 +205,7 @@ class _Others:
                 process = int(number)
             self._writers.append(writer)
             said = (await reader.read()).decode("utf-8", "replace")
-        if said != _ENDED and not self._loss.done():
+        if process is not None and said != _ENDED and not self._loss.done():
             self._loss.set_result(said or f"{self._names[process]} was lost (killed, or its machine went away)")
 
     def _pass_on(self, loss: asyncio.Future[str]) -> None:
