@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ import pytest
 from support.effort import EFFORT
 from support.forks import ForkedPython
 from support.gateways import CHAT
+from support.packed_sender import free_port
 from support.postgres import run_postgres
 from support.servers import encode, listening, make_app, scripted_engine, server_tokenizer
 from unbroken.types import TokenIds, token_ids
@@ -37,12 +37,11 @@ def answer(prompt_ids: TokenIds) -> list[int]:
 
 @asynccontextmanager
 async def started(folder: Path, store: str, upstream: str, tokenizer: Path) -> AsyncIterator[tuple[str, ForkedPython]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     process = ForkedPython(
         "unbroken", "gateway", "--upstream", upstream, "--tokenizer", tokenizer, "--store", store, "--api-key",
-        "control", "--port", url.rpartition(":")[2], "--advertise", url, output=folder / "output",
+        "control", "--port", str(port), "--advertise", url, output=folder / "output",
         errors=folder / "errors",
     )  # fmt: skip
     try:

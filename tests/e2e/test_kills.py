@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from types import TracebackType
 import pytest
 
 from support.forks import ForkedPython
+from support.packed_sender import free_port
 from support.served import save_tiny_model
 from unbroken.runs.records.files import find_records, read_records
 
@@ -74,9 +74,7 @@ def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> 
 @pytest.mark.parametrize(("max_staleness", "own_process"), [(0, "false"), (2, "true")])
 def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness, own_process):
     model, output, weights = save_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "weights"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def lines() -> list[dict]:
         path = output / "metrics" / "metrics.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from support.architectures import tiny_model
 from support.forks import ForkedPython
+from support.packed_sender import free_port
 from support.servers import server_tokenizer
 from unbroken.training.checkpoints import find_checkpoints
 
@@ -51,9 +51,7 @@ class Nodes:
         )
         recipe = output.with_name("recipe.py")
         recipe.write_text(RECIPE)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{free_port()}"
         settings = {
             "output": output, "model": model, "checkpoints.every": 1, "loop.num-steps": NUM_STEPS,
             "rollouts.group-size": 4, "rollouts.sampling.max-tokens": 8, "trainer.parallel.fsdp": 2,

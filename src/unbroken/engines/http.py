@@ -57,8 +57,8 @@ class HttpEngine:
     takes_structured_output = True
     """Its servers decide."""
 
-    def __init__(self, servers: Failover, facts: ServerFacts) -> None:
-        """`facts` are those that all servers have in common."""
+    def __init__(self, servers: Failover) -> None:
+        facts = servers.facts
         self.context_length = facts.context_length
         self.vocab_size = facts.vocab_size
         self.followers: list[Callable[[int], None]] = []
@@ -96,14 +96,13 @@ class HttpEngine:
         """
         access = ServerAccess(api_key=api_key, timeout_s=timeout_s, max_retries=max_retries)
         if not isinstance(servers, EngineDirectory):
-            failover = await _connect(servers, access, wait_s=wait_s, vocab_size=vocab_size)
-            return cls(failover, failover.facts)
+            return cls(await _connect(servers, access, wait_s=wait_s, vocab_size=vocab_size))
         first = await _find_first(servers, access, wait_s)
         failover = await _connect(first, access, wait_s=0.0, vocab_size=vocab_size)
         if not all(isinstance(server, AsyncClient) for server in failover.servers):
             await failover.close()
             raise EngineError(f"{servers}: {_NEEDS_OURS}")
-        engine = cls(failover, failover.facts)
+        engine = cls(failover)
         engine._following = follow(servers, failover, first)
         return engine
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from support.gateways import CHAT, USER, make_gateway, scripted
+from support.packed_sender import free_port
 from support.postgres import PostgresServer, run_postgres
 from support.servers import listening
 from unbroken.errors import InvalidInputError
@@ -27,13 +27,6 @@ AND = {"role": "user", "content": "And?"}
 def postgres() -> Iterator[PostgresServer]:
     with run_postgres() as server:
         yield server
-
-
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager
@@ -57,8 +50,8 @@ async def test_any_gateway_answers_for_a_session_as_its_own_does(
     caplog.set_level("INFO", logger="httpx")
     engine, other = scripted("<think>\nso\n</think>\n\nIt is 17.<|im_end|>"), scripted("never<|im_end|>")
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(gateway_at(find_port(), engine, postgres))
-        second = await stack.enter_async_context(gateway_at(find_port(), other, postgres))
+        first = await stack.enter_async_context(gateway_at(free_port(), engine, postgres))
+        second = await stack.enter_async_context(gateway_at(free_port(), other, postgres))
         created = await create(first)
         path = created["openai_base_url"].removeprefix(first)
         agent = await stack.enter_async_context(httpx.AsyncClient(base_url=second, timeout=10))
@@ -99,8 +92,8 @@ async def test_each_part_of_an_answer_comes_at_once_and_a_reader_that_leaves_is_
 
     engine.stream = stop_after_one
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(gateway_at(find_port(), engine, postgres, on_disconnect=ABORT))
-        second = await stack.enter_async_context(gateway_at(find_port(), engine, postgres))
+        first = await stack.enter_async_context(gateway_at(free_port(), engine, postgres, on_disconnect=ABORT))
+        second = await stack.enter_async_context(gateway_at(free_port(), engine, postgres))
         created = await create(first)
         keyed = {"Authorization": f"Bearer {created['api_key']}"}
         client = await stack.enter_async_context(httpx.AsyncClient(headers=keyed, timeout=10))
@@ -122,11 +115,11 @@ async def test_each_part_of_an_answer_comes_at_once_and_a_reader_that_leaves_is_
 async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_has_ended(
     postgres: PostgresServer,
 ) -> None:
-    engine, port = scripted("a<|im_end|>"), find_port()
+    engine, port = scripted("a<|im_end|>"), free_port()
     store = open_store(postgres.url, advertised=f"http://127.0.0.1:{port}")
     lost = make_gateway(engine, store, api_key="control")
     async with (
-        gateway_at(find_port(), engine, postgres) as url,
+        gateway_at(free_port(), engine, postgres) as url,
         httpx.AsyncClient(timeout=10) as client,
     ):
         async with listening(lost) as elsewhere:  # and not at the port that it advertises
@@ -140,8 +133,8 @@ async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_h
 async def test_what_was_passed_on_is_not_passed_on_again(postgres: PostgresServer) -> None:
     engine = scripted("a<|im_end|>")
     async with (
-        gateway_at(find_port(), engine, postgres) as first,
-        gateway_at(find_port(), engine, postgres) as second,
+        gateway_at(free_port(), engine, postgres) as first,
+        gateway_at(free_port(), engine, postgres) as second,
         httpx.AsyncClient(timeout=10) as client,
     ):
         created = await create(first)

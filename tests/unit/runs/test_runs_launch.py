@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from support import letters_recipe
 from support.forks import run_python
+from support.packed_sender import free_port
 from support.processes import run_processes, run_two
 from support.served import save_tiny_model, served
 from support.vllm_session import SMALL_VLLM
@@ -43,13 +43,6 @@ def launch(
     arguments = (*words, "-m", "unbroken", *train_arguments(output, model, settings))
     with patch.dict(os.environ, variables, clear=True):
         return run_python(launcher, *arguments, timeout=300)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")
