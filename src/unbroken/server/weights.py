@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from unbroken.errors import UnbrokenError
 from unbroken.server.http.errors import HttpError
 from unbroken.transfer.files import FileSource
 from unbroken.types import InFlight, WeightReceipt
-from unbroken.weights.files import WeightFiles, find_newest, read_manifest
+from unbroken.weights.files import WeightFiles, list_newest_first, read_manifest
 
 _LOOK_EVERY_S, _TRY_AGAIN_S = 1.0, 10.0
 
@@ -159,7 +159,7 @@ class WeightLoader:
     async def _follow(self, folder: Path, *, refused: str) -> str:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
         try:
-            newest = await asyncio.to_thread(find_newest, folder)
+            newest = await asyncio.to_thread(_read_newest, folder)
             if newest is not None and newest.policy_version != self._engine.policy_version:
                 update = self._load(newest.folder, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
                 await self._run_to_end(update)
@@ -181,6 +181,14 @@ class WeightLoader:
         if path is None or self._folder not in path.parents:
             raise HttpError(400, f"{param} must lie in the server's --weights-dir, got {str(folder)!r}", param=param)
         return path
+
+
+def _read_newest(folder: Path) -> WeightFiles | None:
+    for _ in range(2):  # old versions are removed meanwhile
+        with suppress(FileNotFoundError):
+            paths = list_newest_first(folder)
+            return read_manifest(paths[0]) if paths else None
+    return None
 
 
 def _check_same(files: WeightFiles, digest: str) -> None:

@@ -12,7 +12,7 @@ from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
-from unbroken.weights.files import WeightFiles, find_versions, write_weights
+from unbroken.weights.files import WeightFiles, list_newest_first, write_weights
 from unbroken.weights.folders import remove_folder, remove_unfinished
 
 if TYPE_CHECKING:
@@ -147,12 +147,8 @@ class DiskPublisher:
         ) from next(iter(failed.values()))
 
     def _remove_old(self, newest: Path) -> None:
-        """Keep the version that was just written, and the most recently written of the others.
-
-        Numbers alone do not say which is newest: a run that begins anew finds higher ones of the run before.
-        """
-        others = [path for path in find_versions(self._folder).values() if path != newest]
-        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        """Keep the version that was just written, and the most recently written of the others."""
+        others = [path for path in list_newest_first(self._folder) if path != newest]
         for path in others[self._num_kept - 1 :]:
             remove_folder(path)
 

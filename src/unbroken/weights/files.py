@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,17 +125,13 @@ def find_versions(parent: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match is not None))
 
 
-def find_newest(parent: Path) -> WeightFiles | None:
-    """The version that was written last, which need not have the highest number: a run may have begun anew.
+def list_newest_first(parent: Path) -> list[Path]:
+    """The whole versions in a folder, the one that was written last first.
 
-    Raises:
-        WeightsError: its manifest cannot be read.
+    Numbers alone do not say which is newest: a run that begins anew finds higher ones of the run before. Raises
+    `FileNotFoundError` if one is removed meanwhile.
     """
-    for _ in range(2):  # old versions are removed meanwhile
-        with suppress(FileNotFoundError):
-            paths = find_versions(parent).values()
-            return read_manifest(max(paths, key=lambda path: path.stat().st_mtime_ns)) if paths else None
-    return None
+    return sorted(find_versions(parent).values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _weight_file(entry: dict[str, Any]) -> WeightFile:
