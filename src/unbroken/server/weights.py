@@ -160,7 +160,8 @@ class WeightLoader:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
         try:
             newest = await asyncio.to_thread(_read_newest, folder)
-            if newest is not None and newest.policy_version != self._engine.policy_version:
+            in_use = self._engine.policy_version, self._digest_in_use
+            if newest is not None and (newest.policy_version, newest.digest) != in_use:
                 update = self._load(newest.folder, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
                 await self._run_to_end(update)
                 _log.info("version %d of the weights was loaded from %s", newest.policy_version, newest.folder)

@@ -248,7 +248,9 @@ async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
             write_weights(run, model(1).named_parameters(), policy_version=3)  # written again
             await wait_until(lambda: has_version(3))
             assert (await follower.weights_state())["digest"] is not None
-            write_weights(run, model(2).named_parameters(), policy_version=1)  # of a run that began anew
+            write_weights(run, model(2).named_parameters(), policy_version=3)  # of a run that began anew
+            await wait_until(lambda: is_logged("version 3 is in use with other weights than those in"))
+            write_weights(run, model(2).named_parameters(), policy_version=1)
             await wait_until(lambda: is_logged("policy_version must rise above 3"))
             assert await has_version(3)
     await expected.close()
