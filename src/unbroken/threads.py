@@ -147,11 +147,12 @@ class RendererLock:
         return depth
 
 
-def exit_in(seconds: float, *, status: int) -> None:
-    """End this process after some time, with this exit status, if it has not ended by then."""
+def exit_in(seconds: float, *, status: int) -> Callable[[], None]:
+    """End this process after some time, with this exit status, unless it has ended or what is returned was called."""
     exit_now = threading.Timer(seconds, os._exit, args=(status,))
     exit_now.daemon = True
     exit_now.start()
+    return exit_now.cancel
 
 
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
@@ -19,6 +21,7 @@ from unbroken.threads import exit_in
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -31,7 +34,10 @@ _LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_S
 """Variables of which launchers, and MPI, set one for each of their processes."""
 _ENDED = "ended"
 """What a process says that has done its work."""
-_CONNECT_S = 30.0
+_MEET_S = 30.0
+"""How long the run's processes may take to connect, after one of them has begun to."""
+_CONNECT_S = 10.0
+_HANDSHAKE_S = 5.0
 _OWN_ERROR_S = 3.0
 """How long a process may take to end by its own error once another is lost, and how long that waits for the reason."""
 _THREADS_S = 15.0
@@ -114,12 +120,18 @@ async def end_together(main: Coroutine[Any, Any, T]) -> T:
     if not os.environ.keys() & set(_LAUNCHED) or (state := join_processes()).num_processes == 1:
         return await main
     loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    others = await _Others.connect(state, loss)
+    try:
+        others = await _Others.connect(state, loss)
+    except BaseException:
+        main.close()
+        raise
     task = asyncio.ensure_future(main)
     loss.add_done_callback(lambda _: asyncio.get_running_loop().call_later(_OWN_ERROR_S, task.cancel))
     said = _ENDED
     try:
-        return await task
+        result = await task
+        others.call_off_exit()
+        return result
     except BaseException as error:
         said = f"{others.own_name} failed: {format_error(error)}"[:2000]
         if isinstance(error, UnbrokenError):
@@ -128,6 +140,7 @@ async def end_together(main: Coroutine[Any, Any, T]) -> T:
             said = f"{others.own_name} was interrupted"
         elif not isinstance(error, asyncio.CancelledError):
             await asyncio.wait([loss], timeout=_OWN_ERROR_S)  # of another process: the error may be there before
+            others.log_absent()
         if not loss.done() or must_propagate(error):
             raise
         raise TrainingError(
@@ -138,39 +151,42 @@ async def end_together(main: Coroutine[Any, Any, T]) -> T:
 
 
 class _Others:
-    """Connections between the first process and each other one, over which each says how it ended."""
+    """Connections between the first process and each other one, over which each says how it ended.
 
-    def __init__(self, names: Sequence[str], index: int, loss: asyncio.Future[str]) -> None:
-        self.own_name = names[index]
-        self._names = names
+    The first one leaves its address in the store in which torch's processes have met. One that fails before it connects
+    is known by its absence: the others are not waited for together, as that would have no end.
+    """
+
+    def __init__(self, index: int, num_processes: int, loss: asyncio.Future[str]) -> None:
+        self.own_name = f"rank {index} of {num_processes} (process {os.getpid()} on {socket.gethostname()})"
+        self.call_off_exit: Callable[[], None] = lambda: None
         self._index = index
+        self._names = {rank: f"rank {rank} of {num_processes}" for rank in range(num_processes)}
         self._loss = loss
         self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sockets: set[socket.socket] = set()
+        self._absent: set[int] = set()
+        """Processes that the first one does not know yet."""
+        loss.add_done_callback(self._pass_on)
+        os.register_at_fork(after_in_child=self._close_sockets)  # or they would stay open as long as a fork lives
 
     @classmethod
     async def connect(cls, state: PartialState, loss: asyncio.Future[str]) -> _Others:
-        """Connect this process; all call it together. The first one that does not end well becomes the `loss`."""
-        from accelerate.utils import gather_object
+        """Connect this process; all call it together. The first one that does not end well becomes the `loss`.
 
-        index, num_processes = state.process_index, state.num_processes
-        name = f"rank {index} of {num_processes} (process {os.getpid()} on {socket.gethostname()})"
-        server, own_host = _listen() if index == 0 else (None, "")
-        address = server and (own_host, server.getsockname()[1], secrets.token_hex(16))
-        gathered: list[Any] = gather_object([(name, address)])
-        others = cls([each for each, _ in gathered], index, loss)
-        loss.add_done_callback(others._pass_on)
-        host, port, token = gathered[0][1]
-        if server is not None:
-            others._tasks.append(asyncio.create_task(others._accept(server, token)))
-            return others
-        try:
-            connection = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
-            others._tasks.append(asyncio.create_task(others._follow(connection, token)))
-        except OSError as error:
-            _logger.warning(
-                "%s cannot connect to %s:%d (%s): if a rank is lost, it does not learn which", name, host, port, error
-            )
+        Raises:
+            TrainingError: the first process has failed before.
+        """
+        from torch.distributed import group
+
+        others = cls(state.process_index, state.num_processes, loss)
+        store: Store = group.WORLD.get_group_store()  # type: ignore[union-attr]
+        key = f"unbroken/others/{store.add(f'unbroken/others/of-rank-{others._index}', 1)}"  # one for each call
+        if others._index == 0:
+            others._be_first(store, key)
+        else:
+            await others._reach_first(store, key)
         return others
 
     def close(self, said: str) -> None:
@@ -179,39 +195,116 @@ class _Others:
             task.cancel()
         self._say(said)
 
+    def log_absent(self) -> None:
+        """Name those that never connected: one of them may be what an error here comes from."""
+        for rank in sorted(self._absent):
+            _logger.error("%s has not connected to %s: it may have failed before", self._names[rank], self.own_name)
+
+    def _be_first(self, store: Store, key: str) -> None:
+        try:
+            server, own_host = _listen()
+        except (OSError, KeyError, ValueError) as error:
+            store.set(key, json.dumps([self.own_name, "", 0, ""]))
+            _logger.warning(
+                "%s cannot listen for the others (%s): if a rank is lost, they do not learn which",
+                self.own_name, format_error(error),
+            )  # fmt: skip
+            return
+        token = secrets.token_hex(16)
+        store.set(key, json.dumps([self.own_name, own_host, server.getsockname()[1], token]))
+        self._start(self._accept(server, token))
+        self._absent.update(set(self._names) - {0})
+        self._start(self._expect(store, key))
+
+    async def _reach_first(self, store: Store, key: str) -> None:
+        try:
+            await asyncio.to_thread(store.wait, [key], timedelta(seconds=_MEET_S))
+            name, host, port, token = json.loads(store.get(key))
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            raise TrainingError(
+                f"{self._names[0]} has failed before this one, {self.own_name}, could connect to it: its log may say "
+                "more; the same commands continue from the last checkpoint"
+            ) from error
+        self._names[0] = name
+        if not host:
+            return
+        try:
+            connection = await asyncio.to_thread(socket.create_connection, (host, port), _CONNECT_S)
+        except OSError as error:
+            store.set(f"{key}/{self._index}", "cannot connect")
+            _logger.warning(
+                "%s cannot connect to %s:%d (%s): if a rank is lost, it does not learn which",
+                self.own_name, host, port, error,
+            )  # fmt: skip
+        else:
+            self._start(self._follow(connection, token))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _accept(self, server: socket.socket, token: str) -> None:
-        with server:
+        with self._open(server):
             server.setblocking(False)
             while True:
                 connection, _ = await asyncio.get_running_loop().sock_accept(server)
-                self._tasks.append(asyncio.create_task(self._follow(connection, token)))
+                self._start(self._follow(connection, token))
+
+    async def _expect(self, store: Store, key: str) -> None:
+        """Wait until each process has connected, or said that it cannot; one that did neither is lost."""
+        await asyncio.sleep(_MEET_S)
+        for rank in sorted(self._absent):
+            if await asyncio.to_thread(store.check, [f"{key}/{rank}"]):
+                self._absent.discard(rank)
+            else:
+                self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
     async def _follow(self, connection: socket.socket, token: str) -> None:
-        os.register_at_fork(after_in_child=connection.close)  # or it would stay open as long as a fork lives
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
             if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        process, said = (0 if self._index > 0 else None), ""  # None: it has not said who it is
-        with suppress(OSError, ValueError):  # ValueError: a line without an end, of a stranger
-            if self._index > 0:
-                writer.write(f"{token} {self._index}\n".encode())
-            else:
-                given, _, number = (await reader.readline()).decode("utf-8", "replace").partition(" ")
-                if given != token:
-                    writer.close()
+        with self._open(connection):
+            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                process = 0 if self._index > 0 else await self._welcome(reader, token)
+                if process is None:
                     return
-                process = int(number)
-            self._writers.append(writer)
-            said = (await reader.read()).decode("utf-8", "replace")
-        if process is not None and said != _ENDED and not self._loss.done():
-            self._loss.set_result(said or f"{self._names[process]} was lost (killed, or its machine went away)")
+                if self._index > 0:
+                    writer.write(f"{token} {self._index} {self.own_name}\n".encode())
+                self._writers.append(writer)
+                if self._loss.done():  # before it came
+                    self._say(self._loss.result())
+                said = ""
+                with suppress(OSError):
+                    said = (await reader.read()).decode("utf-8", "replace")
+                if said != _ENDED:
+                    self._lose(said or f"{self._names[process]} was lost (killed, or its machine went away)")
+            finally:
+                if writer not in self._writers:
+                    writer.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, token: str) -> int | None:
+        """Read which process has connected; None for a stranger, who is given a few seconds."""
+        with suppress(OSError, ValueError, TimeoutError):  # ValueError: a line without an end
+            async with asyncio.timeout(_HANDSHAKE_S):
+                line = (await reader.readline()).decode("utf-8", "replace")
+            given, number, name = line.rstrip("\n").split(" ", 2)
+            if secrets.compare_digest(given.encode(), token.encode()):
+                self._names[int(number)] = name
+                self._absent.discard(int(number))
+                return int(number)
+        return None
+
+    def _lose(self, reason: str) -> None:
+        if not self._loss.done():
+            self._loss.set_result(reason)
 
     def _pass_on(self, loss: asyncio.Future[str]) -> None:
         if not loss.cancelled():
             _logger.error("%s ends, because %s", self.own_name, loss.result())
-            exit_in(_THREADS_S, status=1)
+            self.call_off_exit = exit_in(_THREADS_S, status=1)
             self._say(loss.result())
 
     def _say(self, text: str) -> None:
@@ -219,6 +312,18 @@ class _Others:
         for writer in writers:
             writer.write(text.encode())
             writer.close()
+
+    @contextmanager
+    def _open(self, opened: socket.socket) -> Iterator[None]:
+        self._sockets.add(opened)
+        try:
+            yield
+        finally:
+            self._sockets.discard(opened)
+
+    def _close_sockets(self) -> None:
+        for opened in self._sockets:
+            opened.close()
 
 
 def _listen() -> tuple[socket.socket, str]:

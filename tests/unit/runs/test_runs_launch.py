@@ -151,6 +151,23 @@ def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_
     assert first.splitlines()[-1].startswith("unbroken: rank 1 of 2 (process ")
 
 
+@pytest.mark.parametrize(
+    ("case", "codes", "said"),
+    [
+        ("killed_before", [1, -9], "rank 1 of 2 has not connected within 3 s: it was lost before"),
+        ("ends_well", [0, 1], "failed: ValueError: no such row"),
+        ("cannot_listen", [0, 0], "cannot listen for the others (KeyError: 'MASTER_ADDR')"),
+        ("strangers", [0, 0], "ended well"),
+    ],
+)
+def test_processes_know_each_other_before_the_run_begins_and_no_stranger_matters(case, codes, said):
+    started = time.monotonic()
+    first, second = run_processes("support.lost_process", case, codes=codes)
+    assert said in first
+    assert time.monotonic() - started < 60
+    assert ["ended well" in text for text in (first, second)] == [code == 0 for code in codes]
+
+
 def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
     launched = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in launched.items():

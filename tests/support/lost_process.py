@@ -1,0 +1,66 @@
+"""A process of a run that does nothing but end together with the others: `python -m support.lost_process CASE`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+from torch.distributed import group
+
+from unbroken.runs import processes
+
+RANK = os.environ["RANK"]
+
+
+async def killed_before() -> None:
+    """Process 1 is killed before it connects."""
+    await asyncio.sleep(600)
+
+
+async def ends_well() -> None:
+    """Process 1 fails; process 0 ends well after it has learned that, and then takes its time."""
+    if RANK == "1":
+        raise ValueError("no such row")
+    await asyncio.sleep(1.5)
+
+
+async def cannot_listen() -> None:
+    """Process 0 has no address."""
+
+
+async def strangers() -> None:
+    """Process 1 has five others connect to process 0, which say nothing, and then one that says too much."""
+    if RANK == "1":
+        host, port = json.loads(group.WORLD.get_group_store().get("unbroken/others/1"))[1:3]
+        silent = [socket.create_connection((host, port), 5) for _ in range(5)]
+        assert [await asyncio.to_thread(each.recv, 1) for each in silent] == [b""] * 5
+        with socket.create_connection((host, port), 5) as loud:
+            loud.sendall(b"token 1 \xff\n" + bytes(99))
+            assert await asyncio.to_thread(loud.recv, 1) == b""
+    else:
+        await asyncio.sleep(2)
+
+
+def main(case: str) -> None:
+    """Run one of the cases."""
+    processes._MEET_S, processes._HANDSHAKE_S, processes._OWN_ERROR_S, processes._THREADS_S = 3.0, 0.3, 1.0, 0.8
+    processes.join_processes()
+    if case == "killed_before" and RANK == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "cannot_listen" and RANK == "0":
+        del os.environ["MASTER_ADDR"]
+    registered = []
+    os.register_at_fork = lambda **what: registered.append(what)
+    asyncio.run(processes.end_together(globals()[case]()))
+    assert len(registered) == 1
+    time.sleep(1)
+    print("ended well")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
