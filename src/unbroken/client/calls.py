@@ -267,8 +267,9 @@ def _pause_s(attempt: int, retry_after: str | None = None) -> float:
 
 _MAX_IDLE = 256
 _EXPIRY_S = 5.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""TCP keep-alive notices after 90 s that a machine is gone, however long an answer may take."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+"""TCP notices after 90 s that a machine is gone, however long an answer may take: by keep-alive, or, if it was still
+sending a request, by its last limit in ms, which would be 15 minutes."""
 
 
 class Connections(httpx.AsyncBaseTransport):

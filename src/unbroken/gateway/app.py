@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unbroken.client.calls import Connections
 from unbroken.engines.base import Engine
 from unbroken.errors import StoreError
 from unbroken.gateway.config import GatewayConfig
@@ -47,8 +48,12 @@ _HOP = b"x-unbroken-forwarded"
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _RETRY = b"x-stainless-retry-count"
 _OF_CONNECTION = frozenset(
-    {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"date", b"server", _HOP}
-)
+    {
+        b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"proxy-connection",
+        b"proxy-authenticate", b"proxy-authorization", b"date", b"server", _HOP,
+    }
+)  # fmt: skip
+"""Headers of one connection, or that each gateway writes itself."""
 _CONTROL_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/.*)?")
 _CONNECT_S = 5.0
 _ENDS = "unbroken.ends"
@@ -176,16 +181,16 @@ class Forwarding:
     turn which that one recorded is not sampled twice. Its session is taken over if its process has ended, and else
     refused with 503 until it answers.
 
-    It stands inside the guard, which has checked the request and read its body.
+    It stands inside the guard, which has checked the request and read its body. An owner whose machine is gone is
+    noticed by its connection (`Connections`), so that an answer may take as long as it takes.
     """
 
     def __init__(self, app: ASGIApp, *, find_elsewhere: Callable[[str], Awaitable[str | None]]) -> None:
         """`find_elsewhere` gives the URL of the gateway that has a session; None if this one may answer."""
         self._app = app
         self._find_elsewhere = find_elsewhere
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=httpx.Limits(max_connections=None), trust_env=False
-        )
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
+        self._client = httpx.AsyncClient(transport=Connections(), timeout=timeout, trust_env=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
@@ -194,7 +199,11 @@ class Forwarding:
                 await self._app(scope, receive, send)
             return
         session_id = _find_session_of(scope)
-        url = None if session_id is None else await self._find_elsewhere(session_id)
+        try:
+            url = None if session_id is None else await self._find_elsewhere(session_id)
+        except StoreError as error:
+            await error_response(error, path=scope["path"])(scope, receive, send)
+            return
         if url is None:
             await self._app(scope, receive, send)
             return
@@ -205,7 +214,7 @@ class Forwarding:
     async def _pass_on(self, url: str, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer as the gateway at `url` does; returns whether it began to. Else `scope` is the request to answer."""
         target = httpx.URL(url).copy_with(raw_path=scope["raw_path"] + (b"?" + scope["query_string"]).rstrip(b"?"))
-        headers = [pair for pair in scope["headers"] if pair[0] not in _OF_CONNECTION]
+        headers = _pass_headers(scope["headers"])
         if (key := scope.get(_KEY_OF_PATH)) is not None:  # in a path, it would be in httpx's log
             headers = [pair for pair in headers if pair[0] not in _KEYS]
             headers.append((b"authorization", b"Bearer " + key.encode()))
@@ -214,10 +223,9 @@ class Forwarding:
             async with self._client.stream(
                 scope["method"], target, headers=[*headers, (_HOP, b"1")], content=body
             ) as answer:
-                kept = [(name.lower(), value) for name, value in answer.headers.raw]
-                kept = [pair for pair in kept if pair[0] not in _OF_CONNECTION]
+                headers = _pass_headers([(name.lower(), value) for name, value in answer.headers.raw])
                 has_begun = True
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
                 async for part in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         except httpx.TransportError as error:
@@ -227,6 +235,14 @@ class Forwarding:
             return has_begun  # without its end, the connection is closed, and the client sees that the answer was cut
         await send({"type": "http.response.body", "body": b""})
         return True
+
+
+def _pass_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers that are passed on: not those of the connection, and not those that its `Connection` names."""
+    headers = list(headers)
+    named = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
+    own = _OF_CONNECTION.union(name.strip() for name in named)
+    return [pair for pair in headers if pair[0] not in own]
 
 
 def _find_session_of(scope: Scope) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,6 +10,7 @@ from unbroken.errors import InvalidInputError
 
 _MAX_URL = 63
 """What PostgreSQL keeps of a connection's name."""
+_ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?/?")
 
 
 class OnDisconnect(StrEnum):
@@ -48,9 +50,14 @@ class GatewayConfig:
         for name in ("ttl_s", "max_sessions", "max_in_flight", "sweep_s"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(f"{name} must be > 0, got {getattr(self, name)}")
-        if (url := self.advertise) is not None:
-            is_url = url.isascii() and url.startswith(("http://", "https://"))
-            if not (is_url and len(url) <= _MAX_URL):
-                raise InvalidInputError(
-                    f"advertise must be an http:// or https:// URL of at most {_MAX_URL} ASCII characters, got {url!r}"
-                )
+        url = self.advertise
+        if url is not None and not (len(url) <= _MAX_URL and _is_address(url)):
+            raise InvalidInputError(
+                f"advertise must be an http:// or https:// URL of at most {_MAX_URL} ASCII characters, with a host, a "
+                f"port if need be, and no path, got {url!r}"
+            )
+
+
+def _is_address(url: str) -> bool:
+    found = _ADDRESS.fullmatch(url)
+    return found is not None and (found[1] is None or 0 < int(found[1]) < 2**16)

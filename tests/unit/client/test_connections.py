@@ -119,6 +119,8 @@ async def test_a_machine_that_vanishes_is_noticed_by_the_connection_itself(serve
         assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         if hasattr(socket, "TCP_KEEPIDLE"):
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # for a request that was being sent
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 90_000
         await answer.aread()
 
 

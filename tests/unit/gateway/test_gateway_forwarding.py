@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,7 +15,8 @@ from support.gateways import CHAT, USER, make_gateway, scripted
 from support.packed_sender import free_port
 from support.postgres import PostgresServer, run_postgres
 from support.servers import listening
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, StoreError
+from unbroken.gateway.app import SESSION, Forwarding
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 from unbroken.ledger.store import open_store
 from unbroken.types import SampleChunk, SampleRequest
@@ -162,7 +164,76 @@ def test_only_the_url_of_another_gateway_that_runs_is_found(postgres: PostgresSe
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("url", ["10.0.0.1:8000", "http://" + "x" * (LIMIT - 6), "http://ä"])
-def test_a_url_that_postgres_would_not_keep_is_refused(url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "10.0.0.1:8000", "http://" + "x" * (LIMIT - 6), "http://ä", "http://a/path", "http://a?x=1", "http://a#b",
+        "http://a:0", "http://a:99999", "http://a:b", "http://", "http://user@a", "http://a ", "http://a?",
+    ],
+)  # fmt: skip
+def test_a_url_that_postgres_would_not_keep_or_that_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidInputError, match="advertise must be an http:// or https:// URL of at most 63 ASCII"):
         GatewayConfig(advertise=url)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:8000", "https://gateway-3.internal", "http://[::1]:80", "http://a/"])
+def test_an_address_is_taken_as_it_is(url: str) -> None:
+    assert GatewayConfig(advertise=url).advertise == url
+
+
+async def run_forwarding(find_elsewhere: Callable[[str], Awaitable[str]], **scope: Any) -> list[dict[str, Any]]:
+    """What a `Forwarding` answers to a request about the session s; nothing stands behind it."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def app(*_: Any) -> None:
+        raise AssertionError
+
+    path = "/v1/messages"
+    request = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    await Forwarding(app, find_elsewhere=find_elsewhere)(
+        {**request, "headers": [], SESSION: "s", **scope}, receive, send
+    )
+    return sent
+
+
+async def test_a_store_that_fails_while_the_owner_is_looked_for_is_an_error_of_the_dialect() -> None:
+    async def find_elsewhere(session_id: str) -> str:
+        raise StoreError("the database is away")
+
+    start, body = await run_forwarding(find_elsewhere)
+    error = json.loads(body["body"])
+    assert (start["status"], error["type"], error["error"]["code"]) == (503, "error", "store_error")
+    assert "the database is away" in error["error"]["message"]
+
+
+async def test_headers_of_a_connection_are_not_passed_on() -> None:
+    heads: list[bytes] = []
+    of_connection = b"Connection: close, X-Own\r\nX-Own: 1\r\nTrailer: x\r\nProxy-Authenticate: Basic\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nX-Kept: 1\r\n" + of_connection + b"\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+
+        async def find_elsewhere(session_id: str) -> str:
+            return f"http://127.0.0.1:{port}"
+
+        headers = {
+            b"connection": b"keep-alive, X-Hop",
+            b"x-hop": b"1",
+            b"proxy-authorization": b"secret",
+            b"x-end": b"1",
+        }
+        start, *_ = await run_forwarding(find_elsewhere, headers=list(headers.items()))
+    assert start["headers"] == [(b"content-length", b"0"), (b"x-kept", b"1")]
+    assert b"x-end: 1\r\n" in heads[0]
+    assert not any(name in heads[0] for name in (b"x-hop", b"secret"))
