@@ -26,7 +26,11 @@ def replace_sampled_placeholders(
         yield token_ids_BT
         return
     other = next(i for i in range(len(features) + 1) if i not in features.tolist())
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: (token_ids_BT,))
+
+    def feed(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (token_ids_BT, *arguments[1:]), {name: value for name, value in named.items() if name != "input"}
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(feed, with_kwargs=True)
     try:
         yield token_ids_BT.masked_fill(stray_BT, other)
     finally:
