@@ -20,6 +20,8 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 
 _POLL_S = 0.5
 """How often the list is read, and each server asked for its health."""
+_SETTLES_S = 0.25
+"""How long a file must have the same addresses before they count."""
 _MAX_FAILURES = 2
 """After so many health checks in a row a server is gone; one may fail for a busy server."""
 
@@ -31,7 +33,7 @@ class EngineDirectory(Protocol):
     """A list of servers that changes. A list that does not change is a sequence of addresses."""
 
     def addresses(self) -> tuple[str, ...]:
-        """The addresses now. Asked twice a second, it answers from what it knows."""
+        """The addresses now. It is asked twice a second, in a thread: a file may be on another machine's disk."""
         ...
 
 
@@ -42,22 +44,27 @@ class FileDirectory:
         """The file may be written later."""
         self._path = path
         self._read: tuple[str, ...] | None = None
+        self._since_s = 0.0
+        """Since when it has been read so."""
         self._addresses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return str(self._path)
 
     def addresses(self) -> tuple[str, ...]:
-        """Those that two reads in a row found, so that a half-written file counts for nothing.
+        """Those that reads have found for a quarter of a second, so that a half-written file counts for nothing.
 
-        A file that cannot be read changes nothing either.
+        A file that cannot be read changes nothing either. The first that can be read counts at once.
         """
         try:
             lines = self._path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             return self._addresses
         before, self._read = self._read, tuple(dict.fromkeys(filter(None, (_strip(line) for line in lines))))
-        if before is None or before == self._read:
+        now_s = time.monotonic()
+        if before != self._read:
+            self._since_s = now_s
+        if before is None or now_s - self._since_s >= _SETTLES_S:
             self._addresses = self._read
         return self._addresses
 
@@ -98,7 +105,7 @@ async def _follow(directory: EngineDirectory, members: Members, first: tuple[str
     lives: dict[str, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as tasks:
         while True:
-            listed = directory.addresses()
+            listed = await asyncio.to_thread(directory.addresses)
             for url in (*first, *listed):
                 if url not in lives:
                     lives[url] = tasks.create_task(_accompany(url, members))

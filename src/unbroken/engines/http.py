@@ -341,7 +341,7 @@ async def _find_first(directory: EngineDirectory, access: ServerAccess, wait_s: 
     listed: tuple[str, ...] | None = None
     deadline_s = time.monotonic() + wait_s
     while True:
-        before, listed = listed, directory.addresses()
+        before, listed = listed, await asyncio.to_thread(directory.addresses)
         async with AsyncExitStack() as stack:
             for url in listed:
                 check_address(url)

@@ -285,9 +285,13 @@ class _Receivers:
             self._clients[url] = self._make_client(url)
         if not await self.is_healthy(url):
             raise ServerUnreachableError("it does not answer")
-        await self._publisher.admit(self._clients[url])
         if (leaving := self._leaving.pop(url, None)) is not None:
-            leaving.cancel()
+            leaving.cancel()  # before it is admitted, which takes a while
+        try:
+            await self._publisher.admit(self._clients[url])
+        except BaseException:
+            self.leave(url)
+            raise
 
     async def is_healthy(self, url: str) -> bool:
         return await self._clients[url].health()

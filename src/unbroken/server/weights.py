@@ -155,6 +155,7 @@ class WeightLoader:
             yield
         finally:
             looking.cancel()
+            await asyncio.wait({looking})
 
     async def _follow(self, folder: Path, *, refused: str) -> str:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
@@ -169,6 +170,10 @@ class WeightLoader:
             if str(error) != refused:
                 _log.warning("the newest version in %s is not loaded, and is tried again: %s", folder, error)
             return str(error)
+        except Exception as error:
+            if repr(error) != refused:
+                _log.exception("the newest version in %s is not loaded, and is tried again", folder)
+            return repr(error)
         return ""
 
     def check_folder(self, folder: Path, *, param: str = "folder") -> Path:

@@ -62,19 +62,49 @@ async def wait_until(holds: Callable[[], Any]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_file_lists_an_address_a_line_and_a_change_counts_once_two_reads_agree(tmp_path: Path) -> None:
+def test_a_file_lists_an_address_a_line_and_a_change_counts_once_reads_agree_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "engines.txt"
     listed = FileDirectory(path)
+    now_s = 100.0
+    monkeypatch.setattr(directory.time, "monotonic", lambda: now_s)
     assert listed.addresses() == ()
     path.write_text("# two machines\nhttp://a:1/\n\n  http://b:2  # the second\nhttp://a:1\n")
     assert listed.addresses() == ("http://a:1", "http://b:2")
     path.write_text("")  # as while it is written
     assert listed.addresses() == ("http://a:1", "http://b:2")
+    assert listed.addresses() == ("http://a:1", "http://b:2")  # of another one who reads it at the same time
     path.write_text("http://b:2\n")
     assert listed.addresses() == ("http://a:1", "http://b:2")
+    now_s += 0.3
     assert listed.addresses() == ("http://b:2",)
     path.unlink()
     assert listed.addresses() == ("http://b:2",)
+
+
+async def test_a_list_that_takes_long_to_read_holds_up_nothing_else() -> None:
+    class Slow(Listed):
+        def addresses(self) -> tuple[str, ...]:
+            time.sleep(0.3)
+            return super().addresses()
+
+    async with listening(make_app(fives())) as one:
+        longest_s = 0.0
+
+        async def measure() -> None:
+            nonlocal longest_s
+            while True:
+                began_s = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest_s = max(longest_s, time.monotonic() - began_s)
+
+        measuring = asyncio.create_task(measure())
+        engine = await HttpEngine.connect(Slow(one))
+        await asyncio.sleep(0.5)
+        measuring.cancel()
+        await engine.close()
+    assert longest_s < 0.25
 
 
 async def test_i6_a_server_that_comes_is_sampled_from_once_it_has_the_newest_version() -> None:

@@ -21,6 +21,7 @@ from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
 from unbroken.runs.processes import Rank
+from unbroken.weights.disk import DiskPublisher
 
 TALKATIVE = """
 import sys, time
@@ -97,6 +98,43 @@ async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lis
             await asyncio.sleep(0.3)
             update = await found.publisher.publish(model.named_parameters(), policy_version=3)
             assert (first.policy_version, second.policy_version, update.missed_by) == (2, 3, ())
+
+
+async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "_POLL_S", 0.02)
+    monkeypatch.setattr(directory, "_SETTLES_S", 0.0)
+    monkeypatch.setattr(engines, "_STILL_SENT_S", 0.4)
+    model, listed = tiny_qwen3(vocab_size=len(server_tokenizer())), tmp_path / "engines.txt"
+    first, second = scripted_engine("x"), scripted_engine("x")
+    admit = DiskPublisher.admit
+    num_admitted = 0
+
+    async def admit_slowly(publisher: DiskPublisher, client: Any) -> None:
+        nonlocal num_admitted
+        await admit(publisher, client)
+        await asyncio.sleep(0.5)
+        num_admitted += 1
+
+    monkeypatch.setattr(DiskPublisher, "admit", admit_slowly)
+
+    async def wait_for(urls: tuple[str, ...], number: int) -> None:
+        async with asyncio.timeout(10):
+            while found.engine.urls != urls or num_admitted != number:  # noqa: ASYNC110  # of a task
+                await asyncio.sleep(0.01)
+
+    async with (
+        listening(make_app(first, weights_dir=tmp_path / "w")) as one,
+        listening(make_app(second, weights_dir=tmp_path / "w")) as two,
+    ):
+        listed.write_text(f"{one}\n{two}\n")
+        config = server(one, urls=(), urls_file=listed, weights_dir=tmp_path / "w")
+        async with engine_of(config, model, tmp_path) as found:
+            listed.write_text(f"{one}\n")
+            await wait_for((one,), 0)
+            listed.write_text(f"{one}\n{two}\n")
+            await wait_for((one, two), 1)
+            await found.publisher.publish(model.named_parameters(), policy_version=1)
+            assert (first.policy_version, second.policy_version) == (1, 1)
 
 
 async def test_of_several_processes_the_first_publishes_to_servers(tmp_path):

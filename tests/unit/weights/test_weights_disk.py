@@ -256,6 +256,33 @@ async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
     await expected.close()
 
 
+async def test_a_server_goes_on_following_after_an_error_that_nobody_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("unbroken.server.weights._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("unbroken.server.weights._TRY_AGAIN_S", 0.05)
+    engine = scripted_engine("a")
+    update = engine.update_weights
+    num_calls = 0
+
+    async def fail_twice(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3:
+            raise ZeroDivisionError("how odd")
+        return await update(*arguments, **options)
+
+    engine.update_weights = fail_twice
+    async with listening(make_app(engine, versions_from=tmp_path)):
+        write_weights(tmp_path, [], policy_version=1)
+
+        async def has_version() -> bool:
+            return engine.policy_version == 1
+
+        await wait_until(has_version)
+    assert caplog.text.count("ZeroDivisionError: how odd") == 1
+
+
 async def test_a_server_with_no_version_to_follow_serves_its_own_weights(tmp_path: Path) -> None:
     async with servers(tmp_path, versions_from=tmp_path / "later") as (client,):
         assert await client.policy_version() == 0
