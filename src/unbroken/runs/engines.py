@@ -106,7 +106,8 @@ async def open_engine(
         InvalidInputError: the engine's vocabulary is not the model's.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
-    weights = output / "weights" if config.weights_dir is None else config.weights_dir
+    own_folder = output / ("weights" if name == "engine" else "weights-of-evaluation")
+    weights = own_folder if config.weights_dir is None else config.weights_dir
     vocab_size = len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
@@ -217,6 +218,7 @@ async def _connect(
         from unbroken.client import AsyncClient
         from unbroken.weights.broadcast import BroadcastPublisher
         from unbroken.weights.disk import DiskPublisher
+        from unbroken.weights.store import VersionStore
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
@@ -230,7 +232,10 @@ async def _connect(
             )
             clients = [await stack.enter_async_context(make_client(url)) for url in engine.urls]
             if config.transport is WeightTransport.FILES:
-                publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
+                store = None if config.versions_to is None else VersionStore(config.versions_to)
+                publisher = DiskPublisher(
+                    clients, weights, store=store, timeout_s=config.publish_timeout_s, **_updating(config)
+                )
                 if isinstance(servers, EngineDirectory):
                     await stack.enter_async_context(
                         _receiving(publisher, dict(zip(engine.urls, clients, strict=True)), servers, make_client)
