@@ -44,6 +44,7 @@ from unbroken.rendering.loader import load_tokenizer
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, without_launcher
+from unbroken.server.config import ServerLimits
 from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
@@ -172,8 +173,9 @@ async def _start_colocated(
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ModuleNotFoundError as error:
         raise missing_extra(error, "engine.kind colocated needs vLLM", "vllm") from error
-    # Nobody reads vLLM's statistics, which take time.
+    # Nobody reads vLLM's statistics, which take time. As many logprobs as `unbroken serve` has: top_k is below them.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
+    options += ["--max-logprobs", str(ServerLimits().max_top_logprobs)]
     options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.vllm_options]
 
     async def start() -> SleepingEngine:
