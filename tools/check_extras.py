@@ -227,6 +227,14 @@ README_TESTS = (
     f"{REPOSITORY / 'tests' / 'e2e' / 'test_documentation.py'}"
 )
 
+RAY = """
+import ray
+from unbroken.cluster import driver
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+assert len(ray.nodes()) == 1
+ray.shutdown()
+"""
+
 CHECKS: dict[str, tuple[list[str], ...]] = {
     "train": (["-m", "unbroken", "train", str(REPOSITORY / "recipes" / "lookup.py"), *SHORT_RUN.split()],),
     "serve": (["-c", SAVE_TINY_MODEL], ["-c", SERVE]),
@@ -257,6 +265,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
         ],
     ),
     "postgres": (["-c", POSTGRES],),
+    "ray": (["-c", RAY],),
     "gym": (["-c", GYM],),
     "reasoning-gym": (["-c", REASONING_GYM],),
     "mcp": (["-c", MCP],),

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
+from unbroken.cluster.command import add_cluster_parser, split_recipe_options
 from unbroken.demo.command import add_demo_parser
 from unbroken.drift.command import add_drift_parser
 from unbroken.errors import UnbrokenError, missing_extra
@@ -35,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"]:
         words = name_model(words)
+    words, recipe_options = split_recipe_options(words)
     arguments, others = parser.parse_known_args(words)
     if others and arguments.run is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.engine_options = others
+    arguments.engine_options, arguments.recipe_options = others, recipe_options
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_demo_parser(commands)
     add_train_parser(commands)
+    add_cluster_parser(commands)
     add_export_parser(commands)
     serve = commands.add_parser(
         "serve",

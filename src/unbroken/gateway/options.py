@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from unbroken.errors import InvalidInputError
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
@@ -31,9 +32,12 @@ class GatewayOptions(AppOptions):
 
     tokenizer: str
     """Folder or hub name of the model's tokenizer, with its chat template."""
-    upstream: tuple[str, ...]
+    upstream: tuple[str, ...] = ()
     """URL of a server that samples: `unbroken serve`, or `vllm serve --enable-scale-out` of 0.32 or later; can be
     repeated, for servers of one model: a session stays with one of them while that one answers."""
+    upstream_file: Path | None = None
+    """Instead of --upstream: a file with one URL a line, read again while the gateway serves, as a run's
+    engine.urls_file."""
     upstream_key: str | None = None
     """Key of the upstreams."""
     upstream_wait_s: float = 600.0
@@ -47,6 +51,10 @@ class GatewayOptions(AppOptions):
         for url in self.upstream:
             if not url.startswith(("http://", "https://")):
                 raise InvalidInputError(f"--upstream must be an http:// or https:// URL, got {url!r}")
+        if bool(self.upstream) == (self.upstream_file is not None):
+            raise InvalidInputError(
+                f"either --upstream or --upstream-file must be given, got {self.upstream} and {self.upstream_file}"
+            )
         if not self.upstream_wait_s >= 0:
             raise InvalidInputError(f"--upstream-wait-s must be >= 0, got {self.upstream_wait_s}")
 
@@ -56,7 +64,8 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unbroken gateway --upstream URL --tokenizer TOKENIZER --store LOCATION [OPTION ...]"
     parser.epilog = _EPILOG
     servers = OptionGroup(parser, "servers and sessions", GatewayOptions)
-    servers.add("upstream", action="append", default=None, required=True, metavar="URL")
+    servers.add("upstream", action="append", default=[], metavar="URL")
+    servers.add("upstream_file", type=Path, metavar="FILE")
     servers.add_key("upstream_key")
     servers.add("upstream_wait_s", type=float, metavar="SECONDS")
     servers.add("tokenizer", default=None, required=True, metavar="TOKENIZER")
@@ -77,6 +86,7 @@ def read_gateway_options(arguments: argparse.Namespace) -> GatewayOptions:
         **read_app_options(arguments, model_name=arguments.tokenizer),
         tokenizer=arguments.tokenizer,
         upstream=tuple(arguments.upstream),
+        upstream_file=arguments.upstream_file,
         upstream_key=read_key(arguments.upstream_key, arguments.upstream_key_file, "--upstream-key"),
         upstream_wait_s=arguments.upstream_wait_s,
         store=arguments.store,

@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeVar
 from fastapi import FastAPI
 
 from unbroken.engines.base import Engine
+from unbroken.engines.directory import FileDirectory
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import InvalidInputError
 from unbroken.gateway.app import create_gateway
@@ -44,7 +45,7 @@ def serve_gateway(options: GatewayOptions) -> int:
 
     async def start(codec: TextCodec, *_: Any) -> Engine:
         return await HttpEngine.connect(
-            options.upstream,
+            options.upstream if options.upstream_file is None else FileDirectory(options.upstream_file),
             api_key=options.upstream_key,
             timeout_s=options.config.limits.request_timeout_s,
             wait_s=options.upstream_wait_s,

@@ -24,6 +24,8 @@ _FILE = "recipe.json"
 _PART = "recipe.json.part"
 _LOCK = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
+_CLUSTER = "cluster"
+"""Of `unbroken cluster run`, which is there first."""
 TRACEBACK = "traceback.txt"
 """Of an exception in the user's code that ended the run."""
 _FILES_OF_A_RUN = (
@@ -33,7 +35,7 @@ _FILES_OF_A_RUN = (
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
     {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", _EVALUATIONS}
-    | {"sessions", "agents", TRACEBACK}
+    | {_CLUSTER, "sessions", "agents", TRACEBACK}
 )
 _MAY_CHANGE = (
     "output",
@@ -149,7 +151,7 @@ def _close(descriptors: list[int]) -> None:
 def _check_no_other_files(folder: Path) -> None:
     if not folder.is_dir() or (folder / _FILE).exists():
         return
-    if any(each.name not in (_PART, _LOCK) for each in folder.iterdir()):
+    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline") for each in folder.iterdir()):
         raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
 
 

@@ -15,6 +15,7 @@ ASSETS = {
     "retokenised.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "store.js": "text/javascript; charset=utf-8",
+    "cluster.js": "text/javascript; charset=utf-8",
     "run.js": "text/javascript; charset=utf-8",
     "step.js": "text/javascript; charset=utf-8",
     "rollout.js": "text/javascript; charset=utf-8",

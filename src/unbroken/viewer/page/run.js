@@ -21,7 +21,7 @@ async function showRun(index) {
   return el('div', {}, makeRunTable(runs),
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
     hasNumbers || runs.every((run) => run.kind === 'store') ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
-    sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeOthers(runs, names));
+    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeOthers(runs, names));
 }
 
 function makeSection(title, charts) {

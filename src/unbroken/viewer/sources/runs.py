@@ -20,6 +20,7 @@ from unbroken.viewer.sources.rollouts import StepFiles, describe_trajectory, rea
 
 _METRICS = Path("metrics") / "metrics.jsonl"
 _EVALUATIONS = Path("evaluation.jsonl")
+_CLUSTER_STATE, _CLUSTER_EVENTS = Path("cluster") / "state.json", Path("cluster") / "log.jsonl"
 _MAX_STEPS = 16
 """Steps whose summaries are kept in memory."""
 _MAX_IMAGE_BYTES = 100 << 20
@@ -72,7 +73,21 @@ class RunReader:
             "evaluations": evaluations,
             "recorded_steps": self.list_steps(),
             "problems": problems + others,
+            "cluster": self._read_cluster(),
         }
+
+    def _read_cluster(self) -> dict[str, Any] | None:
+        """How the parts of a run on several machines are, and what happened to them; None of another run."""
+        try:
+            with open_inside(self.folder, *_CLUSTER_STATE.parts) as file:
+                state = read_json(file.read(_MAX_LINE_BYTES + 1), max_bytes=_MAX_LINE_BYTES)
+        except (OSError, InvalidInputError):
+            return None
+        fields = ("time_s", "parts", "nodes", "versions")
+        if not (isinstance(state, dict) and all(name in state for name in fields)):
+            return None
+        events, _ = _read_numbers(self.folder, *_CLUSTER_EVENTS.parts)
+        return {"state": {name: state[name] for name in fields}, "events": events}
 
     def list_steps(self) -> list[int]:
         """The steps of which rollouts were kept."""
@@ -155,7 +170,7 @@ class RunReader:
         raise LookupError(f"the run in {self.folder} has no rollouts of step {step}")
 
     def _find_revision(self) -> str:
-        paths = [self.folder / _METRICS, self.folder / _EVALUATIONS]
+        paths = [self.folder / _METRICS, self.folder / _EVALUATIONS, self.folder / _CLUSTER_EVENTS]
         records = [str(_signature(path)) for files in self._list_files() for path in files.paths]
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
 

@@ -1,0 +1,1 @@
+"""`unbroken cluster`: a run on several machines. Only `driver` and `actors` import Ray."""

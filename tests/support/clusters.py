@@ -1,0 +1,187 @@
+"""A Ray cluster of several nodes inside this machine, and `unbroken cluster run` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.forks import ForkedPython
+from unbroken.runs.records.files import find_records, read_records
+
+RECIPE = Path(__file__).parent / "letters_recipe.py"
+LONGEST_S = 150.0
+_STORE_BYTES = 80 * 2**20
+_RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+
+
+class Nodes:
+    """Nodes of Ray on the loopback, which trust who has the token."""
+
+    def __init__(self, *cpus: int) -> None:
+        """Nodes with so many CPUs, beside the head, which has none."""
+        self.environment = {**_RAY, "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        os.environ.update(self.environment)
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False, **_node_options()}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._nodes = [(num_cpus, self._add(num_cpus)) for num_cpus in cpus]
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def kill(self, name: str) -> Callable[[], None]:
+        """Kill a node by its name in the status of a run; returns what starts another of its size."""
+        (found,) = [each for each in self._nodes if each[1].node_id.startswith(name.rpartition("/")[2])]
+        self._nodes.remove(found)
+        num_cpus, node = found
+        self._cluster.remove_node(node, allow_graceful=False)
+        return lambda: self._nodes.append((num_cpus, self._add(num_cpus)))
+
+    def _add(self, num_cpus: int) -> Any:
+        return self._cluster.add_node(num_cpus=num_cpus, **_node_options())
+
+    def kill_head(self) -> None:
+        """Kill what all nodes ask."""
+        self._cluster.head_node.kill_gcs_server(check_alive=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+        for name in self.environment:
+            os.environ.pop(name, None)
+
+
+def _node_options() -> dict[str, Any]:
+    return {"node_ip_address": "127.0.0.1", "object_store_memory": _STORE_BYTES}
+
+
+class ClusterRun:
+    """`unbroken cluster run`, seen by its files."""
+
+    def __init__(self, nodes: Nodes, output: Path, model: Path, options: Sequence[str], own: Sequence[str]) -> None:
+        self.output = output
+        self._log = output.with_name(f"{output.name}.log")
+        variables = {
+            "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        words = [
+            "cluster",
+            "run",
+            RECIPE,
+            "--address",
+            nodes.address,
+            "--cpu",
+            "--engine.options=--engine transformers",
+        ]
+        words += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        words += [*options, "--", f"--output={output}", f"--model={model}", "--rollout-log.groups=none", *own]
+        environment = {**variables, **nodes.environment}
+        self.process = ForkedPython("unbroken", *words, output=self._log, environment=environment, new_session=True)
+
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def steps(self) -> list[dict[str, Any]]:
+        return _read_lines(self.output / "metrics" / "metrics.jsonl")
+
+    def events(self) -> list[dict[str, Any]]:
+        return _read_lines(self.output / "cluster" / "log.jsonl")
+
+    def state(self) -> dict[str, Any]:
+        path = self.output / "cluster" / "state.json"
+        return json.loads(path.read_text()) if path.exists() else {"parts": []}
+
+    def part(self, name: str) -> dict[str, Any]:
+        return next((each for each in self.state()["parts"] if each["name"] == name), {"state": ""})
+
+    def reasons(self, part: str) -> list[str]:
+        """Why a part was started again or lost."""
+        return [
+            each["reason"] for each in self.events() if each["part"] == part and each["what"] in ("restart", "lost")
+        ]
+
+    def wait_until(self, holds: Callable[[], Any]) -> float:
+        """Returns how long it took."""
+        began_s = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began_s < LONGEST_S, self.explain()
+            assert self.process.poll() is None, self.explain()
+            time.sleep(0.05)
+        return time.monotonic() - began_s
+
+    def wait_for_steps(self, number: int) -> None:
+        self.wait_until(lambda: len(self.steps()) >= number)
+
+    def finish(self) -> None:
+        """Wait for the end of a run that ends well."""
+        self.wait_until_ended()
+        assert self.process.poll() == 0, self.explain()
+
+    def wait_until_ended(self) -> int:
+        began_s = time.monotonic()
+        while self.process.poll() is None:
+            assert time.monotonic() - began_s < LONGEST_S, self.explain()
+            time.sleep(0.05)
+        self.check_nothing_is_left()
+        return int(self.process.poll() or 0)
+
+    def check_nothing_is_left(self) -> None:
+        """Processes of the run end with it, or within seconds."""
+        until_s = time.monotonic() + 15
+        while left := self._find_processes():
+            assert time.monotonic() < until_s, left
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+
+    def problems(self) -> list[int]:
+        """Those of each step, in the order of the steps."""
+        groups = [
+            {record["group"] for record in read_records(path) if record["kind"] == "trajectory"}
+            for _, path in sorted(find_records(self.output / "rollouts").items())
+        ]
+        return [int(name.rpartition("-")[2]) for of_step in groups for name in sorted(of_step)]
+
+    def explain(self) -> str:
+        logs = sorted((self.output / "cluster").glob("*.log"))
+        return "\n".join([self.text()[-3000:], *(f"{path.name}: {path.read_text()[-1500:]}" for path in logs)])
+
+    def _find_processes(self) -> list[str]:
+        """Commands that name the output, and are none of Ray's own."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(self.output) + "/" in words or f"{self.output} " in words:
+                found.append(words)
+        return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,135 @@
+"""Parts of a run on several machines: options, what is refused, and the commands of a plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.clusters import RECIPE
+from unbroken.cli import main
+from unbroken.cluster.plan import ClusterOptions, Gang, format_commands, make_plan
+from unbroken.cluster.processes import Kind
+from unbroken.errors import InvalidInputError
+
+POSTGRES = "postgresql://db/sessions"
+
+
+def own(tmp_path: Path, *options: str) -> list[str]:
+    return [f"--output={tmp_path / 'run'}", f"--model={tmp_path / 'model'}", *options]
+
+
+def options(**values) -> ClusterOptions:
+    return ClusterOptions(**{"trainers": Gang(num_nodes=2, num_processes=8), "engines": 12, "engine_tp": 2, **values})
+
+
+def test_each_part_is_a_command_with_its_resources(tmp_path):
+    plan = make_plan(
+        RECIPE, options(samplers=16, gateways=1, gateway_store=POSTGRES), own(tmp_path, "--loop.num-steps=5")
+    )
+    assert [part.name for part in plan.parts] == [
+        "trainers-0", "trainers-1", *(f"engine-{k}" for k in range(12)),
+        *(f"sampler-{k}" for k in range(16)), "gateway-0",
+    ]  # fmt: skip
+    assert plan.count_needs() == (16 + 12 + 16 + 1, 16 + 24)
+    train = plan.of_kind(Kind.TRAINERS)[0].make_command("py", host="10.0.0.1", port=0)
+    assert train[:4] == ["py", "-m", "unbroken", "train"]
+    assert {"--loop.num-steps=5", "--engine.kind=server", f"--engine.urls-file={tmp_path}/run/cluster/engines.txt"} < {
+        *train
+    }
+    serve = " ".join(plan.of_kind(Kind.ENGINE)[0].make_command("py", host="10.0.0.1", port=0))
+    assert f"serve {tmp_path}/model --host 10.0.0.1 --port 0" in serve
+    assert f"--weights-dir {tmp_path}/run/weights --versions-from {tmp_path}/run/weights" in serve
+    assert serve.endswith("--tensor-parallel-size 2")
+    sampler = " ".join(plan.of_kind(Kind.SAMPLER)[3].make_command("py", trainer="10.0.0.2:8503", gateway="http://g"))
+    assert f"sampler --connect 10.0.0.2:8503 --key-file {tmp_path}/run/cluster/key" in sampler
+    assert "--sessions.url=http://g" in sampler
+    gateway = " ".join(plan.of_kind(Kind.GATEWAY)[0].make_command("py", host="10.0.0.1", port=8))
+    assert gateway.endswith("--host 10.0.0.1 --port 8 --advertise http://10.0.0.1:8")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engines": 0}, "--engines must be >= 1, got 0"),
+        ({"engine_tp": 0}, "--engine.tp must be >= 1, got 0"),
+        ({"samplers": 3}, "--samplers must be at least the trainer processes of --trainers 2x8, 16, because"),
+        ({"gateways": 2}, "--gateway.store must be a postgresql:// URL with --gateways 2"),
+        ({"gateways": 2, "gateway_store": "runs/sessions"}, "--gateway.store must be a postgresql:// URL"),
+        ({"gateway_store": POSTGRES}, "--gateway.store must be left out without --gateways"),
+        ({"cpu": True}, "--engine.tp must be 1 with --cpu, got 2"),
+        ({"env": ("A",)}, "--env must be NAME=VALUE, got 'A'"),
+        ({"serve_options": "'"}, "--engine.options must be words of a shell"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(values, message):
+    with pytest.raises(InvalidInputError, match=message):
+        options(**values)
+
+
+@pytest.mark.parametrize("text", ["2", "0x8", "2x0", "2x8x1", "x"])
+def test_trainers_are_nodes_and_processes(text):
+    with pytest.raises(InvalidInputError, match="--trainers must be NODESxPROCESSES, such as 2x8, got"):
+        Gang.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("own_options", "message"),
+    [
+        (["--engine.kind=embedded"], "engine.kind must be left out for a cluster, .* got embedded"),
+        (["--engine.kind=colocated"], "engine.kind must be left out for a cluster, .* got colocated"),
+        (
+            ["--engine.kind=server", "--engine.urls=http://a:1", "--engine.weights-dir=w"],
+            "engine.urls must be left out for a cluster, which sets it",
+        ),
+    ],
+)
+def test_a_recipe_with_engines_of_its_own_is_refused(tmp_path, own_options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        make_plan(RECIPE, options(), own(tmp_path, *own_options))
+
+
+def test_a_recipe_without_a_model_needs_one_for_the_engines(tmp_path):
+    recipe = Path(__file__).parents[3] / "recipes" / "lookup.py"
+    with pytest.raises(InvalidInputError, match=r"--engine.model must be given: lookup.py has no model"):
+        make_plan(recipe, options(), [f"--output={tmp_path}"])
+
+
+def test_what_is_missing_in_a_cluster_is_named_with_its_option(tmp_path):
+    plan = make_plan(RECIPE, options(), own(tmp_path))
+    node = {"CPU": 100.0, "GPU": 8.0}
+    assert plan.check_nodes([node] * 5) == ""
+    assert plan.check_nodes([node, {"CPU": 100.0}]).startswith(
+        "--trainers 2x8 needs 2 nodes with 8 GPUs each, and 1 of 2"
+    )
+    assert plan.check_nodes([node] * 4) == (
+        "the parts need 40 GPUs (--trainers 16, --engine 24), and the cluster has 32: start more nodes, or give --cpu"
+    )
+
+
+def test_a_plan_deals_parts_out_to_hosts_and_prints_lines_of_a_shell(tmp_path):
+    plan = make_plan(RECIPE, options(engines=3, gateways=1, gateway_store=POSTGRES), own(tmp_path))
+    text = "\n".join(format_commands(plan, hosts=("a", "b", "c"), port=9000))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    assert text.count("torch.distributed.run --nnodes 2 --nproc-per-node 8") == 2
+    assert "--rdzv-endpoint a:8999" in text
+    assert "printf '%s\\n' http://c:9000 http://c:9001 http://c:9002 >" in text
+    assert 'CUDA_VISIBLE_DEVICES="2,3"' in text
+    assert "--sessions.url=http://c:9003" in text
+    with pytest.raises(InvalidInputError, match="--hosts must name at least 2 nodes"):
+        list(format_commands(plan, hosts=("a",)))
+
+
+def test_the_command_prints_a_plan_without_ray(tmp_path, capsys):
+    words = ["cluster", "plan", str(RECIPE), "--cpu", "--engines", "2", "--", *own(tmp_path)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("unbroken serve") == 2
+    script = f"import sys; from unbroken.cli import main; main({words!r}); sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_a_folder_without_a_cluster_has_no_status(tmp_path, capsys):
+    assert main(["cluster", "status", str(tmp_path)]) == 1
+    assert "OUTPUT must be the output folder of `unbroken cluster run`" in capsys.readouterr().err
