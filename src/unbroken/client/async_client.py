@@ -210,9 +210,11 @@ class AsyncClient:
         return token_ids(answer["tokens"])
 
     async def load_weights(
-        self, folder: Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
+        self, folder: str | Path, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> bool:
-        """Make the server load weights that `weights.files` wrote to a shared disk. Needs the admin key, if any.
+        """Make the server load weights that `weights.files` wrote to a shared disk, or `weights.store` to a store.
+
+        It needs the admin key, if any.
 
         Returns False if the server had this version already.
 

@@ -80,6 +80,9 @@ class EngineConfig:
     transport: WeightTransport = WeightTransport.FILES
     weights_dir: Path | None = None
     """For server with files: the folder that the servers were started with as --weights-dir."""
+    versions_to: str | None = None
+    """For server with files, instead of weights_dir: a store for versions of the weights, such as s3://bucket/run, that
+    the servers were started with as --versions-from. Nothing else may write there."""
     host: str = "127.0.0.1"
     """For broadcast: an address of this machine that the servers' machines can reach."""
     in_flight: InFlight = InFlight.PAUSE
@@ -99,10 +102,17 @@ class EngineConfig:
                 f"transport must be files with urls_file, got {self.transport}: a server that comes reads the newest "
                 "version from the folder"
             )
-        if (is_server and self.transport is WeightTransport.FILES) != (self.weights_dir is not None):
+        if self.weights_dir is not None and self.versions_to is not None:
+            raise InvalidInputError(
+                f"weights_dir must be left out with versions_to, got {self.weights_dir} and {self.versions_to}"
+            )
+        if self.versions_to is not None and "://" not in self.versions_to:
+            raise InvalidInputError(f"versions_to must be a URL such as s3://bucket/run, got {self.versions_to!r}")
+        if (is_server and self.transport is WeightTransport.FILES) != bool(self.weights_dir or self.versions_to):
             raise InvalidInputError(
                 f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
-                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`"
+                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`; or give "
+                "versions_to, the store of --versions-from"
             )
         if not self.wait_s >= 0:
             raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
@@ -240,6 +250,11 @@ class EvaluationConfig:
             raise InvalidInputError(
                 "evaluation.engine.urls_file must be another file than engine.urls_file, because servers would get "
                 f"weights for both, got {training.urls_file} for both"
+            )
+        if self.engine.versions_to is not None and self.engine.versions_to == training.versions_to:
+            raise InvalidInputError(
+                "evaluation.engine.versions_to must be another store than engine.versions_to, because each removes old "
+                f"versions, got {self.engine.versions_to} for both"
             )
         if self.engine.weights_dir is not None and self.engine.weights_dir == training.weights_dir:
             raise InvalidInputError(

@@ -44,6 +44,7 @@ from unbroken.rendering.loader import load_tokenizer
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, without_launcher
+from unbroken.server.config import ServerLimits
 from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
@@ -106,7 +107,8 @@ async def open_engine(
         InvalidInputError: the engine's vocabulary is not the model's.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
-    weights = output / "weights" if config.weights_dir is None else config.weights_dir
+    own_folder = output / ("weights" if name == "engine" else "weights-of-evaluation")
+    weights = own_folder if config.weights_dir is None else config.weights_dir
     vocab_size = len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
@@ -171,8 +173,9 @@ async def _start_colocated(
         from unbroken.engines.vllm import VllmEngine, parse_engine_args
     except ModuleNotFoundError as error:
         raise missing_extra(error, "engine.kind colocated needs vLLM", "vllm") from error
-    # Nobody reads vLLM's statistics, which take time.
+    # Nobody reads vLLM's statistics, which take time. As many logprobs as `unbroken serve` has: top_k is below them.
     options = ["--model", str(source), "--disable-log-stats", *_device_options(device, rank, size)]
+    options += ["--max-logprobs", str(ServerLimits().max_top_logprobs)]
     options += [*_lora_options(adapter_rank), *_routing_options(records_routing), *config.vllm_options]
 
     async def start() -> SleepingEngine:
@@ -217,6 +220,7 @@ async def _connect(
         from unbroken.client import AsyncClient
         from unbroken.weights.broadcast import BroadcastPublisher
         from unbroken.weights.disk import DiskPublisher
+        from unbroken.weights.store import VersionStore
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{name}.kind {config.kind} needs the client extra", "client") from error
     async with AsyncExitStack() as stack:
@@ -230,7 +234,10 @@ async def _connect(
             )
             clients = [await stack.enter_async_context(make_client(url)) for url in engine.urls]
             if config.transport is WeightTransport.FILES:
-                publisher = DiskPublisher(clients, weights, timeout_s=config.publish_timeout_s, **_updating(config))
+                store = None if config.versions_to is None else VersionStore(config.versions_to)
+                publisher = DiskPublisher(
+                    clients, weights, store=store, timeout_s=config.publish_timeout_s, **_updating(config)
+                )
                 if isinstance(servers, EngineDirectory):
                     await stack.enter_async_context(
                         _receiving(publisher, dict(zip(engine.urls, clients, strict=True)), servers, make_client)

@@ -126,6 +126,7 @@ def load_model(
     auto: Any = AutoModelForImageTextToText if takes_images or _is_image_text_only(source) else AutoModelForCausalLM
     attention = settings.attn_implementation
     options = {"attn_implementation": attention and str(attention), **settings.kwargs}
+    given = f"model_settings, got {options}" + (f", and {parallel}" if parallel.is_sharded else "")
     if parallel.is_sharded:
         options["distributed_config"] = make_distributed_config(parallel, is_bfloat16=is_bfloat16)
     try:
@@ -134,8 +135,7 @@ def load_model(
         )
     except (OSError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"model must be a folder or the hub's name of a model, got {str(source)!r}, which takes model_settings, "
-            f"got {options}: {error}"
+            f"model must be a folder or the hub's name of a model, got {str(source)!r}, which takes {given}: {error}"
         ) from None
     choose_attention(model)
     reshard(model)  # or what is still gathered would be frozen below adapters, instead of its parts

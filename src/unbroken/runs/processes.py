@@ -245,11 +245,18 @@ class _Others:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, server: socket.socket, token: str) -> None:
+        # sock_accept, cancelled while a connection waits, prints an error of its own.
+        ready, loop = asyncio.Event(), asyncio.get_running_loop()
         with self._open(server):
             server.setblocking(False)
-            while True:
-                connection, _ = await asyncio.get_running_loop().sock_accept(server)
-                self._start(self._follow(connection, token))
+            loop.add_reader(server, ready.set)
+            try:
+                while await ready.wait():
+                    ready.clear()
+                    with suppress(OSError):  # it has gone again
+                        self._start(self._follow(server.accept()[0], token))
+            finally:
+                loop.remove_reader(server)
 
     async def _expect(self, store: Store, key: str) -> None:
         """Wait until each process has connected, or said that it cannot; one that did neither is lost."""

@@ -63,7 +63,7 @@ def create_app(
         images=_make_intake(
             engine, config, image_processor, image_limits or make_image_limits(config.limits), no_images_because
         ),
-        weights=WeightLoader(engine, config.weights_dir),
+        weights=WeightLoader(engine, config.weights_dir, config.versions_from),
         config=config,
         metrics=metrics,
         make_turns=make_turns,
@@ -128,6 +128,6 @@ def _make_intake(
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     context: ServerContext = app.state.context
-    async with context.weights.following(context.config.versions_from):
+    async with context.weights.following():
         yield
     await context.close()

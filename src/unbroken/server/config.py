@@ -65,9 +65,10 @@ class ServerConfig:
     """Fetch images behind http(s) URLs of exactly this host; can be repeated. By default no URL is fetched."""
     weights_dir: Path | None = None
     """Folder in which a trainer writes new weights; without it, none are loaded from files."""
-    versions_from: Path | None = None
-    """Folder whose newest version of the weights the server loads at its start, and each newer one within seconds, with
-    no trainer that asks for it: the weights_dir of a run, on a disk that both see."""
+    versions_from: str | Path | None = None
+    """Folder or store whose newest version of the weights the server loads at its start, and each newer one within
+    seconds, with no trainer that asks for it: the weights_dir of a run, on a disk that both see, or its versions_to, a
+    URL such as s3://bucket/run. Of a store, files are made in the folder for temporary files ($TMPDIR)."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     @property

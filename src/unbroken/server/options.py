@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add("adapters", option="--adapter", action="append", default=[], metavar="NAME=FOLDER")
     weights = OptionGroup(parser, "weights", ServerConfig)
     weights.add("weights_dir", type=Path, metavar="FOLDER")
-    weights.add("versions_from", type=Path, metavar="FOLDER")
+    weights.add("versions_from", metavar="FOLDER_OR_URL")
     add_app_arguments(parser)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unbroken.engines.base import Engine, TransferEngine
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import UnbrokenError
+from unbroken.errors import UnbrokenError, WeightsError
 from unbroken.server.http.errors import HttpError
 from unbroken.transfer.files import FileSource
 from unbroken.types import InFlight, WeightReceipt
 from unbroken.weights.files import WeightFiles, list_newest_first, read_manifest
+from unbroken.weights.store import StoredVersion, VersionStore, is_store
 
 _LOOK_EVERY_S, _TRY_AGAIN_S = 1.0, 10.0
 
@@ -24,14 +26,18 @@ _log = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """Loads versions from one folder, or what a trainer has broadcast. The version in use is not loaded again.
+    """Loads versions from one folder or store, or what a trainer has broadcast. The version in use is not loaded again.
 
     An update that has begun is finished even if its caller leaves; the next one waits for it.
     """
 
-    def __init__(self, engine: Engine, folder: Path | None) -> None:
+    def __init__(self, engine: Engine, folder: Path | None, versions_from: str | Path | None = None) -> None:
+        """`folder` has the versions that callers may name, and so has `versions_from`, if it is a store's URL."""
         self._engine = engine
         self._folder = None if folder is None else folder.resolve()
+        self._versions: VersionStore | Path | None = None
+        if versions_from is not None:
+            self._versions = VersionStore(str(versions_from)) if is_store(str(versions_from)) else Path(versions_from)
         self._loaded: tuple[int, str] | None = None
         """Version and digest of the last update made here."""
         self._lock = asyncio.Lock()
@@ -50,16 +56,21 @@ class WeightLoader:
             "digest": self._digest_in_use,
         }
 
-    async def load(self, folder: Path, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
+    async def load(self, folder: str, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
         """Load the version in `folder`, once its files are verified; returns whether it was new.
 
         Raises:
-            HttpError: `folder` is not in `--weights-dir`, has another version, or differs from the same version in use.
+            HttpError: `folder` is not in `--weights-dir` or the store, has another version, or differs from the same
+                version in use.
             WeightsError: the folder holds no whole version, or a file is not what was written.
             SamplingError, EngineError: as `Engine.update_weights`.
         """
-        path = self.check_folder(folder)
-        return await self._run_to_end(self._load(path, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
+        read: Callable[[], WeightFiles | StoredVersion]
+        if isinstance(self._versions, VersionStore) and folder.startswith(f"{self._versions.url}/"):
+            read = partial(self._versions.read, folder.removeprefix(f"{self._versions.url}/"))
+        else:
+            read = partial(read_manifest, self.check_folder(Path(folder)))
+        return await self._run_to_end(self._load(read, policy_version, reuse_kv=reuse_kv, in_flight=in_flight))
 
     async def finish(
         self,
@@ -90,24 +101,39 @@ class WeightLoader:
         task.add_done_callback(self._updates.discard)
         return await asyncio.shield(task)
 
-    async def _load(self, path: Path, policy_version: int, *, reuse_kv: bool, in_flight: InFlight) -> bool:
+    async def _load(
+        self,
+        read: Callable[[], WeightFiles | StoredVersion],
+        policy_version: int,
+        *,
+        reuse_kv: bool,
+        in_flight: InFlight,
+    ) -> bool:
         async with self._lock:
-            files = await asyncio.to_thread(read_manifest, path)
-            if files.policy_version != policy_version:
+            version = await asyncio.to_thread(read)
+            if version.policy_version != policy_version:
                 raise HttpError(
                     400,
-                    f"policy_version must be that of the folder, {files.policy_version}, got {policy_version}",
+                    f"policy_version must be that of the folder, {version.policy_version}, got {policy_version}",
                     param="policy_version",
                 )
             if policy_version == self._engine.policy_version and (digest := self._digest_in_use) is not None:
-                _check_same(files, digest)
+                _check_same(version, digest)
                 return False
-            await asyncio.to_thread(files.verify)
+            files = await asyncio.to_thread(self._fetch, version)
             await require_updatable(self._engine).update_weights(
                 FileSource(files.folder), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
             self._loaded = policy_version, files.digest
             return True
+
+    def _fetch(self, version: WeightFiles | StoredVersion) -> WeightFiles:
+        """The files of a version, verified."""
+        if isinstance(version, WeightFiles):
+            version.verify()
+            return version
+        assert isinstance(self._versions, VersionStore)
+        return self._versions.fetch(version)
 
     async def _finish(
         self,
@@ -132,49 +158,63 @@ class WeightLoader:
             return receipt
 
     @asynccontextmanager
-    async def following(self, folder: Path | None) -> AsyncIterator[None]:
-        """Load the newest version in `folder`, and then each newer one, with no trainer that asks for it.
+    async def following(self) -> AsyncIterator[None]:
+        """Load the newest version of `versions_from`, and then each newer one, with no trainer that asks for it.
 
-        A version that cannot be loaded is logged and tried again; until then the server has the one before. None:
-        nothing is loaded.
+        A version that cannot be loaded is logged and tried again; until then the server has the one before, or of a
+        store the newest whole one.
         """
-        if folder is None:
+        if self._versions is None:
             yield
             return
         require_updatable(self._engine)
-        refused = await self._follow(folder, refused="")
+        refused = await self._follow(self._versions, refused="")
 
-        async def look() -> None:
+        async def look(versions: VersionStore | Path) -> None:
             nonlocal refused
             while True:
                 await asyncio.sleep(_TRY_AGAIN_S if refused else _LOOK_EVERY_S)
-                refused = await self._follow(folder, refused=refused)
+                refused = await self._follow(versions, refused=refused)
 
-        looking = asyncio.create_task(look())
+        looking = asyncio.create_task(look(self._versions))
         try:
             yield
         finally:
             looking.cancel()
             await asyncio.wait({looking})
+            if isinstance(self._versions, VersionStore):
+                self._versions.close()
 
-    async def _follow(self, folder: Path, *, refused: str) -> str:
+    async def _follow(self, versions: VersionStore | Path, *, refused: str) -> str:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
+        place = versions.url if isinstance(versions, VersionStore) else versions
         try:
-            newest = await asyncio.to_thread(_read_newest, folder)
-            in_use = self._engine.policy_version, self._digest_in_use
-            if newest is not None and (newest.policy_version, newest.digest) != in_use:
-                update = self._load(newest.folder, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
-                await self._run_to_end(update)
-                _log.info("version %d of the weights was loaded from %s", newest.policy_version, newest.folder)
+            find = versions.find_newest if isinstance(versions, VersionStore) else partial(_read_newest, versions)
+            newest: WeightFiles | StoredVersion | None = await asyncio.to_thread(find)
+            try:
+                await self._load_newest(newest, place)
+            except WeightsError:
+                if isinstance(versions, VersionStore):
+                    whole = await asyncio.to_thread(versions.find_whole)
+                    if whole is not None and whole.policy_version > self._engine.policy_version:
+                        await self._load_newest(whole, place)
+                raise
         except (UnbrokenError, HttpError, OSError) as error:
             if str(error) != refused:
-                _log.warning("the newest version in %s is not loaded, and is tried again: %s", folder, error)
+                _log.warning("the newest version in %s is not loaded, and is tried again: %s", place, error)
             return str(error)
         except Exception as error:
             if repr(error) != refused:
-                _log.exception("the newest version in %s is not loaded, and is tried again", folder)
+                _log.exception("the newest version in %s is not loaded, and is tried again", place)
             return repr(error)
         return ""
+
+    async def _load_newest(self, newest: WeightFiles | StoredVersion | None, place: str | Path) -> None:
+        in_use = self._engine.policy_version, self._digest_in_use
+        if newest is not None and (newest.policy_version, newest.digest) != in_use:
+            update = self._load(lambda: newest, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
+            await self._run_to_end(update)
+            _log.info("version %d of the weights was loaded from %s", newest.policy_version, place)
 
     def check_folder(self, folder: Path, *, param: str = "folder") -> Path:
         """The folder without links; `HttpError` naming the field `param` unless it lies in `--weights-dir`."""
@@ -197,11 +237,12 @@ def _read_newest(folder: Path) -> WeightFiles | None:
     return None
 
 
-def _check_same(files: WeightFiles, digest: str) -> None:
-    if files.digest != digest:
+def _check_same(version: WeightFiles | StoredVersion, digest: str) -> None:
+    if version.digest != digest:
+        place = version.folder if isinstance(version, WeightFiles) else version.name
         raise HttpError(
             409,
-            f"version {files.policy_version} is in use with other weights than those in {files.folder}, or with "
+            f"version {version.policy_version} is in use with other weights than those in {place}, or with "
             "weights that came by broadcast, which cannot be compared: give new weights a new version, or start "
             "the server again",
             param="policy_version",

@@ -99,7 +99,7 @@ class BroadcastPublisher:
         *,
         host: str = "127.0.0.1",
         device: str = "cpu",
-        bucket_bytes: int = 256 * 2**20,
+        bucket_bytes: int = 64 * 2**20,
         dtype: str | None = None,
         in_flight: InFlight = InFlight.PAUSE,
         reuse_kv: bool = False,

@@ -1,22 +1,33 @@
-"""Publishes weights to servers through files on a disk that trainer and servers share."""
+"""Publishes weights to servers through files on a disk that trainer and servers share, or through a store."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
+from unbroken.transfer.adapters import is_adapter
+from unbroken.transfer.sources import WeightStream
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.files import WeightFiles, list_newest_first, write_weights
 from unbroken.weights.folders import remove_folder, remove_unfinished
+from unbroken.weights.store import VersionStore
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    files: WeightFiles
+    location: str | Path
+    """Where servers find it."""
 
 
 class DiskPublisher:
@@ -25,6 +36,9 @@ class DiskPublisher:
     A server that has the version answers at once, so a version can be published again for those that missed it. If one
     of several servers is gone, the others get the version, and `missed_by` of the update names it. Until it gets the
     next version, it samples with older weights, which `HttpEngine.require_version` refuses.
+
+    With a `store`, the servers' `--versions-from`, `folder` is the trainer's own: each version goes from there into the
+    store, as what changed since the one before, in the servers' dtype (in float32, nearly every element changes).
 
     Servers may come and go (`admit`, `dismiss`). "All" are those that are there when a version has been written: one
     that goes meanwhile is left out, one that comes loads the newest version by itself and holds up none of the others.
@@ -35,6 +49,7 @@ class DiskPublisher:
         clients: Sequence[AsyncClient],
         folder: Path,
         *,
+        store: VersionStore | None = None,
         num_kept: int = 2,
         in_flight: InFlight = InFlight.PAUSE,
         reuse_kv: bool = False,
@@ -43,7 +58,7 @@ class DiskPublisher:
         """Publish to the servers of `clients` (one or more), which the caller closes; keep `num_kept` >= 1 versions.
 
         A server that has not loaded a version within `timeout_s` has failed. `reuse_kv` keeps keys and values of older
-        weights.
+        weights. The caller closes the `store`.
         """
         if not clients:
             raise InvalidInputError("clients must hold at least one client, got none")
@@ -57,7 +72,10 @@ class DiskPublisher:
         self._in_flight = in_flight
         self._reuse_kv = reuse_kv
         self._timeout_s = timeout_s
-        self._newest: WeightFiles | None = None
+        self._store = store
+        self._dtype: str | None = None
+        """Of all servers, if they have one, once it is known; for a store."""
+        self._newest: _Version | None = None
 
     async def admit(self, client: AsyncClient) -> None:
         """Bring a server the newest version, and all that follow. It may be one of the servers already.
@@ -91,31 +109,41 @@ class DiskPublisher:
             EngineError: a running server did not take it; the message names each of them.
         """
         started = time.perf_counter()
-        files = await asyncio.to_thread(self._write, named_parameters, policy_version)
-        self._newest = files
+        if self._store is not None and self._dtype is None:
+            self._dtype = await _find_dtype(self._clients)
+        version = await asyncio.to_thread(self._write, named_parameters, policy_version)
+        self._newest = version
         clients = tuple(self._clients)
         asked = await _find_healthy(clients)
-        answers = await asyncio.gather(*(self._load(client, files) for client in asked), return_exceptions=True)
+        answers = await asyncio.gather(*(self._load(client, version) for client in asked), return_exceptions=True)
         failed = {c: answer for c, answer in zip(asked, answers, strict=True) if isinstance(answer, BaseException)}
         if failed:
             others_have_it = len(failed) < len(asked)
             await self._check_failures(failed, policy_version, len(clients), others_have_it=others_have_it)
-        await asyncio.to_thread(self._remove_old, files.folder)
+        await asyncio.to_thread(self._remove_old, version.files.folder)
         missed_by = [client.base_url for client in clients if client not in asked or client in failed]
         return WeightUpdate(
-            num_bytes=files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
+            num_bytes=version.files.num_bytes, seconds=time.perf_counter() - started, missed_by=tuple(missed_by)
         )
 
-    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightFiles:
+    def _write(self, named_parameters: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> _Version:
         remove_unfinished(self._folder, "version-")  # what killed writers left: the folder has one writer
-        return write_weights(self._folder, named_parameters, policy_version=policy_version)
+        if self._store is None:
+            files = write_weights(self._folder, named_parameters, policy_version=policy_version)
+            return _Version(files=files, location=files.folder)
+        before = self._newest
+        if before is not None and before.files.policy_version == policy_version:
+            before = None  # its folder is replaced; and who could not take the version may take it whole
+        files = write_weights(self._folder, _cast(named_parameters, self._dtype), policy_version=policy_version)
+        stored = self._store.write(files, before=None if before is None else before.files)
+        return _Version(files=files, location=f"{self._store.url}/{stored.name}")
 
-    async def _load(self, client: AsyncClient, files: WeightFiles) -> None:
+    async def _load(self, client: AsyncClient, version: _Version) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await client.load_weights(
-                    files.folder,
-                    policy_version=files.policy_version,
+                    version.location,
+                    policy_version=version.files.policy_version,
                     reuse_kv=self._reuse_kv,
                     in_flight=self._in_flight,
                 )
@@ -143,7 +171,8 @@ class DiskPublisher:
         kind = ServerUnreachableError if all(are_gone) else EngineError
         raise kind(
             f"version {policy_version} of the weights was not taken by {len(failed)} of {num_servers} servers "
-            f"({reasons}). It stays in {self._folder}: publish it again once they can"
+            f"({reasons}). It stays in {self._folder if self._store is None else self._store.url}: publish it again "
+            "once they can"
         ) from next(iter(failed.values()))
 
     def _remove_old(self, newest: Path) -> None:
@@ -151,6 +180,8 @@ class DiskPublisher:
         others = [path for path in list_newest_first(self._folder) if path != newest]
         for path in others[self._num_kept - 1 :]:
             remove_folder(path)
+        if self._store is not None:
+            self._store.remove_old(self._num_kept)
 
 
 async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]:
@@ -159,3 +190,22 @@ async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]
         raise ServerUnreachableError("no server is there to take the weights")
     healthy = await asyncio.gather(*(client.health() for client in clients))
     return [client for client, is_healthy in zip(clients, healthy, strict=True) if is_healthy] or clients
+
+
+async def _find_dtype(clients: Sequence[AsyncClient]) -> str | None:
+    """The dtype of the weights in all servers that answer; None if they have several, or one does not say."""
+    states = await asyncio.gather(*(client.weights_state() for client in clients), return_exceptions=True)
+    found = {state["dtype"] for state in states if isinstance(state, dict)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _cast(named: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a dtype; but an adapter, which an engine may add in float32, as it is."""
+    import torch
+
+    weights = WeightStream.of(named)
+    if dtype is None or is_adapter([spec.name for spec in weights.specs]):
+        yield from weights
+        return
+    for name, tensor in weights:
+        yield name, tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor

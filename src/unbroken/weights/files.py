@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> WeightFiles:
         manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
         if manifest["format"] != _FORMAT:
             raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
-        files = tuple(_weight_file(entry) for entry in manifest["files"])
+        files = parse_files(manifest["files"])
         return WeightFiles(folder=folder, policy_version=int(manifest["policy_version"]), files=files)
     except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # int(1e999) overflows
         raise WeightsError(
@@ -132,6 +132,11 @@ def list_newest_first(parent: Path) -> list[Path]:
     `FileNotFoundError` if one is removed meanwhile.
     """
     return sorted(find_versions(parent).values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def parse_files(entries: Iterable[dict[str, Any]]) -> tuple[WeightFile, ...]:
+    """Read the files of a manifest; raises `InvalidInputError`, or as for wrong types."""
+    return tuple(map(_weight_file, entries))
 
 
 def _weight_file(entry: dict[str, Any]) -> WeightFile:

@@ -22,6 +22,7 @@ from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
 from unbroken.runs.processes import Rank
 from unbroken.weights.disk import DiskPublisher
+from unbroken.weights.files import find_versions
 
 TALKATIVE = """
 import sys, time
@@ -100,6 +101,19 @@ async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lis
             assert (first.policy_version, second.policy_version, update.missed_by) == (2, 3, ())
 
 
+async def test_versions_go_through_a_store_and_the_run_s_folder_has_the_newest(tmp_path):
+    model, engine = tiny_qwen3(vocab_size=len(server_tokenizer())), scripted_engine("x")
+    store = f"file://{tmp_path}/store"
+    async with (
+        listening(make_app(engine, versions_from=store)) as url,
+        engine_of(server(url, weights_dir=None, versions_to=store), model, tmp_path / "run") as found,
+    ):
+        await found.publisher.publish(model.named_parameters(), policy_version=1)
+        assert engine.policy_version == 1
+    assert list(find_versions(tmp_path / "run" / "weights")) == [1]
+    assert len(list((tmp_path / "store").glob("version-00000001-*/manifest.json"))) == 1
+
+
 async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "_POLL_S", 0.02)
     monkeypatch.setattr(directory, "_SETTLES_S", 0.0)
@@ -131,6 +145,7 @@ async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path,
         async with engine_of(config, model, tmp_path) as found:
             listed.write_text(f"{one}\n")
             await wait_for((one,), 0)
+            await asyncio.sleep(0.15)  # the publisher sees it too
             listed.write_text(f"{one}\n{two}\n")
             await wait_for((one, two), 1)
             await found.publisher.publish(model.named_parameters(), policy_version=1)
@@ -159,6 +174,23 @@ async def test_a_server_that_is_down_is_named(tmp_path):
     [
         ({"kind": EngineKind.SERVER}, r"urls must be given exactly with kind server, got \(\) with server"),
         ({"urls": ("http://a",)}, r"urls must be given exactly with kind server, got \('http://a',\) with embedded"),
+        (
+            {"versions_to": "s3://a/b"},
+            r"weights_dir must be given exactly with kind server and transport files, got None",
+        ),
+        (
+            {
+                "kind": EngineKind.SERVER,
+                "urls": ("http://a",),
+                "versions_to": "s3://a/b",
+                "weights_dir": Path("w"),
+            },
+            r"weights_dir must be left out with versions_to, got w and s3://a/b",
+        ),
+        (
+            {"kind": EngineKind.SERVER, "urls": ("http://a",), "versions_to": "/a/b"},
+            r"versions_to must be a URL such as s3://bucket/run, got '/a/b'",
+        ),
         ({"kind": EngineKind.SERVER, "urls": ("http://a",)}, r"weights_dir must be given exactly with kind server and"),
         (
             {

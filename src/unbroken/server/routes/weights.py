@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Request, Response
@@ -24,7 +23,7 @@ class WeightsBody(StrictBody):
     """A version to load."""
 
     folder: Name
-    """`version-...` in the server's `--weights-dir`."""
+    """`version-...` in the server's `--weights-dir`, or in the store of its `--versions-from`."""
     policy_version: Version
     """Higher than the one in use."""
     reuse_kv: bool = False
@@ -44,6 +43,6 @@ async def load(request: Request, body: WeightsBody) -> Response:
     """Answer once the engine samples with it; `loaded` is false if it had the version already."""
     context = get_context(request)
     loaded = await context.weights.load(
-        Path(body.folder), policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
+        body.folder, policy_version=body.policy_version, reuse_kv=body.reuse_kv, in_flight=body.in_flight
     )
     return json_response({"policy_version": context.service.engine.policy_version, "loaded": loaded})
