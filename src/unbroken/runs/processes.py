@@ -247,7 +247,7 @@ class _Others:
     async def _accept(self, server: socket.socket, token: str) -> None:
         # sock_accept, cancelled while a connection waits, prints an error of its own.
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
-        with self._open(server):
+        with server, self._open(server):
             server.setblocking(False)
             loop.add_reader(server, ready.set)
             try:
