@@ -6,8 +6,8 @@
 
 Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a tool of 20 to 200 ms between the turns.
 Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups; with
-`--own-process true`, rollouts run in a process of their own, and with `false,true` in either way. `idle` is the share
-of the time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only
+`--samplers 2`, rollouts run in two processes of their own, and with `0,2` in either way. `idle` is the share of the
+time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only
 waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each case
 the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more; nor do steps at the end,
 for which all groups are sampled already. It prints as it goes, and a table at the end; with `--record`, files from
@@ -20,6 +20,8 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -36,12 +38,15 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_task import CONTEXT_LENGTH, SHAPES, save_model
-from overlap_task import TASKS, TaskSource, TimedEngine, sample_order
+from overlap_task import TASKS, TaskOrder, TaskSource, TimedEngine, sample_order
 from simulation import count_ending_steps
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.rollout.process.process import RolloutProcess
+from unbroken.rollout.process.channel import Hello
+from unbroken.rollout.process.pool import SamplerPool
+from unbroken.rollout.process.worker import serve_orders
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import RunEngine, open_engine, start_server
 from unbroken.runs.processes import Rank
@@ -56,10 +61,10 @@ from unbroken.types import InFlight
 from unbroken.weights.in_process import InProcessPublisher
 
 COLUMNS = (
-    "task", "own", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",
+    "task", "N", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",
     "cancelled", "ids", "k3",
 )  # fmt: skip
-OWN = {False: "no", True: "yes"}
+KEY = "UNBROKEN_SAMPLER_KEY"
 ROW = "{:>10} {:>3} {:>2} {:>5} {:>7} {:>5} {:>8} {:>7} {:>10} {:>10} {:>6} {:>3} {:>9} {:>6} {:>8}"
 
 
@@ -85,7 +90,7 @@ class Watch(RunObserver):
     """The steps of one case, and who was idle when."""
 
     task: str
-    own_process: bool = False
+    samplers: int = 0
     max_staleness: int
     num_warmup: int
     num_steps: int
@@ -103,7 +108,7 @@ class Watch(RunObserver):
     @property
     def name(self) -> str:
         """The case in words."""
-        return f"{self.task}{', own process' if self.own_process else ''}, staleness {self.max_staleness}"
+        return f"{self.task}{f', {self.samplers} samplers' if self.samplers else ''}, staleness {self.max_staleness}"
 
     def on_event(self, event: LoopEvent) -> None:
         """See `RunObserver`."""
@@ -148,7 +153,7 @@ class Watch(RunObserver):
         """Seconds a step, and the row of the table."""
         counted = self.lines[self.num_warmup :]
         if not counted:
-            return 0.0, (self.task, OWN[self.own_process], self.max_staleness, 0, *["-"] * (len(COLUMNS) - 4))
+            return 0.0, (self.task, self.samplers, self.max_staleness, 0, *["-"] * (len(COLUMNS) - 4))
         total_s = self.ends_s[-1] - self.ends_s[self.num_warmup - 1]
         step_s = total_s / len(counted)
 
@@ -160,7 +165,7 @@ class Watch(RunObserver):
             waits_s = add("seconds/collect") + add("seconds/publish")
             trained_s, unsampled_s = total_s - waits_s, total_s - add("seconds/collect")
         row = (
-            self.task, OWN[self.own_process], self.max_staleness, len(counted),
+            self.task, self.samplers, self.max_staleness, len(counted),
             f"{step_s:.3f}", f"{(base_s or step_s) / step_s:.2f}",
             f"{num_groups / step_s:.2f}", f"{add('rollout/num_sampled_tokens') / total_s:.0f}",
             f"{1 - trained_s / total_s:.0%}", f"{unsampled_s / total_s:.0%}",
@@ -204,7 +209,7 @@ async def run_case(
 async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """All cases, with one engine and one trainer."""
     started = time.perf_counter()
-    process = RolloutProcess.fork(partial(open_work, folder)) if True in arguments.own_process else None
+    pools = {number: await start_pool(number, folder, scratch) for number in arguments.samplers if number}
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     accelerator = Accelerator(
         cpu=arguments.device == "cpu", mixed_precision="bf16" if arguments.device == "cuda" else None
@@ -218,31 +223,31 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
     trainer.least_s = arguments.train_s if arguments.engine == "timed" else 0.0
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
     cases = [
-        (task, own, staleness)
+        (task, number, staleness)
         for task in arguments.tasks.split(",")
-        for own in arguments.own_process
+        for number in arguments.samplers
         for staleness in arguments.staleness
     ]
     rows: list[tuple[Any, ...]] = []
     async with open_sampler(arguments, folder, scratch, policy, accelerator) as found, AsyncExitStack() as stack:
-        if process is not None:
-            stack.push_async_callback(process.close)
-            await process.open(found.servers)
+        for pool in pools.values():
+            stack.push_async_callback(pool.close)
+            await pool.open(found.servers)
         print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
-        base_s: dict[tuple[str, bool], float] = {}
-        for index, (name, own, staleness) in enumerate(cases):
+        base_s: dict[tuple[str, int], float] = {}
+        for index, (name, number, staleness) in enumerate(cases):
             left_s = arguments.limit_s - (time.perf_counter() - arguments.started)
             watch = Watch(
                 task=name,
-                own_process=own,
+                samplers=number,
                 max_staleness=staleness,
                 num_warmup=max(arguments.num_warmup, staleness + 1),
                 num_steps=arguments.num_steps,
                 until_s=time.perf_counter() + left_s / (len(cases) - index),
             )
             source = TaskSource(
-                sample_order=process.sample
-                if own and process is not None
+                sample_order=partial(sample_elsewhere, pools[number])
+                if number
                 else partial(sample_order, engine=found.engine, renderer=renderer),
                 task=TASKS[name].scaled(arguments.length_factor),
                 groups_per_step=arguments.problems,
@@ -251,10 +256,10 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
             )
             await run_case(watch, source, trainer, found, arguments)
             if arguments.record:
-                watch.save(arguments.record / "own" if own else arguments.record, source)
-            step_s, row = watch.report(base_s.get((name, own)), num_groups=arguments.problems)
+                watch.save(arguments.record / "own" if number else arguments.record, source)
+            step_s, row = watch.report(base_s.get((name, number)), num_groups=arguments.problems)
             if staleness == 0:
-                base_s[name, own] = step_s
+                base_s[name, number] = step_s
             rows.append(row)
             print(ROW.format(*COLUMNS), ROW.format(*map(str, row)), sep="\n", flush=True)
     print(
@@ -305,8 +310,46 @@ def print_end(log: Path) -> None:
     print(f"the server's log ends with:\n{log.read_text()[-3000:] if log.exists() else ''}", flush=True)
 
 
+async def sample_elsewhere(pool: SamplerPool, order: TaskOrder) -> TrajectoryGroup:
+    """Have a sampler sample a group."""
+    return await pool.sample(order, name=f"group {order.number}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Children:
+    """Samplers that are this program, as `LocalSamplers`."""
+
+    names: Sequence[str]
+    folder: Path
+    logs: Path
+    port: int
+    key: str
+
+    def log(self, name: str) -> Path:
+        """See `LocalSamplers`."""
+        return self.logs / f"sampler-{name}.log"
+
+    async def start(self, name: str) -> asyncio.subprocess.Process:
+        """See `LocalSamplers`."""
+        words = (sys.executable, __file__, "--serve-orders", str(self.port), "--folder", str(self.folder))
+        environment = {**os.environ, KEY: self.key, "SAMPLER_NAME": name, "CUDA_VISIBLE_DEVICES": ""}
+        with self.log(name).open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *words, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+
+
+async def start_pool(number: int, folder: Path, scratch: Path) -> SamplerPool:
+    """Start so many samplers."""
+    listener, key = socket.create_server(("127.0.0.1", 0)), secrets.token_hex()
+    names = [f"{number}-{k}" for k in range(number)]
+    port = listener.getsockname()[1]
+    children = Children(names=names, folder=folder, logs=scratch, port=port, key=key)
+    return await SamplerPool.start(listener, key=key, identity={}, local=children)
+
+
 class TaskWork:
-    """Samples orders of tasks in the process of the rollouts."""
+    """Samples orders of tasks in a sampler."""
 
     def __init__(self, engine: Engine, renderer: TemplateRenderer) -> None:
         self.sample = partial(sample_order, engine=engine, renderer=renderer)
@@ -317,7 +360,7 @@ class TaskWork:
 
 @asynccontextmanager
 async def open_work(folder: Path, urls: Sequence[str]) -> AsyncIterator[TaskWork]:
-    """Connect that process to the server."""
+    """Connect a sampler to the server."""
     torch.set_num_threads(1)
     engine = await HttpEngine.connect(urls)
     try:
@@ -337,10 +380,13 @@ def main() -> None:
     parser.add_argument("--tasks", default="one_turn,four_turns")
     parser.add_argument("--staleness", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2, 4])
     parser.add_argument(
-        "--own-process",
-        type=lambda text: [part == "true" for part in text.split(",")],
-        default=[False],
-        help="whether rollouts have a process of their own: false, true, or false,true for both",
+        "--samplers",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[0],
+        help="processes that sample: 0, 2, or 0,2 for one after the other",
+    )
+    parser.add_argument(
+        "--serve-orders", type=int, metavar="PORT", help="be a sampler of the program that listens there"
     )
     parser.add_argument("--problems", type=int, default=16, help="groups in a step")
     parser.add_argument("--group-size", type=int, default=8)
@@ -360,8 +406,13 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.started = time.perf_counter()
     arguments.engine = arguments.engine or ("vllm" if arguments.device == "cuda" else "timed")
-    if True in arguments.own_process and arguments.engine != "vllm":
-        parser.error("--own-process needs --engine vllm: the timed engine is in this process")
+    if arguments.serve_orders:
+        address, opening = ("127.0.0.1", arguments.serve_orders), partial(open_work, arguments.folder)
+        key, hello = os.environ.pop(KEY), Hello(os.environ["SAMPLER_NAME"], {})
+        asyncio.run(serve_orders(address, key=key, hello=hello, open_work=opening, wait_s=60.0))
+        return
+    if any(arguments.samplers) and arguments.engine != "vllm":
+        parser.error("--samplers needs --engine vllm: the timed engine is in this process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast gains nothing here
     with tempfile.TemporaryDirectory() as scratch:

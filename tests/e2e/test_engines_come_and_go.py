@@ -62,8 +62,8 @@ def num_sampled(server: Served) -> float:
     return float(re.search(r"^unbroken_sampled_ids_total (\S+)$", text, re.M)[1])
 
 
-@pytest.mark.parametrize(("max_staleness", "own_process"), [(0, "false"), (2, "true")])
-def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(tmp_path, max_staleness, own_process):
+@pytest.mark.parametrize(("max_staleness", "samplers"), [(0, 0), (2, 2)])
+def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(tmp_path, max_staleness, samplers):
     model, weights, listed = save_tiny_model(tmp_path / "model"), tmp_path / "weights", tmp_path / "engines.txt"
 
     def write(*servers: Served) -> None:
@@ -80,7 +80,7 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
         run = Run(
             tmp_path, f"--model={model}", "--engine.kind=server", f"--engine.urls-file={listed}",
             f"--engine.weights-dir={weights}", "--loop.num-steps=1000", f"--loop.max-staleness={max_staleness}",
-            "--rollout-log.groups=none", f"--rollouts.own-process={own_process}",
+            "--rollout-log.groups=none", f"--rollouts.samplers={samplers}",
             "--trainer.optimizer.learning-rate=1e-4",
         )  # fmt: skip
         stack.callback(run.process.kill)

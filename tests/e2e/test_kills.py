@@ -1,8 +1,9 @@
-"""`unbroken train` against `unbroken serve`, both killed by kill -9 in mid run and started again by a supervisor."""
+"""Kill -9 in mid run: of `unbroken train` and `unbroken serve`, started again by a supervisor, and of samplers."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+from safetensors.numpy import load_file
 
 from support.forks import ForkedPython
 from support.packed_sender import free_port
@@ -71,8 +73,8 @@ def wait_until(holds: Callable[[], bool], running: Supervisor | None = None) -> 
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("max_staleness", "own_process"), [(0, "false"), (2, "true")])
-def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness, own_process):
+@pytest.mark.parametrize(("max_staleness", "samplers"), [(0, 0), (2, 2)])
+def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_once(tmp_path, max_staleness, samplers):
     model, output, weights = save_tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "weights"
     port = free_port()
 
@@ -85,7 +87,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
         tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
         "--engine.kind=server", f"--engine.urls=http://127.0.0.1:{port}", f"--engine.weights-dir={weights}",
         f"--loop.num-steps={NUM_STEPS}", f"--loop.max-staleness={max_staleness}", "--rollout-log.groups=none",
-        f"--rollouts.own-process={own_process}", "--checkpoints.every=3",
+        f"--rollouts.samplers={samplers}", "--checkpoints.every=3",
     )  # fmt: skip
     serve = Supervisor(
         tmp_path / "server.log", "serve", f"--model={model}", "--engine=transformers", f"--port={port}",
@@ -116,3 +118,105 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
     ]
     problems = sorted(int(name.rpartition("-")[2]) for of_step in groups for name in of_step)
     assert problems == list(range(2 * NUM_STEPS))
+
+
+NUM_KILLS = 10
+GATED_RECIPE = """
+import asyncio
+from pathlib import Path
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.runs.collector import Problems
+from unbroken.runs.python_files import load_module
+from unbroken.runs.training import train_model
+
+letters = load_module(Path(LETTERS))
+Config = letters.Config
+
+async def run(config):
+    kills = config.output.with_suffix(".kills")
+
+    def env(number):
+        async def reward(messages):
+            while len(kills.read_text().split()) < min(number // 2, NUM_KILLS):
+                await asyncio.sleep(0.05)
+            return letters.share_of_letters(messages)
+
+        return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], reward)
+
+    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+"""
+"""Rollouts of step N end only after N kills, so each kill comes while groups are sampled."""
+
+
+def find_samplers(trainer: int) -> list[int]:
+    """The samplers of a trainer, the oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == trainer and b"sampler" in (stat.parent / "cmdline").read_bytes().split(b"\0"):
+                found.append((int(fields[19]), int(stat.parent.name)))
+        except OSError:
+            continue
+    return [pid for _, pid in sorted(found)]
+
+
+def train_gated(folder: Path, model: Path, *, samplers: int) -> tuple[Path, ForkedPython]:
+    """Start a run whose steps wait for kills; returns its folder."""
+    recipe, output = folder / "recipe.py", folder / f"run-{samplers}"
+    recipe.write_text(f"LETTERS, NUM_KILLS = {str(RECIPE)!r}, {NUM_KILLS}\n{GATED_RECIPE}")
+    trainer = ForkedPython(
+        "unbroken", "train", recipe, f"--model={model}", f"--output={output}", "--engine.kind=started",
+        '--engine.serve-options=["--engine","transformers"]',
+        f"--loop.num-steps={NUM_KILLS + 1}", "--rollout-log.groups=none",
+        f"--rollouts.samplers={samplers}", "--trainer.old-logprobs=recompute", output=folder / f"{samplers}.log",
+    )  # fmt: skip
+    return output, trainer
+
+
+def read_problems(output: Path) -> list[tuple[str, list[int]]]:
+    """The ids of each rollout that was trained."""
+    return sorted(
+        (record["trajectory"], [row["token_ids"] for row in record["rows"]])
+        for path in find_records(output / "rollouts").values()
+        for record in read_records(path)
+        if record["kind"] == "trajectory"
+    )
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_samplers_that_are_killed_ten_times_lose_nothing_and_sample_nothing_twice(tmp_path):
+    model = save_tiny_model(tmp_path / "model")
+    (tmp_path / "run-0.kills").write_text("kill\n" * NUM_KILLS)
+    undisturbed, trainer = train_gated(tmp_path, model, samplers=0)
+    assert trainer.wait(LONGEST_S) == 0, (tmp_path / "0.log").read_text()
+    kills = tmp_path / "run-2.kills"
+    kills.touch()
+    output, trainer = train_gated(tmp_path, model, samplers=2)
+    log, rng = tmp_path / "2.log", random.Random(0)
+    try:
+        for number in range(NUM_KILLS):
+
+            def is_ready(number: int = number) -> bool:
+                """Whether the steps that may end have ended, and a sampler that has opened samples the next one."""
+                assert trainer.poll() is None, log.read_text()
+                ready = sum(path.read_text().count("is ready") for path in (output / "samplers").glob("*.log"))
+                return ready > number and count_lines(output / "metrics" / "metrics.jsonl") >= number
+
+            wait_until(is_ready)
+            time.sleep(rng.uniform(0.0, 0.3))
+            os.kill(find_samplers(trainer.pid)[0], signal.SIGKILL)
+            with kills.open("a") as file:
+                file.write("kill\n")
+        assert trainer.wait(LONGEST_S) == 0, log.read_text()
+        assert find_samplers(trainer.pid) == []
+    finally:
+        trainer.kill()
+    assert read_problems(output) == read_problems(undisturbed)
+    assert len(read_problems(output)) == 2 * 8 * (NUM_KILLS + 1)
+    ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (output, undisturbed))
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in ours)

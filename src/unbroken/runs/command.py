@@ -1,15 +1,19 @@
-"""The command `unbroken train RECIPE`, or `unbroken train --env NAME` for the built-in recipe."""
+"""The commands `unbroken train RECIPE`, or `--env NAME` for the built-in recipe, and `unbroken sampler`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from unbroken.errors import missing_extra
 from unbroken.runs.signals import run_command
+
+SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
+"""The environment variable with the key of a sampler that gets no file."""
 
 
 def add_train_parser(commands: Any) -> None:
@@ -21,27 +25,54 @@ def add_train_parser(commands: Any) -> None:
         "`unbroken train --env NAME --help` list all settings.",
         allow_abbrev=False,
     )
-    train.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="a Python or TOML file")
-    train.add_argument(
+    _add_recipe(train)
+    train.set_defaults(run=run_train, parser=train)
+
+
+def add_sampler_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    sampler = commands.add_parser(
+        "sampler",
+        help="sample for a trainer on another machine: the same recipe and options as its `unbroken train`",
+        description="Sample for a trainer that listens (rollouts.listen), with the recipe and the options that it was "
+        "started with; settings that may change when a run continues may differ. Ends with the trainer.",
+        allow_abbrev=False,
+    )
+    sampler.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the trainer listens")
+    sampler.add_argument(
+        "--key-file", type=Path, help=f"a file with the trainer's key; otherwise it is in the variable {SAMPLER_KEY}"
+    )
+    sampler.add_argument("--name", help="in logs; by default the host and the process")
+    sampler.add_argument("--wait-s", type=float, default=600.0, help="how long to wait for the trainer (600)")
+    sampler.add_argument("--exit-with-parent", action="store_true", help="leave signals, and the end, to the parent")
+    _add_recipe(sampler)
+    sampler.set_defaults(run=run_sampler, parser=sampler)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="a Python or TOML file")
+    parser.add_argument(
         "--env",
         nargs=argparse.REMAINDER,
         metavar="NAME",
         help="instead of a recipe: an environment, file.py:Class, module:Class, verifiers:NAME or harbor:FOLDER, then "
         "options",
     )
-    train.add_argument(
+    parser.add_argument(
         "options", nargs=argparse.REMAINDER, metavar="--FIELD VALUE", help="e.g. --trainer.optimizer.learning-rate 3e-4"
     )
-    train.set_defaults(run=run_train, parser=train)
+
+
+def _read_recipe(arguments: argparse.Namespace) -> list[str]:
+    """The options of the recipe."""
+    if not (arguments.recipe or arguments.env):
+        arguments.parser.error("a RECIPE or --env NAME must be given")
+    return ["--environment", *arguments.env] if arguments.env else list(arguments.options)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Run the recipe, or print its help; returns the exit status."""
-    if not (arguments.recipe or arguments.env):
-        arguments.parser.error("a RECIPE or --env NAME must be given")
-    options = arguments.options
-    if arguments.env:
-        options = ["--environment", *arguments.env]
+    options = _read_recipe(arguments)
     try:
         from unbroken.runs.recipe import load_recipe, run_recipe
         from unbroken.runs.settings import format_help
@@ -57,6 +88,32 @@ def run_train(arguments: argparse.Namespace) -> int:
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error
+
+
+def run_sampler(arguments: argparse.Namespace) -> int:
+    """Sample for a trainer until it ends; returns the exit status."""
+    options = _read_recipe(arguments)
+    own_key = os.environ.pop(SAMPLER_KEY, None)  # programs that rollouts start do not get it
+    try:
+        from unbroken.runs.config import parse_address, read_key
+        from unbroken.runs.recipe import SamplerRole
+        from unbroken.runs.recipe import run_sampler as run
+
+        key = read_key(arguments.key_file, field="--key-file") or own_key
+        if not key:
+            arguments.parser.error(f"--key-file or the variable {SAMPLER_KEY} must be given")
+        role = SamplerRole(
+            name=arguments.name or f"{socket.gethostname()}-{os.getpid()}",
+            address=parse_address(arguments.connect, field="--connect"),
+            key=key or "",
+            wait_s=arguments.wait_s,
+            ends_with_parent=arguments.exit_with_parent,
+        )
+        return run_command(
+            lambda: run(arguments.recipe, options, role), advice="the trainer gives its groups to other samplers"
+        )
+    except ModuleNotFoundError as error:  # of the user's own modules it is another error
+        raise missing_extra(error, "a sampler needs the train extra", "train") from error
 
 
 def _print_text(text: str) -> None:

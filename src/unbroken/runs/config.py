@@ -362,17 +362,33 @@ class RolloutConfig:
     trainer's distribution is over these. Penalties and structured output are refused, because the trainer computes
     logprobs without them."""
     limits: Limits = field(default_factory=Limits)
-    own_process: bool = False
-    """Whether rollouts run in a process of their own, which is forked from the trainer's. Their Python (environments,
-    tools, rewards, templates) then takes no time from the trainer's, above all with loop.max_staleness. For engine.kind
-    started and server; rewards must not use a GPU in it."""
+    samplers: int = 0
+    """Processes that sample for each trainer process, started and replaced by it; 0: it samples itself. The Python of
+    rollouts (environments, tools, rewards, templates) then takes no time from the trainer's. Each opens the recipe
+    again. For engine.kind started and server."""
+    listen: str | None = None
+    """HOST:PORT of this machine, at which samplers of other machines join (`unbroken sampler`) and leave at any time;
+    rank K listens at PORT + K. For engine.kind server."""
+    key_file: Path | None = None
+    """With listen: a file with a secret that these samplers have too. Who has it can run code in this process."""
 
     def __post_init__(self) -> None:
         if self.problems_per_step < 1:
             raise InvalidInputError(f"problems_per_step must be >= 1, got {self.problems_per_step}")
         if self.group_size < 1:
             raise InvalidInputError(f"group_size must be >= 1, got {self.group_size}")
+        if self.samplers < 0:
+            raise InvalidInputError(f"samplers must be >= 0, got {self.samplers}")
+        if (self.listen is None) != (self.key_file is None):
+            raise InvalidInputError(f"key_file must be given exactly with listen, got {self.key_file}, {self.listen}")
+        if self.listen is not None:
+            parse_address(self.listen, field="listen")
         check_reproducible(self.sampling, whose="the trainer's", has_kept_ids=True)
+
+    @property
+    def has_samplers(self) -> bool:
+        """Whether other processes sample."""
+        return self.samplers > 0 or self.listen is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,10 +478,15 @@ class RunConfig:
                 "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
-        if self.rollouts.own_process and self.engine.kind not in (EngineKind.STARTED, EngineKind.SERVER):
+        if self.rollouts.samplers and self.engine.kind not in (EngineKind.STARTED, EngineKind.SERVER):
             raise InvalidInputError(
-                f"rollouts.own_process must be false with engine.kind {self.engine.kind}, whose engine is in the "
-                "trainer's process, got true: take started or server"
+                f"rollouts.samplers must be 0 with engine.kind {self.engine.kind}, whose engine is in the trainer's "
+                f"process, got {self.rollouts.samplers}: take started or server"
+            )
+        if self.rollouts.listen is not None and self.engine.kind is not EngineKind.SERVER:
+            raise InvalidInputError(
+                f"rollouts.listen must be left out with engine.kind {self.engine.kind}, whose engine other machines do "
+                f"not reach, got {self.rollouts.listen}: take server"
             )
         self.evaluation.check_engine(self.engine)
         if self.model_settings.dtype is Precision.BFLOAT16 and self.lora is None:
@@ -540,6 +561,14 @@ class RunConfig:
     def objective(self) -> PolicyGradient | OnlineDpo:
         """What the trainer minimises, by `algorithm`, `advantages`, `loss` and `pairs`."""
         return make_objective(self.algorithm, advantages=self.advantages, loss=self.loss, pairs=self.pairs)
+
+
+def parse_address(text: str, *, field: str) -> tuple[str, int]:
+    """Parse HOST:PORT; an `InvalidInputError` names the field."""
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise InvalidInputError(f"{field} must be HOST:PORT, such as 10.0.0.1:7600 or [::1]:7600, got {text!r}")
+    return host.strip("[]"), int(port)
 
 
 def read_key(path: Path | None, *, field: str) -> str | None:

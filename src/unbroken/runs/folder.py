@@ -30,18 +30,21 @@ TRACEBACK = "traceback.txt"
 """Of an exception in the user's code that ended the run."""
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents", "timeline", TRACEBACK),
+    *("sessions", "agents", "samplers", "timeline", TRACEBACK),
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
     {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", _EVALUATIONS}
-    | {_CLUSTER, "sessions", "agents", TRACEBACK}
+    | {_CLUSTER, "sessions", "agents", "samplers", TRACEBACK}
 )
 _MAY_CHANGE = (
     "output",
     "engine.",
     "sessions.",
-    "rollouts.own_process",
+    "rollouts.own_process",  # of earlier releases
+    "rollouts.samplers",
+    "rollouts.listen",
+    "rollouts.key_file",
     "loop.num_steps",
     "loop.num_zero_variance_scored",
     "loop.max_groups_in_flight",
@@ -113,7 +116,7 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
             (folder / file).unlink(missing_ok=True)
         _write(path, recipe, settings)
         return False
-    for each in sorted(name for name in before.keys() | settings.keys() if not _may_change(name)):
+    for each in sorted(name for name in before.keys() | settings.keys() if not may_change(name)):
         old, new = before.get(each), settings.get(each)
         if old != new:
             raise InvalidInputError(
@@ -211,5 +214,6 @@ def _write(path: Path, recipe: str, settings: Mapping[str, Any]) -> None:
         raise _not_writable(path.parent, error) from error
 
 
-def _may_change(name: str) -> bool:
+def may_change(name: str) -> bool:
+    """Whether a field of the config may have another value when the run goes on."""
     return name in _MAY_CHANGE or name.startswith(tuple(each for each in _MAY_CHANGE if each.endswith(".")))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.rollout.failures import format_error, must_propagate
+from unbroken.rollout.process.channel import keep_alive
 from unbroken.server.config import is_loopback
 from unbroken.threads import exit_in
 
@@ -268,10 +269,7 @@ class _Others:
                 self._lose(f"{self._names[rank]} has not connected within {_MEET_S:g} s: it was lost before")
 
     async def _follow(self, connection: socket.socket, token: str) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
-            if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        keep_alive(connection)
         with self._open(connection):
             reader, writer = await asyncio.open_connection(sock=connection)
             try:

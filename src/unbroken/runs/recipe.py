@@ -11,6 +11,7 @@ A TOML recipe holds values for the Config of a Python recipe: the one that its k
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import inspect
@@ -18,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +56,38 @@ class Recipe:
         return config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRole:
+    """What a sampler is, and for whom."""
+
+    name: str
+    address: tuple[str, int]
+    """Of the trainer's process."""
+    key: str = field(repr=False)
+    wait_s: float
+    """How long the trainer's process may take to answer."""
+    ends_with_parent: bool = False
+
+
+class SamplerEnded(BaseException):
+    """The trainer that a sampler sampled for has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRecipe:
+    """The recipe that this process runs."""
+
+    name: str
+    words: Sequence[str]
+    """Of a command line that opens it again."""
+    sampler: SamplerRole | None = None
+    """None in a trainer's process."""
+
+
+open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
+"""None in a script that calls `train_model` itself."""
+
+
 def run_recipe(path: Path | None, options: Sequence[str]) -> None:
     """Run a recipe, the built-in one without a file, or continue the run in its output folder.
 
@@ -65,7 +99,9 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
+    words = [str(path), *options] if path is not None else ["--env", *options[1:]]
     with ExitStack() as stack:
+        stack.callback(open_recipe.reset, open_recipe.set(OpenRecipe(name=recipe.name, words=words)))
         with main_process_first() as is_first:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
@@ -75,6 +111,29 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
         except Exception as error:
             _explain_failure(error, config.output / TRACEBACK)
             raise
+
+
+def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) -> None:
+    """Run a recipe as a sampler of the trainer that runs it, until that trainer ends.
+
+    The folder of the run is not claimed: `train_model` samples instead of training.
+
+    Raises:
+        InvalidInputError: the recipe or an option is wrong, or another one than the trainer's.
+        RolloutError: the trainer does not answer.
+        Terminated: SIGTERM came, and the rest is for other samplers.
+    """
+    recipe = load_recipe(path)
+    config = recipe.configure(options)
+    before = open_recipe.set(OpenRecipe(name=recipe.name, words=(), sampler=role))
+    run = asyncio.run if role.ends_with_parent else run_until_terminated
+    try:
+        run(recipe.run(config))
+    except SamplerEnded:
+        return
+    finally:
+        open_recipe.reset(before)
+    raise InvalidInputError(f"{recipe.name} must call train_model, which samples in a sampler, and has not")
 
 
 def _explain_failure(error: Exception, path: Path) -> None:

@@ -46,7 +46,7 @@ from unbroken.runs.profiler import StepProfiler, parse_steps
 from unbroken.runs.python_files import load_function
 from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
-from unbroken.runs.samplers import SamplerOpener, SamplingProcess
+from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
@@ -143,14 +143,16 @@ async def open_run(
     model = find_revision(model, config.model_settings.revision)
     check_config_changes(model, config)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
-    samplers = SamplerOpener(config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, rank=rank)
+    samplers = SamplerOpener(
+        config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
+    )
     samplers.check()
     _warn_about_memory(config, model, accelerator)
     async with AsyncExitStack() as stack:
-        process: SamplingProcess | None = None
-        if config.rollouts.own_process:
-            process = SamplingProcess.fork(samplers)
-            stack.push_async_callback(process.close)
+        processes: SamplerProcesses | None = None
+        if config.rollouts.has_samplers:
+            processes = await SamplerProcesses.start(samplers, rank)
+            stack.push_async_callback(processes.close)
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
         samplers.check_lengths(renderer, images)
@@ -165,16 +167,16 @@ async def open_run(
         engine, evaluation_engine = await _open_engines(
             stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
         )
-        if process is not None:
-            await process.open(engine, evaluation_engine)
-            stack.push_async_callback(process.close)  # before its servers
+        if processes is not None:
+            stack.push_async_callback(processes.close)  # before its servers
+            await processes.open(engine, evaluation_engine)
         opened = await samplers.open(
             stack,
             engine=engine.engine,
             evaluation_engine=None if evaluation_engine is None else evaluation_engine.engine,
             renderer=renderer,
             images=images,
-            elsewhere=process,
+            elsewhere=processes,
         )
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:

@@ -1,13 +1,19 @@
 """Open the samplers of a run, on engines that are open: that of the problems to train on, and that of evaluations.
 
-Problems that agents attempt need a gateway, which is opened here too. With `rollouts.own_process` groups are sampled in
-another process: it is forked before engines, model and trainer are opened, so it has the problems, of whatever they are
-made. Renderer, connections and gateways it opens itself. The trainer's process asks it for one group at a time.
+Problems that agents attempt need a gateway, which is opened here too. With `rollouts.samplers` and `rollouts.listen`
+groups are sampled in other processes. Each runs the recipe again up to `train_model`, so it has the problems, of
+whatever they are made; renderer, connections and gateways it opens itself. The trainer's process asks for one group at
+a time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import secrets
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,20 +23,27 @@ from typing import Any
 
 import torch
 
+from unbroken import __version__
 from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.engines.directory import EngineDirectory
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.processor import ImageInputs
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
-from unbroken.rollout.process.process import RolloutProcess
+from unbroken.rollout.process.channel import Hello
+from unbroken.rollout.process.pool import SamplerPool
+from unbroken.rollout.process.worker import leave_end_to_parent, serve_orders
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Problems, Sampler, SamplesElsewhere
-from unbroken.runs.config import RunConfig, read_key
+from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
+from unbroken.runs.command import SAMPLER_KEY
+from unbroken.runs.config import RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, connect_servers
-from unbroken.runs.models import find_context_length, load_image_inputs, load_model_renderer
-from unbroken.runs.processes import Rank
-from unbroken.runs.settings import redact
+from unbroken.runs.folder import may_change, open_private
+from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer
+from unbroken.runs.processes import Rank, without_launcher
+from unbroken.runs.recipe import SamplerRole, open_recipe
+from unbroken.runs.settings import describe, redact
+from unbroken.training.waits import log_waiting
 from unbroken.types import SamplingParams
 
 _MAX_RETRIES = 12
@@ -58,12 +71,24 @@ class SamplerOpener:
     """Where the model is loaded from."""
     train_on: Problems
     evaluate_on: Sequence[Problems]
-    rank: Rank
+    part: str
+    """Names this process among those of the run: its rank, or its rank and which of its samplers."""
 
     @property
     def problems(self) -> tuple[Problems, ...]:
         """All problems of the run: those to train on, then the sets of evaluations."""
         return (self.train_on, *self.evaluate_on)
+
+    def identify(self, recipe: str) -> dict[str, str]:
+        """What two processes must have in common to sample the same groups: values by what they are."""
+        settings = {name: value for name, value in describe(self.config).items() if not may_change(name)}
+        found = {"the release": __version__, "the recipe": recipe}
+        found |= {name: json.dumps(value) for name, value in settings.items()}
+        for k, each in enumerate(self.problems):
+            kind = "environment" if each.agent is None else "agent"
+            facts = [each.num_problems, each.source, kind, each.score is not None, each.has_images]
+            found[f"{_name_problems(k)} (number, source, kind, scored as groups, images)"] = json.dumps(facts)
+        return found
 
     def check(self) -> None:
         """Raise `InvalidInputError` if the run cannot have these problems with agents."""
@@ -133,7 +158,7 @@ class SamplerOpener:
             return Samplers(training=sampler, evaluation=sampler)
         sessions = sampler.sessions
         if elsewhere is None and _have_agents(self.evaluate_on):
-            store = str(self.config.output / "sessions" / f"evaluation-{self.rank.index}")
+            store = str(self.config.output / "sessions" / f"evaluation-{self.part}")
             own = replace(self.config, sessions=replace(self.config.sessions, store=store))
             sessions = await self._open_sessions(stack, own, evaluation_engine, images)
         moved = replace(sampler, engine=evaluation_engine, sessions=sessions, returns_experts=False)
@@ -142,7 +167,7 @@ class SamplerOpener:
     async def _open_sessions(
         self, stack: AsyncExitStack, config: RunConfig, engine: Engine, images: ImageInputs | None
     ) -> SessionGateway:
-        opening = open_sessions(config, engine=engine, model=self.source, images=images, rank=self.rank)
+        opening = open_sessions(config, engine=engine, model=self.source, images=images, part=self.part)
         return await stack.enter_async_context(opening)
 
 
@@ -157,7 +182,7 @@ async def open_sessions(
     engine: Engine,
     model: str | Path,
     images: ImageInputs | None,
-    rank: Rank,
+    part: str,
 ) -> AsyncIterator[SessionGateway]:
     """Open the gateway at `sessions.url`, or one in this process over its engine, until the block ends.
 
@@ -168,7 +193,7 @@ async def open_sessions(
     try:
         from unbroken.client import AsyncClient
         from unbroken.gateway.app import create_gateway
-        from unbroken.ledger.store import open_store
+        from unbroken.ledger.store import is_postgres_url, open_store
         from unbroken.rendering.encoding.text_codec import TextCodec
         from unbroken.rendering.loader import load_tokenizer
         from unbroken.server.config import ServerConfig
@@ -188,7 +213,9 @@ async def open_sessions(
             renderer = replace(config.renderer, template_kwargs=template_kwargs)
             return load_model_renderer(model, renderer, config.rollouts.sampling, images=images)
 
-        location = sessions.store or str(config.output / "sessions" / f"process-{rank.index}")
+        location = sessions.store or str(config.output / "sessions" / f"process-{part}")
+        if sessions.store and config.rollouts.has_samplers and not is_postgres_url(sessions.store):
+            location = str(Path(sessions.store) / part)  # a folder is for one process
         key = secrets.token_urlsafe(24)
         app = create_gateway(
             engine,
@@ -208,8 +235,8 @@ class Servers:
     """The addresses of the servers, which are known once they have started."""
 
     training: Sequence[str] | EngineDirectory
-    evaluation: Sequence[str] | EngineDirectory
-    """Empty where evaluations have no servers of their own."""
+    evaluation: Sequence[str] | EngineDirectory | None
+    """None where evaluations have no servers of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,23 +260,84 @@ class NewestVersion:
     policy_version: int
 
 
-class SamplingProcess:
-    """Samples groups in a process of its own. Made by `fork`, then opened."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Children:
+    """See `LocalSamplers`: the same command as this process's, but for its first words."""
 
-    def __init__(self, process: RolloutProcess, opener: SamplerOpener) -> None:
-        self._process = process
+    names: Sequence[str]
+    words: Sequence[str]
+    address: str
+    key: str
+    folder: Path
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    async def start(self, name: str) -> asyncio.subprocess.Process:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        options = ("--name", name, "--connect", self.address, "--exit-with-parent")
+        with open_private(self.log(name), "ab") as output, without_launcher():
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "unbroken", "sampler", *options, *self.words,
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**os.environ, SAMPLER_KEY: self.key, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends them
+            )  # fmt: skip
+
+
+class SamplerProcesses:
+    """Samples groups in other processes. Made by `start`, then opened."""
+
+    def __init__(self, pool: SamplerPool, opener: SamplerOpener, purpose: str) -> None:
+        self._pool = pool
         self._problems = opener.problems
+        self._purpose = purpose
         self._evaluation_engine: Any = None
 
     @classmethod
-    def fork(cls, opener: SamplerOpener) -> SamplingProcess:
-        """Fork the process; raises as `RolloutProcess.fork`."""
-        return cls(RolloutProcess.fork(lambda servers: _open_work(opener, servers)), opener)
+    async def start(cls, opener: SamplerOpener, rank: Rank) -> SamplerProcesses:
+        """Start the samplers of this machine, and listen for others.
+
+        Raises:
+            InvalidInputError: samplers could not open the recipe, or this process cannot listen.
+        """
+        recipe, config = open_recipe.get(), opener.config
+        if recipe is None:
+            raise InvalidInputError(
+                "rollouts.samplers must be 0 and rollouts.listen left out in a script that calls train_model itself: "
+                "samplers open the recipe again, so start it with `unbroken train RECIPE`"
+            )
+        rollouts, key = config.rollouts, secrets.token_urlsafe(24)
+        host, port = "127.0.0.1", 0
+        if rollouts.listen is not None:
+            host, port = parse_address(rollouts.listen, field="rollouts.listen")
+            port, key = port + rank.index, read_key(rollouts.key_file, field="rollouts.key_file") or ""
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except (OSError, OverflowError) as error:
+            raise InvalidInputError(
+                f"rollouts.listen must be free on this machine, got {host}:{port}: {error}"
+            ) from None
+        port = listener.getsockname()[1]
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        children = _Children(
+            names=[f"{rank.index}-{k}" for k in range(rollouts.samplers)],
+            words=recipe.words,
+            address=f"{local}:{port}",
+            key=key,
+            folder=config.output / "samplers",
+        )
+        pool = await SamplerPool.start(listener, key=key, identity=opener.identify(recipe.name), local=children)
+        purpose = f"a sampler to join at {host}:{port}"
+        if rollouts.samplers:
+            purpose = f"the samplers to start, whose output is in {children.folder}"
+        return cls(pool, opener, purpose)
 
     async def open(self, engine: RunEngine, evaluation_engine: RunEngine | None) -> None:
-        """Connect it to the servers that these engines are connected to; raises as `SamplerOpener` and its parts."""
-        others = () if evaluation_engine is None else evaluation_engine.servers
-        await self._process.open(Servers(training=engine.servers, evaluation=others))
+        """Connect them to the servers that these engines are connected to; raises as `SamplerOpener` and its parts."""
+        others = None if evaluation_engine is None else evaluation_engine.servers
+        async with log_waiting(self._purpose):
+            await self._pool.open(Servers(training=engine.servers, evaluation=others))
         _follow(engine, partial(self._tell_version, False))
         if evaluation_engine is not None:
             self._evaluation_engine = evaluation_engine.engine
@@ -258,23 +346,22 @@ class SamplingProcess:
     async def sample_group(self, sampler: Sampler, number: int, *, size: int) -> TrajectoryGroup:
         """Sample as `sampler` would in this process."""
         problems = next(k for k, each in enumerate(self._problems) if each is sampler.problems)
-        return await self._process.sample(
-            GroupOrder(
-                is_evaluation=self._evaluation_engine is not None and sampler.engine is self._evaluation_engine,
-                problems=problems,
-                number=number,
-                size=size,
-                seed=sampler.seed,
-                sampling=sampler.sampling,
-            )
+        order = GroupOrder(
+            is_evaluation=self._evaluation_engine is not None and sampler.engine is self._evaluation_engine,
+            problems=problems,
+            number=number,
+            size=size,
+            seed=sampler.seed,
+            sampling=sampler.sampling,
         )
+        return await self._pool.sample(order, name=f"problem {number} of {_name_problems(problems)}")
 
     async def close(self) -> None:
-        """End the process."""
-        await self._process.close()
+        """End them. Idempotent."""
+        await self._pool.close()
 
     def _tell_version(self, is_evaluation: bool, policy_version: int) -> None:
-        self._process.tell(NewestVersion(is_evaluation, policy_version))
+        self._pool.tell(is_evaluation, NewestVersion(is_evaluation, policy_version))
 
 
 def _follow(engine: RunEngine, follower: Callable[[int], None]) -> None:
@@ -282,6 +369,31 @@ def _follow(engine: RunEngine, follower: Callable[[int], None]) -> None:
 
     assert isinstance(engine.engine, HttpEngine), "RunConfig has checked its kind"
     engine.engine.followers.append(follower)
+
+
+def _name_problems(index: int) -> str:
+    return "the problems to train on" if index == 0 else f"evaluation set {index}"
+
+
+async def run_as_sampler(
+    config: RunConfig, role: SamplerRole, *, model: str | Path, train_on: Problems, sets: Sequence[EvaluationSet]
+) -> None:
+    """Sample what the trainer's process orders, until it ends; raises as `serve_orders`."""
+    recipe = open_recipe.get()
+    assert recipe is not None, "it has the role"
+    if role.ends_with_parent:
+        leave_end_to_parent()
+    torch.set_num_threads(1)  # there are as many processes as there is work
+    source = find_revision(model, config.model_settings.revision)
+    others = [each.problems for each in sets]
+    opener = SamplerOpener(config=config, source=source, train_on=train_on, evaluate_on=others, part=role.name)
+    await serve_orders(
+        role.address,
+        key=role.key,
+        hello=Hello(role.name, opener.identify(recipe.name)),
+        open_work=partial(_open_work, opener),
+        wait_s=role.wait_s,
+    )
 
 
 class _Work:
@@ -304,16 +416,16 @@ class _Work:
 
 @asynccontextmanager
 async def _open_work(opener: SamplerOpener, servers: Servers) -> AsyncIterator[_Work]:
-    torch.set_num_threads(1)  # the others are not in a forked process
     async with AsyncExitStack() as stack:
         images = opener.load_images()
         renderer = opener.load_renderer(images)
         engine = await connect_servers(stack, opener.config.engine, servers.training)
         evaluation_engine = None
-        if opener.config.evaluation.engine is not None:
-            choice = opener.config.evaluation.engine
+        if servers.evaluation is not None:
+            choice = opener.config.evaluation.engine or opener.config.engine
             evaluation_engine = await connect_servers(stack, choice, servers.evaluation, name="evaluation.engine")
         samplers = await opener.open(
             stack, engine=engine, evaluation_engine=evaluation_engine, renderer=renderer, images=images
         )
+        print(f"sampler {opener.part} is ready", flush=True)
         yield _Work(opener, samplers)

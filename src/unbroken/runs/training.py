@@ -14,6 +14,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
+from unbroken.runs.recipe import SamplerEnded, open_recipe
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,11 +57,19 @@ async def train_model(
 
     `curriculum` chooses the problems, instead of `config.curriculum`.
 
+    In a sampler (`unbroken sampler`) this samples for the trainer, and does not return.
+
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
+    sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
+    recipe = open_recipe.get()
+    if recipe is not None and recipe.sampler is not None:
+        from unbroken.runs.samplers import run_as_sampler
+
+        await run_as_sampler(config, recipe.sampler, model=model, train_on=train_on, sets=sets)
+        raise SamplerEnded
     from unbroken.runs.run import run  # torch and transformers
 
-    sets = [EvaluationSet(problems=evaluate_on)] if isinstance(evaluate_on, Problems) else evaluate_on
     done, rollouts = await run(
         config, model=model, train_on=train_on, sets=sets, accelerator=accelerator, curriculum=curriculum
     )

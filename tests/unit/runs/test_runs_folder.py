@@ -34,7 +34,7 @@ def test_a_run_begins_and_continues(tmp_path):
     "changed",
     [
         *({"output": "b"}, {"loop.num_steps": 9}, {"engine.urls": ["http://b"]}, {"loop.outages.wait_s": 9.0}),
-        *({"sessions.host": "10.0.0.1"}, {"rollouts.own_process": True}),
+        *({"sessions.host": "10.0.0.1"}, {"rollouts.samplers": 4}),
     ],
 )
 def test_what_decides_no_gradient_may_change(tmp_path, changed):
@@ -42,6 +42,12 @@ def test_what_decides_no_gradient_may_change(tmp_path, changed):
     make_step(tmp_path)
     assert claim_folder(tmp_path, "lookup.py", SETTINGS | changed)
     assert json.loads((tmp_path / "recipe.json").read_text())["settings"] == SETTINGS | changed
+
+
+def test_a_run_goes_on_whose_settings_have_a_field_that_was_replaced(tmp_path):
+    claim_folder(tmp_path, "lookup.py", SETTINGS | {"rollouts.own_process": False})
+    make_step(tmp_path)
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS | {"rollouts.samplers": 0})
 
 
 @pytest.mark.parametrize(

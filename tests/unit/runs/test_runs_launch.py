@@ -18,7 +18,7 @@ from support import letters_recipe
 from support.forks import run_python
 from support.packed_sender import free_port
 from support.processes import run_processes, run_two
-from support.served import save_tiny_model, served
+from support.served import save_tiny_model
 from support.vllm_session import SMALL_VLLM
 from unbroken.runs.processes import without_launcher
 
@@ -96,7 +96,7 @@ def test_two_processes_that_share_the_ids_of_their_rows_train_what_both_sampled(
 
 
 LOSING = """
-import asyncio, os
+import asyncio, os, time
 from support import letters_recipe
 from unbroken.runs.collector import Problems
 from unbroken.runs.training import train_model
@@ -110,14 +110,17 @@ async def run(config):
 
     async def reward(messages):
         if os.environ["RANK"] == "1":
-            os.kill(os.getppid() if config.rollouts.own_process else os.getpid(), 9)
+            if config.seed == 2 and os.fork() == 0:
+                time.sleep(30)
+                os._exit(0)
+            os.kill(os.getpid(), 9)
         await asyncio.sleep(600)
 
-    if config.seed and os.environ["RANK"] == "1":
+    if config.seed == 1 and os.environ["RANK"] == "1":
         raise ValueError("no such row")
     await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
 """
-"""Process 1 is killed while process 0 waits for rollouts, or fails with a seed."""
+"""Process 1 is killed while process 0 waits for rollouts, fails (seed 1), or leaves a fork (seed 2)."""
 
 
 @pytest.mark.parametrize(
@@ -142,12 +145,9 @@ def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait
 def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_path, model):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(LOSING)
-    with served(model, "--weights-dir", str(tmp_path / "weights"), engine="transformers") as server:
-        settings = {"evaluation.num-problems": 0, "rollouts.own-process": "true", "engine.kind": "server"}
-        settings |= {"engine.urls": server.url, "engine.weights-dir": tmp_path / "weights"}
-        words = train_arguments(tmp_path / "run", model, settings)
-        words[1] = str(recipe)
-        first, _ = run_processes("unbroken", *words, codes=[1, -9])
+    words = train_arguments(tmp_path / "run", model, {"evaluation.num-problems": 0, "seed": 2})
+    words[1] = str(recipe)
+    first, _ = run_processes("unbroken", *words, codes=[1, -9])
     assert first.splitlines()[-1].startswith("unbroken: rank 1 of 2 (process ")
 
 

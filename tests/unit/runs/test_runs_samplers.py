@@ -1,9 +1,10 @@
-"""Runs whose rollouts are in a process of their own: the same rollouts, agents, and what is refused."""
+"""Runs whose rollouts are in processes of their own: the same rollouts, agents, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,13 +20,14 @@ from support.served import save_tiny_model, served
 from support.vision import save_vision_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
-from unbroken.runs import collector
+from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.runs.samplers import SamplingProcess
+from unbroken.runs.samplers import SamplerProcesses
+from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 
-OWN_PROCESS = "--rollouts.own-process=true"
+ONE, TWO = "--rollouts.samplers=1", "--rollouts.samplers=2"
 SMALL_STEPS = "--trainer.optimizer.learning-rate=1e-9"
 """Of runs that are compared id by id: larger ones make another id of a rounding, which differs from run to run."""
 
@@ -42,18 +44,30 @@ def engine_options(model: Path, weights: Path, name: str = "engine") -> Iterator
         yield [f"--{name}.kind=server", f"--{name}.urls={server.url}", f"--{name}.weights-dir={weights}"]
 
 
-@pytest.fixture
-def noted_processes(tmp_path, monkeypatch) -> Path:
-    """A file with the process of each group that was sampled."""
-    path, run_group = tmp_path / "processes", collector.run_group
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch) -> None:
+    """Samplers are new processes of Python, which import what tests do."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
-    async def noted(*arguments: Any, **options: Any) -> Any:
-        with path.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return await run_group(*arguments, **options)
 
-    monkeypatch.setattr(collector, "run_group", noted)
-    return path
+NOTING_RECIPE = """
+import os
+from support.letters_recipe import Config, share_of_letters
+from unbroken.rollout.tool_env import ToolEnv
+from unbroken.runs.collector import Problems
+from unbroken.runs.training import train_model
+
+async def run(config):
+    noted = config.output.with_suffix(".processes")
+
+    def env(number):
+        with noted.open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
+
+    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+"""
+"""Of the letters, with a file that has the process of each rollout."""
 
 
 def read_samples(output: Path) -> list[Any]:
@@ -67,19 +81,23 @@ def read_samples(output: Path) -> list[Any]:
     ]
 
 
-def test_rollouts_are_those_that_the_trainers_process_would_sample(tmp_path, model, noted_processes):
+@pytest.mark.parametrize(
+    ("samplers", "num_processes"), [(ONE, 2), pytest.param(TWO, 4, marks=pytest.mark.e2e)], ids=["one", "two"]
+)
+def test_rollouts_are_those_that_the_trainers_process_would_sample(tmp_path, model, samplers, num_processes):
     """Also in a run that goes on, and whose servers get an adapter."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(NOTING_RECIPE)
     found = []
-    for name, own in (("here", []), ("elsewhere", [OWN_PROCESS])):
+    for name, own in (("here", []), ("elsewhere", [samplers])):
         output = tmp_path / name
         with engine_options(model, tmp_path / f"weights-{name}") as engine:
-            words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", *engine, *own]
+            words = ["train", str(recipe), f"--output={output}", f"--model={model}", *engine, *own]
             words += ["--evaluation.num-problems=2", "--lora.rank=4", "--trainer.lora-updates=adapter", SMALL_STEPS]
             for num_steps in (1, 2):
                 assert main([*words, f"--loop.num-steps={num_steps}"]) == 0
-        processes = set(noted_processes.read_text().split())
-        noted_processes.unlink()
-        assert processes == {str(os.getpid())} if name == "here" else len(processes - {str(os.getpid())}) == 2
+        processes = set(output.with_suffix(".processes").read_text().split())
+        assert len(processes - {str(os.getpid())}) == (0 if name == "here" else num_processes)
         evaluations = [(line["step"], line["reward/mean"]) for line in read_evaluations(output)]
         found.append((evaluations, read_samples(output)))
     assert len(found[0][1]) > 0
@@ -104,12 +122,13 @@ async def run(config):
 """
 
 
+@pytest.mark.e2e
 def test_images_of_prompts_and_answers_come_to_the_trainer_as_they_are(tmp_path):
     pytest.importorskip("torchvision", reason="the image processors of transformers need it")
     recipe, model = tmp_path / "recipe.py", save_vision_model(tmp_path / "model")
     recipe.write_text(PICTURES_RECIPE)
     found = []
-    for name, own in (("here", []), ("elsewhere", [OWN_PROCESS])):
+    for name, own in (("here", []), ("elsewhere", [ONE])):
         output = tmp_path / name
         with engine_options(model, tmp_path / f"weights-{name}") as engine:
             words = [
@@ -155,6 +174,7 @@ async def run(config):
 """
 
 
+@pytest.mark.e2e
 def test_agents_and_both_gateways_are_in_the_process_while_training_goes_on(tmp_path, model):
     recipe, output = tmp_path / "recipe.py", tmp_path / "run"
     recipe.write_text(AGENT_RECIPE)
@@ -162,7 +182,7 @@ def test_agents_and_both_gateways_are_in_the_process_while_training_goes_on(tmp_
         engine_options(model, tmp_path / "weights") as engine,
         engine_options(model, tmp_path / "evaluated", "evaluation.engine") as evaluation,
     ):
-        words = ["train", str(recipe), f"--output={output}", f"--model={model}", "--loop.num-steps=4", OWN_PROCESS]
+        words = ["train", str(recipe), f"--output={output}", f"--model={model}", "--loop.num-steps=4", ONE]
         words += ["--loop.max-staleness=1", "--evaluation.num-problems=2", "--evaluation.every=2"]
         assert main([*words, *engine, *evaluation]) == 0
     lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
@@ -178,12 +198,13 @@ def test_agents_and_both_gateways_are_in_the_process_while_training_goes_on(tmp_
     assert len({gateway for _, gateway in noted}) == 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("num_servers", "losses"), [(1, [0, 0, 1, 0]), (2, [0, 0, 0, 0])])
 def test_a_server_that_restarts_with_its_first_weights_is_not_sampled_from(
     tmp_path, model, monkeypatch, num_servers, losses
 ):
     """With another server nothing is lost: the process knows which weights its servers must have."""
-    output, weights, sample_group = tmp_path / "run", tmp_path / "weights", SamplingProcess.sample_group
+    output, weights, sample_group = tmp_path / "run", tmp_path / "weights", SamplerProcesses.sample_group
     with ExitStack() as stack:
         serve = partial(served, model, "--weights-dir", str(weights), engine="transformers")
         servers = [stack.enter_context(serve()) for _ in range(num_servers)]
@@ -197,10 +218,10 @@ def test_a_server_that_restarts_with_its_first_weights_is_not_sampled_from(
                 restarted.append(stack.enter_context(serve("--port", port)))
             return await sample_group(self, sampler, number, size=size)
 
-        monkeypatch.setattr(SamplingProcess, "sample_group", restarts)
+        monkeypatch.setattr(SamplerProcesses, "sample_group", restarts)
         words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", "--loop.num-steps=4"]
         words += ["--engine.kind=server", f"--engine.urls={','.join(each.url for each in servers)}"]
-        assert main([*words, f"--engine.weights-dir={weights}", OWN_PROCESS]) == 0
+        assert main([*words, f"--engine.weights-dir={weights}", ONE]) == 0
     lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     assert [line["outages/num_losses"] for line in lines] == losses
     assert [line["staleness/max"] for line in lines] == [0] * 4
@@ -213,7 +234,7 @@ def test_each_of_two_trainer_processes_has_its_own(tmp_path, model):
     with engine_options(model, tmp_path / "weights") as engine:
         words = ["train", letters_recipe.__file__, f"--output={output}", f"--model={model}", "--loop.num-steps=3"]
         words += ["--loop.max-staleness=1", "--rollouts.sampling.max-tokens=8", "--evaluation.num-problems=3"]
-        run_two("unbroken", *words, *engine, OWN_PROCESS)
+        run_two("unbroken", *words, *engine, ONE)
     assert [(line["step"], line["num_rollouts"]) for line in read_evaluations(output)] == [(0, 3), (3, 3)]
     trajectories = {record[0] for record in read_samples(output)}
     assert trajectories == {f"0-0-{problem}/{member}" for problem in range(6) for member in range(8)}
@@ -221,10 +242,47 @@ def test_each_of_two_trainer_processes_has_its_own(tmp_path, model):
 
 @pytest.mark.parametrize("kind", ["embedded", "colocated"])
 def test_an_engine_in_the_trainers_process_is_refused(kind):
-    with pytest.raises(InvalidInputError, match=f"own_process must be false with engine.kind {kind}"):
+    with pytest.raises(InvalidInputError, match=f"samplers must be 0 with engine.kind {kind}"):
         RunConfig(
             output=Path("x"),
             loop=LoopConfig(num_steps=1),
             engine=EngineConfig(kind=kind),
-            rollouts=RolloutConfig(own_process=True),
+            rollouts=RolloutConfig(samplers=1),
         )
+
+
+def test_samplers_of_other_machines_are_refused_where_they_do_not_reach_the_engine():
+    with pytest.raises(InvalidInputError, match=r"rollouts.listen must be left out with engine.kind started"):
+        RunConfig(
+            output=Path("x"),
+            loop=LoopConfig(num_steps=1),
+            engine=EngineConfig(kind="started"),
+            rollouts=RolloutConfig(listen="127.0.0.1:7600", key_file=Path("key")),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samplers": -1}, "samplers must be >= 0, got -1"),
+        ({"listen": "127.0.0.1:7600"}, "key_file must be given exactly with listen"),
+        ({"key_file": Path("key")}, "key_file must be given exactly with listen"),
+        ({"listen": "127.0.0.1", "key_file": Path("key")}, "listen must be HOST:PORT"),
+        ({"listen": "a:70000", "key_file": Path("key")}, "listen must be HOST:PORT"),
+    ],
+)
+def test_wrong_settings_of_samplers_are_refused(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        RolloutConfig(**options)
+
+
+async def test_a_script_that_no_sampler_could_open_is_refused(tmp_path, model):
+    config = letters_recipe.Config(
+        output=tmp_path / "run",
+        model=model,
+        engine=EngineConfig(kind="started"),
+        rollouts=RolloutConfig(samplers=1),
+    )
+    problems = Problems(env=lambda number: pytest.fail("nothing is sampled"))
+    with pytest.raises(InvalidInputError, match=r"rollouts.samplers must be 0 .* a script that calls train_model"):
+        await train_model(config, model=model, train_on=problems, evaluate_on=problems)

@@ -1,8 +1,8 @@
-"""Rollouts in a process of their own, whose Python does not wait for the trainer's, nor the trainer for it.
+"""Rollouts in processes of their own, on this machine or on others, whose Python does not wait for the trainer's.
 
-| trainer's process      |                        | process of the rollouts, forked from it |
-|------------------------|------------------------|-----------------------------------------|
-| `RolloutProcess.sample`| ── order ──►           | `Work.sample`                           |
-|                        | ◄── ids of each turn   |                                         |
-|                        | ◄── the group          |                                         |
+| trainer's process    |                        | sampler                     |
+|----------------------|------------------------|-----------------------------|
+| `SamplerPool.sample` | ── order ──►           | `Work.sample`, in `worker`  |
+|                      | ◄── ids of each turn   |                             |
+|                      | ◄── the group          |                             |
 """

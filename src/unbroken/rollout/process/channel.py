@@ -1,6 +1,7 @@
-"""The messages between the trainer's process and that of the rollouts: pickled, each behind its length, over a socket.
+"""The messages between the trainer's process and a sampler: pickled, each behind its length, over TCP.
 
-Orders are counted 0, 1, 2, ...
+To unpickle is to run what the sender wrote, so before the first message both ends prove that they have the same key
+(`greet`). Orders are counted 0, 1, 2, ...
 
 Arrays that are read-only stay so. Exceptions keep their class and attributes; one that cannot be pickled, or read by
 the other process, becomes a `RuntimeError` with its class and message.
@@ -9,8 +10,11 @@ the other process, becomes a `RuntimeError` with its class and message.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import io
+import os
 import pickle
+import secrets
 import socket
 import struct
 import traceback
@@ -20,20 +24,35 @@ from typing import Any
 
 import numpy as np
 
+from unbroken.errors import InvalidInputError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a sampler."""
+
+    name: str
+    identity: Mapping[str, str]
+    """What must be equal in both processes, in words."""
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
-    """The first message to the rollouts."""
+    """The answer to `Hello`, unless it is `Failed`."""
 
     facts: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Its answer, unless it is `Failed`."""
+    """The answer to `Open`, unless it is `Failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The sampler was told to end: what it has not finished is for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +102,53 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The error of an order, or without a number that of `Open`."""
+    """The error of an order, or without a number that of `Hello` or `Open`."""
 
     number: int | None
     error: Exception
 
 
 _LENGTH = struct.Struct("!Q")
+_NONCE = 32
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, is_server: bool) -> None:
+    """Prove to the other end that this one has the key, which is not sent, and have it prove the same.
+
+    Raises:
+        InvalidInputError: its key is another one.
+        EOFError, OSError: it has closed the connection.
+    """
+    own = secrets.token_bytes(_NONCE)
+    writer.write(own)
+    other = await reader.readexactly(_NONCE)
+    ours, theirs = (b"server", b"client") if is_server else (b"client", b"server")
+    writer.write(hmac.digest(key, ours + own + other, "sha256"))
+    if not hmac.compare_digest(await reader.readexactly(32), hmac.digest(key, theirs + other + own, "sha256")):
+        raise InvalidInputError("the other end has another key")
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have a connection end soon after the other end's machine, also if nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items():
+        if hasattr(socket, option):  # of Linux; a machine without power is lost after 90 s
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+async def connect(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Use a connected socket in this event loop; it ends with the other process or its machine, and with this one."""
+    os.register_at_fork(after_in_child=connection.close)  # or it would stay open as long as a fork lives
+    keep_alive(connection)
+    return await asyncio.open_connection(sock=connection)
 
 
 class Channel:
-    """One end of a socket. Made by `open`, in the event loop that uses it."""
+    """One end of a connection, whose ends have greeted each other."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-
-    @classmethod
-    async def open(cls, end: socket.socket) -> Channel:
-        """Use one end of a connected pair of sockets."""
-        return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
         """Send a message, which is pickled before this returns; nothing is sent if that fails."""
@@ -147,7 +193,7 @@ def _make_array(content: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
 def _reduce_error(error: BaseException) -> Any:
     arguments = _find_builtin(type(error)).__reduce__(error)[1]  # with the name of a file, which `args` lacks
     text = format_error(error)
-    note = f"In the process of the rollouts:\n{''.join(traceback.format_exception(error))}"
+    note = f"In the sampler:\n{''.join(traceback.format_exception(error))}"
     attributes = {"user_frames": format_frames(error), "__notes__": [*getattr(error, "__notes__", ()), note]}
     try:
         content = pack((type(error), arguments, error.__dict__ | attributes))

@@ -1,21 +1,21 @@
-"""The process of the rollouts: it opens its work, and samples what it is ordered to, until the trainer's ends."""
+"""A sampler: it connects to the trainer's process, opens its work, and samples what it is ordered to."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from unbroken.counters import Effort, count_effort
-from unbroken.errors import RolloutError
+from unbroken.errors import InvalidInputError, RolloutError
 from unbroken.rollout.failures import format_error, to_exception
 from unbroken.rollout.process.channel import (
     Cancel,
@@ -23,17 +23,23 @@ from unbroken.rollout.process.channel import (
     Channel,
     Failed,
     Finished,
+    Hello,
+    Leave,
     News,
     Open,
     Opened,
     Order,
     Sampled,
+    connect,
+    greet,
 )
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.threads import exit_in
 
 _CLOSE_S = 10.0
 """How long environments and connections may take to close, once the trainer's process is gone or wants no more."""
+_CONNECT_S = 10.0
+_RETRY_S = 0.5
 
 
 class Work(Protocol):
@@ -49,72 +55,126 @@ class Work(Protocol):
 
 
 OpenWork: TypeAlias = Callable[[Any], AbstractAsyncContextManager[Work]]
-"""Opens the work, with facts that were not known when the process was forked."""
+"""Opens the work, with the facts that the trainer's process sends."""
 
 
-def run_worker(other_end: socket.socket, end: socket.socket, open_work: OpenWork) -> None:
-    """Serve until the other process closes its end, or is gone."""
-    other_end.close()  # otherwise the channel would stay open without that process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
-    signal.set_wakeup_fd(-1)
+def leave_end_to_parent() -> None:
+    """Have this process end soon after its parent, and ignore signals that all processes of a job get."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_to_parent)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    asyncio.run(_serve(end, open_work))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _leave_to_parent(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal that all processes of a terminal or a job get: the trainer's then closes and ends this one.
-
-    Programs that this process starts would inherit `SIG_IGN`; a function they do not.
-    """
+    """Ignore a signal. Programs that this process starts would inherit `SIG_IGN`; a function they do not."""
 
 
-def _end_with_parent() -> None:
-    """End this process soon after the one that forked it, also if user code holds up the event loop."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this process is forked"
-    parent.join()
+def _end_with(parent: int) -> None:
+    """A thread, because user code may hold up the event loop."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
     exit_in(_CLOSE_S, status=1)
 
 
-async def _serve(end: socket.socket, open_work: OpenWork) -> None:
-    channel = await Channel.open(end)
+async def serve_orders(address: tuple[str, int], *, key: str, hello: Hello, open_work: OpenWork, wait_s: float) -> None:
+    """Sample for the trainer's process at an address until it closes the connection, or is gone.
+
+    Raises:
+        InvalidInputError: it has another key or another `hello.identity`.
+        RolloutError: it does not answer within `wait_s`.
+        Exception: as `open_work`.
+    """
+    channel = await _connect(address, key, wait_s)
     try:
-        opening = await channel.receive()
-    except EOFError:  # nothing was opened
-        return
-    assert isinstance(opening, Open), "it comes first"
-    try:
-        async with open_work(opening.facts) as work:
-            channel.send(Opened())
-            await _Worker(channel, work).run()
-    except Exception as error:
-        channel.send(Failed(None, error))
+        channel.send(hello)
+        await _Worker(channel).run(open_work)
     finally:
         channel.close()
 
 
-class _Worker:
-    def __init__(self, channel: Channel, work: Work) -> None:
-        self._channel = channel
-        self._work = work
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+async def _connect(address: tuple[str, int], key: str, wait_s: float) -> Channel:
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            connection = await asyncio.to_thread(socket.create_connection, address, _CONNECT_S)
+            reader, writer = await connect(connection)
+            try:
+                await greet(reader, writer, key.encode(), is_server=False)
+            except BaseException:
+                writer.close()
+                raise
+        except InvalidInputError:
+            raise InvalidInputError(
+                f"the key must be that of the trainer at {address[0]}:{address[1]} (rollouts.key_file), and is another"
+            ) from None
+        except (OSError, EOFError) as error:
+            if time.monotonic() > until_s:
+                raise RolloutError(
+                    f"no trainer has answered at {address[0]}:{address[1]} for {wait_s:g} s: {format_error(error)}"
+                ) from error
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return Channel(reader, writer)
 
-    async def run(self) -> None:
-        """Do what comes, until the channel is closed; then nothing runs any more."""
-        with suppress(EOFError):
+
+class _Worker:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._work: Work | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_closed = False
+
+    async def run(self, open_work: OpenWork) -> None:
+        """Do what comes until the channel is closed; then nothing runs any more."""
+        try:
+            answer = await self._channel.receive()
+        except EOFError:  # the run has ended before it began
+            return
+        if isinstance(answer, Failed):
+            raise answer.error
+        assert isinstance(answer, Open), "it comes first"
+        main = asyncio.current_task()
+        assert main is not None
+        reading = asyncio.create_task(self._read(main))
+        try:
+            async with open_work(answer.facts) as work:
+                self._work = work
+                self._channel.send(Opened())
+                try:
+                    await reading
+                finally:
+                    await self._stop()
+        except asyncio.CancelledError:
+            if not self._is_closed or main.uncancel():
+                raise
+        except Exception as error:
+            self._channel.send(Failed(None, error))
+            raise
+        finally:
+            reading.cancel()
+
+    async def _read(self, main: asyncio.Task[Any]) -> None:
+        try:
             while True:
                 self._take(await self._channel.receive())
+        except EOFError:
+            self._is_closed = True
+            if self._work is None:  # it still opens
+                main.cancel()
+
+    async def _stop(self) -> None:
+        if not self._is_closed:  # this process was told to end
+            self._channel.send(Leave())
         exit_in(_CLOSE_S, status=1)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _take(self, message: Any) -> None:
+        assert self._work is not None, "nothing is sent before it has opened"
         match message:
             case Order(number, order):
-                task = asyncio.create_task(self._sample(number, order))
+                task = asyncio.create_task(self._sample(self._work, number, order))
                 self._tasks[number] = task
                 task.add_done_callback(partial(self._end, number))
             case Cancel(number):
@@ -130,10 +190,10 @@ class _Worker:
         elif (error := task.exception()) is not None:  # none of those that `_sample` has sent
             self._channel.send(Failed(number, to_exception(error)))
 
-    async def _sample(self, number: int, order: Any) -> None:
+    async def _sample(self, work: Work, number: int, order: Any) -> None:
         try:
             with count_effort(_ReportedEffort(lambda num_ids: self._channel.send(Sampled(number, num_ids)))):
-                group = await self._work.sample(order)
+                group = await work.sample(order)
             self._send_group(number, group)
         except Exception as error:
             self._channel.send(Failed(number, error))
@@ -143,7 +203,7 @@ class _Worker:
             self._channel.send(Finished(number, group))
         except Exception as error:
             raise RolloutError(
-                "with rollouts.own_process, messages and rewards must be values that Python can pickle, got "
+                "with rollouts.samplers, messages and rewards must be values that Python can pickle, got "
                 f"{format_error(error)}"
             ) from error
 

@@ -99,7 +99,6 @@ class Config(RunConfig):
             raise InvalidInputError(
                 "evaluation_data must be left out with evaluation_sets, which have data of their own"
             )
-        self._check_reward_models()
         if is_package(self.environment):
             self._check_package()
         elif self.agent is not None:
@@ -148,18 +147,6 @@ class Config(RunConfig):
             file = str(value) if is_file else str(value).rpartition(":")[0]
             if value is not None and (is_file or file.endswith(".py")) and not Path(file).is_file():
                 raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
-
-    def _check_reward_models(self) -> None:
-        models = [each.model for each in self.rewards if each.model is not None]
-        if not (models and self.rollouts.own_process):
-            return
-        import torch
-
-        if torch.cuda.is_available():
-            raise InvalidInputError(
-                "rewards.model must be left out with rollouts.own_process on a machine with GPUs, which a forked "
-                f"process cannot use, got {models}: serve the model, and ask it in a reward function"
-            )
 
     def _check_package(self) -> None:
         for name in ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", "agent"):

@@ -1,4 +1,4 @@
-"""Groups from a process of their own: what comes back, cancellations, errors, and the end of either process."""
+"""Groups from other processes: what comes back, cancellations, errors, strangers, and the end of either process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +22,12 @@ from unbroken.counters import Counters, Effort, add_effort, count_effort
 from unbroken.errors import ContextOverflowError, InvalidInputError, RolloutError, ServerUnreachableError
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.tree import TokenTree
-from unbroken.rollout.process import worker
-from unbroken.rollout.process.process import RolloutProcess
+from unbroken.rollout.process import pool, worker
+from unbroken.rollout.process.channel import Hello
+from unbroken.rollout.process.pool import SamplerPool
+from unbroken.rollout.process.worker import OpenWork, leave_end_to_parent, serve_orders
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.runs.signals import run_until_terminated
 
 
 def make_trajectory(number: int, **fields: Any) -> Trajectory:
@@ -39,6 +44,10 @@ def make_group(number: int, **fields: Any) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=str(number), trajectories=(make_trajectory(number, **fields),))
 
 
+def find_process(group: TrajectoryGroup) -> float:
+    return group.trajectories[0].reward_parts["pid"]
+
+
 class LocalWork:
     """Work by a function; notes news and its end in a file."""
 
@@ -51,8 +60,68 @@ class LocalWork:
             file.write(f"{news}\n")
 
 
+KEY = "secret"
+Forked = multiprocessing.get_context("fork").Process
+
+
+def start_sampler(
+    address: tuple[str, int],
+    open_work: OpenWork,
+    *,
+    key: str = KEY,
+    name: str = "forked",
+    identity: Mapping[str, str] | None = None,
+    ends_with_parent: bool = True,
+) -> Any:
+    """Fork a process that samples until the pool at an address ends."""
+
+    def serve() -> None:
+        if ends_with_parent:
+            leave_end_to_parent()
+        hello = Hello(name, identity or {})
+        asyncio.run(serve_orders(address, key=key, hello=hello, open_work=open_work, wait_s=20.0))
+
+    process = Forked(target=serve)
+    process.start()
+    return process
+
+
+@dataclass
+class Children:
+    """`LocalSamplers` that are programs."""
+
+    names: Sequence[str] = ()
+    program: Sequence[str] = ()
+    folder: Path = Path()
+    pids: list[int] = field(default_factory=list)
+
+    def log(self, name: str) -> Path:
+        return self.folder / name
+
+    async def start(self, name: str) -> asyncio.subprocess.Process:
+        with self.log(name).open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *self.program, name, stdout=output, stderr=output, start_new_session=True
+            )
+        self.pids.append(process.pid)
+        return process
+
+
+def listen() -> tuple[socket.socket, tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()
+
+
 @asynccontextmanager
-async def opened(sample: Callable[[Any], Any], notes: Path = Path(os.devnull)) -> AsyncIterator[RolloutProcess]:
+async def started(listener: socket.socket, **options: Any) -> AsyncIterator[SamplerPool]:
+    made = await SamplerPool.start(listener, **{"key": KEY, "identity": {}, "local": Children(), **options})
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def make_opening(sample: Callable[[Any], Any], notes: Path = Path(os.devnull)) -> OpenWork:
     @asynccontextmanager
     async def open_work(facts: Any) -> AsyncIterator[LocalWork]:
         work = LocalWork(sample, notes)
@@ -60,12 +129,22 @@ async def opened(sample: Callable[[Any], Any], notes: Path = Path(os.devnull)) -
         yield work
         work.tell("closed")
 
-    process = RolloutProcess.fork(open_work)
-    try:
-        await process.open("opened")
-        yield process
-    finally:
-        await process.close()
+    return open_work
+
+
+@asynccontextmanager
+async def opened(
+    sample: Callable[[Any], Any], notes: Path = Path(os.devnull), *, num_samplers: int = 1
+) -> AsyncIterator[SamplerPool]:
+    """A pool with samplers that are forks of this process; closing it ends them."""
+    listener, address = listen()
+    async with started(listener) as made:
+        processes = [start_sampler(address, make_opening(sample, notes)) for _ in range(num_samplers)]
+        await made.open("opened")
+        yield made
+    for process in processes:
+        await asyncio.to_thread(process.join, 20)
+        assert process.exitcode is not None
 
 
 def is_alive(pid: int) -> bool:
@@ -90,10 +169,10 @@ async def test_groups_come_back_as_they_were_made_by_another_process(tmp_path: P
         return make_group(order, reward_parts={"pid": float(os.getpid())})
 
     async with opened(sample, tmp_path / "notes") as process:
-        groups = await asyncio.gather(*(process.sample(number) for number in range(3)))
-        process.tell("news")
+        groups = await asyncio.gather(*(process.sample(number, name="it") for number in range(3)))
+        process.tell("key", "news")
     assert [group.group_id for group in groups] == ["0", "1", "2"]
-    (pid,) = {group.trajectories[0].reward_parts["pid"] for group in groups}
+    (pid,) = set(map(find_process, groups))
     assert pid != os.getpid()
     ids = groups[1].trajectories[0].tree.nodes[0].token_ids
     assert ids.tolist() == [1, 2, 1]
@@ -155,8 +234,8 @@ async def test_errors_keep_their_class_and_attributes(error: Exception) -> None:
 
     async with opened(sample) as process:
         with pytest.raises(type(error)) as raised:
-            await process.sample("raise")
-        failed = (await process.sample("return")).trajectories[0].error
+            await process.sample("raise", name="it")
+        failed = (await process.sample("return", name="it")).trajectories[0].error
     assert "in sample" in raised.value.__notes__[0]  # where it was raised there
     for found in (raised.value, failed):
         assert type(found) is type(error)
@@ -173,7 +252,7 @@ async def test_an_error_that_cannot_be_pickled_becomes_its_text() -> None:
 
     async with opened(sample) as process:
         with pytest.raises(RuntimeError, match="LocalError: of the environment"):
-            await process.sample(None)
+            await process.sample(None, name="it")
 
 
 async def test_an_error_that_only_the_rollouts_can_import_becomes_its_text() -> None:
@@ -188,9 +267,9 @@ async def test_an_error_that_only_the_rollouts_can_import_becomes_its_text() -> 
         return make_group(0, status=TrajectoryStatus.FAILED, reward=None, error=ExceptionGroup("two", [error, error]))
 
     async with opened(sample) as process:
-        failed = (await process.sample("return")).trajectories[0].error
+        failed = (await process.sample("return", name="it")).trajectories[0].error
         with pytest.raises(RuntimeError, match="OwnError: of the environment"):
-            await process.sample("raise")
+            await process.sample("raise", name="it")
     assert isinstance(failed, ExceptionGroup)
     assert list(map(str, failed.exceptions)) == ["OwnError: of the environment"] * 2
 
@@ -200,7 +279,7 @@ async def test_an_error_whose_text_cannot_be_read_ends_only_its_rollout() -> Non
         return make_group(0, status=TrajectoryStatus.FAILED, reward=None, error=UnreadableError())
 
     async with opened(sample) as process:
-        error = (await process.sample(None)).trajectories[0].error
+        error = (await process.sample(None, name="it")).trajectories[0].error
     assert str(error) == "UnreadableError: (its message cannot be read: ValueError)"
 
 
@@ -211,7 +290,7 @@ async def test_no_error_of_the_work_leaves_its_order_without_an_answer(kind: typ
 
     async with opened(sample) as process, asyncio.timeout(20):
         with pytest.raises((RolloutError, RuntimeError), match=kind.__name__):
-            await process.sample(None)
+            await process.sample(None, name="it")
 
 
 async def test_a_group_that_cannot_be_pickled_says_so_and_others_still_come() -> None:
@@ -221,8 +300,8 @@ async def test_a_group_that_cannot_be_pickled_says_so_and_others_still_come() ->
 
     async with opened(sample) as process:
         with pytest.raises(RolloutError, match="must be values that Python can pickle"):
-            await process.sample(0)
-        assert (await process.sample(1)).group_id == "1"
+            await process.sample(0, name="it")
+        assert (await process.sample(1, name="it")).group_id == "1"
 
 
 async def test_a_cancelled_call_returns_when_its_work_has_ended_and_its_ids_are_counted(tmp_path: Path) -> None:
@@ -241,7 +320,7 @@ async def test_a_cancelled_call_returns_when_its_work_has_ended_and_its_ids_are_
     async with opened(sample) as process:
         effort = Effort()
         with count_effort(effort):
-            task = asyncio.create_task(process.sample(0))
+            task = asyncio.create_task(process.sample(0, name="it"))
         while effort.num_ids < 7:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         task.cancel()
@@ -260,13 +339,13 @@ async def test_a_call_that_is_cancelled_before_its_work_has_begun_returns() -> N
 
     async with opened(sample) as process:
         for _ in range(20):
-            tasks = [asyncio.create_task(process.sample(60)) for _ in range(8)]
+            tasks = [asyncio.create_task(process.sample(60, name="it")) for _ in range(8)]
             await asyncio.sleep(0)  # they have sent their orders
             for task in tasks:
                 task.cancel()
             async with asyncio.timeout(20):
                 await asyncio.gather(*tasks, return_exceptions=True)
-        assert (await process.sample(0)).group_id == "0"
+        assert (await process.sample(0, name="it")).group_id == "0"
 
 
 async def test_work_that_cancels_itself_is_an_error() -> None:
@@ -275,36 +354,212 @@ async def test_work_that_cancels_itself_is_an_error() -> None:
 
     async with opened(sample) as process:
         with pytest.raises(RolloutError, match="cancels its own task"):
-            await process.sample(None)
+            await process.sample(None, name="it")
 
 
-async def test_an_error_of_the_opening_is_raised_by_it() -> None:
-    @asynccontextmanager
-    async def open_work(facts: Any) -> AsyncIterator[Any]:
-        raise InvalidInputError(f"facts must be right, got {facts}")
-        yield
+async def test_orders_go_to_the_sampler_that_has_the_fewest(tmp_path: Path) -> None:
+    async def sample(order: float) -> TrajectoryGroup:
+        await asyncio.sleep(order)
+        return make_group(0, reward_parts={"pid": float(os.getpid())})
 
-    process = RolloutProcess.fork(open_work)
-    with pytest.raises(InvalidInputError, match="got wrong"):
-        await process.open("wrong")
-    await process.close()
+    async with opened(sample, num_samplers=2) as process:
+        wait_for = [asyncio.create_task(process.sample(order, name="it")) for order in (0.2, 0.2)]
+        async with asyncio.timeout(20):
+            while len(set(map(find_process, await asyncio.gather(*wait_for)))) < 2:
+                wait_for = [asyncio.create_task(process.sample(0.2, name="it")) for _ in range(2)]  # the second joins
+        busy = asyncio.create_task(process.sample(1, name="it"))
+        await asyncio.sleep(0)
+        others = {find_process(await process.sample(0, name="it")) for _ in range(5)}
+        assert others == set(map(find_process, await asyncio.gather(*wait_for))) - {find_process(await busy)}
 
 
-async def test_a_killed_process_fails_what_waits_for_it_and_what_comes_later() -> None:
+async def test_what_a_killed_sampler_had_is_sampled_by_another_one_once(tmp_path: Path) -> None:
+    """The first that gets the order kills itself."""
+
+    async def sample(order: int) -> TrajectoryGroup:
+        with (tmp_path / "begun").open("a") as file:
+            file.write(f"{order}\n")
+        if order == 3 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        return make_group(order)
+
+    async with opened(sample, num_samplers=2) as process, asyncio.timeout(20):
+        groups = await asyncio.gather(*(process.sample(number, name="it") for number in range(8)))
+    assert [group.group_id for group in groups] == list("01234567")
+    begun = (tmp_path / "begun").read_text().split()
+    assert begun.count("3") == 2
+
+
+async def test_an_order_waits_for_a_sampler_and_can_be_cancelled_meanwhile() -> None:
+    async def sample(order: int) -> TrajectoryGroup:
+        if order == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make_group(order)
+
+    listener, address = listen()
+    async with started(listener) as process, asyncio.timeout(20):
+        start_sampler(address, make_opening(sample))
+        await process.open("opened")
+        process.tell("key", "old")
+        process.tell("key", "new")
+        lost = asyncio.create_task(process.sample(0, name="it"))
+        await asyncio.sleep(0.5)
+        later = asyncio.create_task(process.sample(1, name="it"))
+        await asyncio.sleep(0)
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        start_sampler(address, make_opening(sample))
+        assert (await later).group_id == "1"
+
+
+async def test_a_sampler_that_comes_later_gets_the_newest_news(tmp_path: Path) -> None:
+    async def sample(order: int) -> TrajectoryGroup:
+        return make_group(os.getpid())
+
+    listener, address = listen()
+    async with started(listener) as process, asyncio.timeout(20):
+        first = start_sampler(address, make_opening(sample), ends_with_parent=False)
+        await process.open("opened")
+        for news in ("old", "new"):
+            process.tell("key", news)
+        assert (await process.sample(0, name="it")).group_id == str(first.pid)
+        os.kill(first.pid, signal.SIGKILL)
+        second = start_sampler(address, make_opening(sample, tmp_path / "notes"))
+        while (await process.sample(0, name="it")).group_id != str(second.pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await asyncio.to_thread(second.join, 20)
+    assert (tmp_path / "notes").read_text().split() == ["opened", "new", "closed"]
+
+
+async def test_an_order_that_ends_three_samplers_ends_the_run_with_its_name() -> None:
     async def sample(order: str) -> TrajectoryGroup:
         if order == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(60)
         raise AssertionError
 
-    async with opened(sample) as process:
-        waiting = [asyncio.create_task(process.sample(order)) for order in ("wait", "kill")]
-        done, _ = await asyncio.wait(waiting)
-        for each in done:
+    async with opened(sample, num_samplers=4) as process, asyncio.timeout(20):
+        waiting = [asyncio.create_task(process.sample(order, name=f"problem {order}")) for order in ("wait", "kill")]
+        await asyncio.wait(waiting)
+        for each in waiting:
             assert isinstance(each.exception(), RolloutError)
-            assert "status -9" in str(each.exception())
-        with pytest.raises(RolloutError, match="status -9"):
-            await process.sample("later")
+        assert "problem kill: 3 samplers have ended while they sampled it" in str(waiting[1].exception())
+        with pytest.raises(RolloutError, match="problem kill"):
+            await process.sample("later", name="it")
+
+
+DYING = """
+import os, sys
+print("no memory for", sys.argv[1], flush=True)
+os._exit(7)
+"""
+
+
+async def test_a_local_sampler_that_ends_again_and_again_ends_the_run_with_its_log(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(pool, "_MAX_DEATHS", 3)
+    children = Children(names=["0-0"], program=[sys.executable, "-c", DYING], folder=tmp_path)
+    listener, _ = listen()
+    async with started(listener, local=children) as process, asyncio.timeout(30):
+        with pytest.raises(RolloutError, match=r"(?s)0-0 ended 3 times in a row .*with status 7: .*no memory for 0-0"):
+            await process.open("opened")
+    assert len(children.pids) == 3
+
+
+LEAVING_CHILD = """
+import subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+async def test_closing_leaves_no_local_sampler_and_nothing_that_it_has_started(tmp_path) -> None:
+    children = Children(names=["0-0"], program=[sys.executable, "-c", LEAVING_CHILD], folder=tmp_path)
+    listener, _ = listen()
+    async with started(listener, local=children):
+        await asyncio.to_thread(wait_until, lambda: children.log("0-0").read_text().endswith("\n"))
+        pids = [*children.pids, int(children.log("0-0").read_text())]
+        assert all(map(is_alive, pids))
+    await asyncio.to_thread(wait_until, lambda: not any(map(is_alive, pids)))
+
+
+@asynccontextmanager
+async def never_opens(facts: Any) -> AsyncIterator[Any]:
+    raise InvalidInputError(f"facts must be right, got {facts}")
+    yield
+
+
+async def test_an_error_of_a_local_samplers_opening_is_raised(tmp_path) -> None:
+    listener, address = listen()
+    children = Children(names=["0-0"], program=["sleep", "600"], folder=tmp_path)
+    async with started(listener, local=children) as process, asyncio.timeout(20):
+        start_sampler(address, never_opens, name="0-0")
+        with pytest.raises(InvalidInputError, match="got wrong"):
+            await process.open("wrong")
+
+
+async def test_a_sampler_of_another_recipe_is_refused_with_what_differs(tmp_path, capfd) -> None:
+    listener, address = listen()
+    local = Children(names=["0-0"], program=["sleep", "600"], folder=tmp_path)
+    async with started(listener, identity={"seed": "1", "size": "2"}, local=local) as process, asyncio.timeout(20):
+        other = start_sampler(address, never_opens, identity={"seed": "1", "size": "3"})
+        await asyncio.to_thread(other.join)
+        assert other.exitcode == 1
+        assert "size is 3 there, and 2 in the trainer" in capfd.readouterr().err
+        start_sampler(address, never_opens, name="0-0", identity={"seed": "7", "size": "2"})
+        with pytest.raises(InvalidInputError, match="seed is 7 there, and 1 in the trainer"):
+            await process.open("opened")
+
+
+async def test_a_process_with_another_key_is_told_so_and_nothing_of_it_is_read(capfd, monkeypatch) -> None:
+    async def sample(order: int) -> TrajectoryGroup:
+        return make_group(order)
+
+    monkeypatch.setattr(pool, "_GREET_S", 0.5)
+    listener, address = listen()
+    async with started(listener) as process, asyncio.timeout(20):
+        other = start_sampler(address, make_opening(sample), key="another")
+        await asyncio.to_thread(other.join)
+        assert other.exitcode == 1
+        assert "the key must be that of the trainer at 127.0.0.1" in capfd.readouterr().err
+        for sent in (b"", b"x" * 64, pickled_attack(64)):  # silent; with a wrong proof; without any
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            assert len(await reader.read()) in (32, 64)  # its number and its proof, and it has closed
+            writer.close()
+        start_sampler(address, make_opening(sample))
+        await process.open("opened")
+        assert (await process.sample(1, name="it")).group_id == "1"
+
+
+def pickled_attack(size: int) -> bytes:
+    """What fails the test if it is unpickled."""
+    return (b"cpytest\nfail\n(S'unpickled'\ntR." * size)[:size]
+
+
+async def test_a_sampler_trusts_no_process_that_lacks_the_key() -> None:
+    """Somebody else may listen where the trainer did."""
+    asked = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = await reader.readexactly(32)
+        writer.write(number)  # as its own
+        proof = await reader.readexactly(32)
+        writer.write(proof)
+        received = await reader.read()
+        writer.close()
+        asked.set_result(received)
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, asyncio.timeout(20):
+        with pytest.raises(InvalidInputError, match="and is another"):
+            await serve_orders(
+                server.sockets[0].getsockname(), key=KEY, hello=Hello("a", {}), open_work=never_opens, wait_s=0
+            )
+        assert await asked == b""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -319,9 +574,9 @@ async def test_a_signal_that_all_processes_of_a_job_get_leaves_it_to_the_first_o
         return make_group(os.getpid(), reward_parts={"status": float(await started.wait())})
 
     async with opened(sample, tmp_path / "notes") as process, asyncio.timeout(20):
-        first = await process.sample(None)
+        first = await process.sample(None, name="it")
         os.kill(int(first.group_id), number)
-        second = await process.sample(None)
+        second = await process.sample(None, name="it")
     assert first.group_id == second.group_id
     assert first.trajectories[0].reward_parts == {"status": -number}
     assert not is_alive(int(first.group_id))
@@ -361,7 +616,7 @@ def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path, monke
 
     async def order() -> None:
         async with opened(sample) as process:
-            await process.sample(None)
+            await process.sample(None, name="it")
 
     with child_that(lambda: asyncio.run(order())):
         wait_until((tmp_path / "pid").exists)
@@ -371,10 +626,52 @@ def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path, monke
     assert (tmp_path / "closed").exists() is not is_stuck
 
 
-async def test_one_that_was_never_opened_ends_too() -> None:
-    already = set(multiprocessing.active_children())
-    process = RolloutProcess.fork(lambda facts: pytest.fail("nothing is opened"))
-    (child,) = set(multiprocessing.active_children()) - already
-    await process.close()
-    await process.close()
-    assert not child.is_alive()
+async def test_a_sampler_that_nobody_answers_says_so() -> None:
+    listener, address = listen()
+    listener.close()
+    with pytest.raises(RolloutError, match=rf"no trainer has answered at 127.0.0.1:{address[1]} for 0.6 s"):
+        await serve_orders(address, key=KEY, hello=Hello("a", {}), open_work=never_opens, wait_s=0.6)
+
+
+async def test_a_sampler_that_was_never_opened_ends_too() -> None:
+    listener, address = listen()
+    async with started(listener):
+        child = start_sampler(address, lambda facts: pytest.fail("nothing is opened"))
+        await asyncio.sleep(0.5)
+    await asyncio.to_thread(child.join, 20)
+    assert child.exitcode == 0
+
+
+async def test_a_sampler_that_is_told_to_end_leaves_its_orders_to_others(tmp_path: Path) -> None:
+    """Again and again: none of these ends counts as a failure of the order."""
+
+    begun = tmp_path / "begun"
+
+    async def sample(order: int) -> TrajectoryGroup:
+        with begun.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        await asyncio.sleep(0.1 if len(begun.read_text().split()) == 5 else 60)
+        return make_group(order)
+
+    listener, address = listen()
+    async with started(listener) as process, asyncio.timeout(40):
+        children = [start_ended_by_signal(address, make_opening(sample))]
+        await process.open("opened")
+        group = asyncio.create_task(process.sample(1, name="it"))
+        for _ in range(4):
+            await asyncio.to_thread(
+                wait_until, lambda: begun.exists() and str(children[-1].pid) in begun.read_text().split()
+            )
+            os.kill(children[-1].pid, signal.SIGTERM)
+            children.append(start_ended_by_signal(address, make_opening(sample)))
+        assert (await group).group_id == "1"
+
+
+def start_ended_by_signal(address: tuple[str, int], open_work: OpenWork) -> Any:
+    def serve() -> None:
+        serving = serve_orders(address, key=KEY, hello=Hello("remote", {}), open_work=open_work, wait_s=20.0)
+        run_until_terminated(serving)
+
+    process = Forked(target=serve)
+    process.start()
+    return process

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from unbroken.counters import Counters
@@ -18,11 +17,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
-from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig
-from unbroken.runs.prompts.built_in import Config
-from unbroken.runs.prompts.dataset import DataConfig
 from unbroken.runs.prompts.rewards import Problem, RewardConfig, Rewards
-from unbroken.training.config import LoopConfig
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.samples import build_samples
 from unbroken.types import SamplingParams
@@ -299,15 +294,3 @@ def test_weights_and_time_limits_are_checked(options):
     (name,) = options
     with pytest.raises(InvalidInputError, match=f"{name} must be a finite number"):
         RewardConfig(function=Path("a.py:f"), **options)
-
-
-def test_a_reward_model_on_a_gpu_is_refused_in_a_process_of_the_rollouts_own(monkeypatch, tmp_path):
-    (tmp_path / "a.jsonl").touch()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = {
-        "model": "m", "data": DataConfig(file=tmp_path / "a.jsonl"), "loop": LoopConfig(num_steps=1),
-        "rewards": (RewardConfig(model="judge"),), "engine": EngineConfig(kind=EngineKind.STARTED),
-    }  # fmt: skip
-    Config(**options)
-    with pytest.raises(InvalidInputError, match=r"rewards.model must be left out with rollouts.own_process.*'judge'"):
-        Config(**options, rollouts=RolloutConfig(own_process=True))
