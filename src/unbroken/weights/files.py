@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import stat
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +30,11 @@ if TYPE_CHECKING:
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _VERSION_NAME = re.compile(r"version-(\d{8,})")
+_REMEMBERED_S = 600.0
+_MIN_REMEMBERED_BYTES = 2**23
+"""Smaller files are read in milliseconds."""
+_TICK_NS = 50_000_000
+"""Times of files are as fine as the kernel's clock ticks, a few ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +69,18 @@ class WeightFiles:
         for path in self.folder.glob("*.safetensors"):
             if path.name not in {file.name for file in self.files}:
                 raise WeightsError(f"weight file {path} is not in the {_MANIFEST} of its folder: remove it")
+        sums: dict[str, str] = {}
+        for wait in (False, True):  # other servers of this machine may be at some of them
+            for file in self.files:
+                path = self.folder / file.name
+                try:
+                    if file.name not in sums and (known := _sha256_once(path, wait=wait)) is not None:
+                        sums[file.name] = known
+                except OSError as error:
+                    raise WeightsError(f"weight file {path} cannot be read: {error.strerror}") from error
         for file in self.files:
             path = self.folder / file.name
-            try:
-                found = WeightFile(name=file.name, num_bytes=path.stat().st_size, sha256=_sha256(path))
-            except OSError as error:
-                raise WeightsError(f"weight file {path} cannot be read: {error.strerror}") from error
+            found = WeightFile(name=file.name, num_bytes=path.stat().st_size, sha256=sums[file.name])
             if found != file:
                 raise WeightsError(
                     f"weight file {path} must have {file.num_bytes} bytes with SHA-256 {file.sha256[:12]}..., got "
@@ -149,3 +165,46 @@ def _weight_file(entry: dict[str, Any]) -> WeightFile:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_once(path: Path, *, wait: bool) -> str | None:
+    """The file's SHA-256, which one process of this user and machine computes for all others in the next minutes.
+
+    They leave it in a file named by all that `stat` says of the weight file, where any change of it shows: one that is
+    so new that another change might have the same time is not remembered. None if another process is computing it, and
+    it is not to be waited for.
+    """
+    status = path.stat()
+    if status.st_size < _MIN_REMEMBERED_BYTES:
+        return _sha256(path)
+    identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _TICK_NS
+    try:
+        import fcntl
+
+        folder = Path(tempfile.gettempdir(), f"unbroken-sums-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        of_folder = folder.lstat()
+        if not stat.S_ISDIR(of_folder.st_mode) or of_folder.st_uid != os.getuid() or of_folder.st_mode & 0o077:
+            return _sha256(path)
+        note = (folder / "-".join(map(str, identity))).open("a+")
+    except (OSError, ImportError, AttributeError):  # ImportError, AttributeError: Windows
+        return _sha256(path)
+    with note:
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return None
+        note.seek(0)
+        found = note.read()
+        if len(found) == 64 and time.time() - os.fstat(note.fileno()).st_mtime < _REMEMBERED_S:
+            return found
+        found = _sha256(path)
+        note.truncate(0)
+        if is_settled:
+            note.write(found)
+    for other in folder.iterdir():
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > 2 * _REMEMBERED_S:
+                other.unlink()
+    return found

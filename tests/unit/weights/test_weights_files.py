@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.weights.files import find_versions, read_manifest, write_weights
+from unbroken.weights import files
+from unbroken.weights.files import WeightFiles, find_versions, read_manifest, write_weights
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16)), ("c", torch.tensor(7))]
 
@@ -103,3 +107,75 @@ def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
         write_weights(tmp_path, [WEIGHTS[0], WEIGHTS[0]], policy_version=1)
     with pytest.raises(InvalidInputError, match="'a' came twice"):  # the two in files of their own
         write_weights(tmp_path, [WEIGHTS[0], WEIGHTS[0]], policy_version=1, file_bytes=1)
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose SHA-256 is computed, of which all are large; what is remembered is in a folder."""
+    computed: list[str] = []
+    sha256 = files._sha256
+
+    def compute(path: Path) -> str:
+        computed.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(files, "_sha256", compute)
+    monkeypatch.setattr(files, "_MIN_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return computed
+
+
+def write_two(folder: Path) -> WeightFiles:
+    written = write_weights(folder, [("a", torch.zeros(9)), ("b", torch.ones(9))], policy_version=1, file_bytes=30)
+    assert len(written.files) == 2
+    return written
+
+
+def test_the_servers_of_a_machine_compute_each_sum_once_and_not_for_ever(
+    tmp_path: Path, sums: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_two(tmp_path / "weights")
+    time.sleep(0.1)
+    sums.clear()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: written.verify(), range(32)))
+    assert sorted(sums) == ["00000.safetensors", "00001.safetensors"]
+    monkeypatch.setattr(files, "_REMEMBERED_S", -1.0)
+    written.verify()
+    assert len(sums) == 4
+
+
+def test_a_file_that_changes_after_its_sum_was_remembered_is_noticed(tmp_path: Path, sums: list[str]) -> None:
+    written = write_two(tmp_path / "weights")
+    time.sleep(0.1)
+    written.verify()
+    path = written.folder / written.files[0].name
+    status, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a copy that keeps times
+    with pytest.raises(WeightsError, match="must have"):
+        written.verify()
+
+
+def test_a_sum_of_a_file_that_is_too_new_is_not_remembered(
+    tmp_path: Path, sums: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_TICK_NS", 10**12)
+    written = write_two(tmp_path / "weights")
+    sums.clear()
+    written.verify()
+    written.verify()
+    assert len(sums) == 4
+
+
+def test_a_folder_of_sums_that_others_could_write_is_not_used(tmp_path: Path, sums: list[str]) -> None:
+    written = write_two(tmp_path / "weights")
+    time.sleep(0.1)
+    written.verify()
+    (folder,) = tmp_path.glob("unbroken-sums-*")
+    for note in folder.iterdir():
+        note.write_text("0" * 64)
+    with pytest.raises(WeightsError):
+        written.verify()
+    folder.chmod(0o777)
+    written.verify()
