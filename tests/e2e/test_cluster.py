@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
-from support.clusters import ClusterRun, Nodes
+from support.clusters import RECIPE, ClusterRun, Nodes
+from support.gateways import CHAT
+from support.packed_sender import free_port
+from support.postgres import PostgresServer, run_postgres
 from support.served import save_tiny_model
 from unbroken.timeline import read_timeline
 
@@ -32,7 +36,7 @@ OWN = (
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    nodes = Nodes(1, 1, 2)
+    nodes = Nodes(1, 1, 3)
     yield nodes
     nodes.close()
 
@@ -43,8 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started(nodes: Nodes, output: Path, model: Path, *own: str, parts: tuple[str, ...] = PARTS) -> Iterator[ClusterRun]:
-    run = ClusterRun(nodes, output, model, parts, [*OWN, *own])
+def started(
+    nodes: Nodes, output: Path, model: Path, *own: str, parts: tuple[str, ...] = PARTS, recipe: Path = RECIPE
+) -> Iterator[ClusterRun]:
+    given = {word.partition("=")[0] for word in own}
+    options = [word for word in OWN if word.partition("=")[0] not in given]
+    run = ClusterRun(nodes, output, model, parts, [*options, *own], recipe)
     try:
         yield run
     finally:
@@ -80,13 +88,11 @@ def kill_part(run: ClusterRun, name: str) -> None:
 
 
 @pytest.fixture
-def disturbed(
-    nodes: Nodes, model: Path, undisturbed: Path, tmp_path: Path
-) -> Callable[[Callable[[ClusterRun], None]], ClusterRun]:
+def disturbed(nodes: Nodes, model: Path, undisturbed: Path, tmp_path: Path) -> Callable[..., ClusterRun]:
     """Runs until something is done to it after some steps, then to its end, and checks it."""
 
-    def run_with(disturb: Callable[[ClusterRun], None]) -> ClusterRun:
-        with started(nodes, tmp_path / "run", model) as run:
+    def run_with(disturb: Callable[[ClusterRun], None], *, parts: tuple[str, ...] = PARTS) -> ClusterRun:
+        with started(nodes, tmp_path / "run", model, parts=parts) as run:
             run.wait_for_steps(3)
             disturb(run)
             run.finish()
@@ -132,14 +138,14 @@ def test_engines_of_a_node_that_dies_wait_for_another_and_the_timeline_has_both(
 
     def disturb(run: ClusterRun) -> None:
         hosts = {run.part(f"trainers-{k}")["node"] for k in range(2)}
-        (name,) = {run.part(f"engine-{k}")["node"] for k in range(2)} - hosts
+        name = min({run.part(f"engine-{k}")["node"] for k in range(3)} - hosts)
         gone.append(name)
         start_another = nodes.kill(name)
         run.wait_until(lambda: any(event["what"] == "died" for event in run.events()))
         start_another()
 
-    run = disturbed(disturb)
-    lost = [part for part in ("engine-0", "engine-1") if any("died" in each for each in run.reasons(part))]
+    run = disturbed(disturb, parts=("--trainers", "2x1", "--engines", "3"))  # each CPU has a part
+    lost = [part for part in ("engine-0", "engine-1", "engine-2") if any("died" in each for each in run.reasons(part))]
     assert lost
     assert run.reasons("trainers") == []
     lanes = read_timeline(run.output / "timeline" / "cluster.json")
@@ -165,6 +171,133 @@ def test_nothing_is_left_after_a_signal_and_the_same_command_continues(nodes, mo
             run.wait_for_steps(num_steps)
             run.process.send_signal(number)
             assert run.wait_until_ended() == ends[number]
+    with started(nodes, tmp_path / "run", model) as run:
+        run.finish()
+    check(run, undisturbed)
+
+
+def test_samplers_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(disturbed):
+    def disturb(run: ClusterRun) -> None:
+        for number in (4, 5, 6):
+            kill_part(run, f"sampler-{number % 2}")
+            run.wait_for_steps(number)
+
+    parts = ("--trainers", "2x1", "--engines", "1", "--samplers", "2", "--sampler.port", str(free_port()))
+    run = disturbed(disturb, parts=parts)
+    assert len(run.reasons("sampler-0")) + len(run.reasons("sampler-1")) >= 3
+    assert run.reasons("trainers") == run.reasons("engine-0") == []
+
+
+class Agent:
+    """An agent of the gateways, with the key of the run."""
+
+    def __init__(self, run: ClusterRun) -> None:
+        self._run = run
+        self._control = {"Authorization": f"Bearer {(run.output / 'cluster' / 'key').read_text().strip()}"}
+        self._key = {"Authorization": f"Bearer {self._post(0, '/v1/sessions', {}, self._control).json()['api_key']}"}
+        self._messages: list[dict] = []
+
+    def turn(self, gateway: int) -> httpx.Response:
+        """Ask a gateway for the next turn."""
+        messages = [*self._messages, {"role": "user", "content": f"turn {len(self._messages)}"}]
+        found = self._post(gateway, CHAT, {"messages": messages, "max_tokens": 4}, self._key)
+        if found.status_code == 200:
+            self._messages = [*messages, found.json()["choices"][0]["message"]]
+        return found
+
+    def _post(self, gateway: int, path: str, body: dict, headers: dict) -> httpx.Response:
+        url = self._run.part(f"gateway-{gateway}")["url"]
+        return httpx.post(url + path, json=body, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with run_postgres() as server:
+        yield server
+
+
+@contextmanager
+def started_with_gateways(nodes: Nodes, output: Path, model: Path, postgres: PostgresServer) -> Iterator[ClusterRun]:
+    parts = ("--trainers", "1x1", "--engines", "1", "--gateways", "2", f"--gateway.store={postgres.url}")
+    with started(nodes, output, model, "--loop.num-steps=1000", parts=parts) as run:
+        run.wait_for_steps(1)
+        yield run
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait_until_ended() == 143
+
+
+def test_a_gateway_that_is_killed_comes_back_at_its_url_and_the_session_goes_on(nodes, model, postgres, tmp_path):
+    with started_with_gateways(nodes, tmp_path / "run", model, postgres) as run:
+        agent = Agent(run)
+        assert [agent.turn(k).status_code for k in (0, 1, 0)] == [200, 200, 200]
+        before, num_steps = run.part("gateway-0"), len(run.steps())
+        os.kill(before["pid"], signal.SIGKILL)
+        assert agent.turn(1).status_code == 200
+        run.wait_until(lambda: run.part("gateway-0")["url"] and run.part("gateway-0")["pid"] != before["pid"])
+        assert run.part("gateway-0")["url"] == before["url"]
+        assert [agent.turn(k).status_code for k in (0, 1)] == [200, 200]
+        run.wait_for_steps(num_steps + 3)
+        assert run.reasons("gateway-0")[0].startswith("was killed by SIGKILL")
+        assert run.reasons("trainers") == run.reasons("engine-0") == []
+
+
+def test_gateways_answer_again_when_postgresql_does(nodes, model, postgres, tmp_path):
+    with started_with_gateways(nodes, tmp_path / "run", model, postgres) as run:
+        agent = Agent(run)
+        assert agent.turn(0).status_code == 200
+        postgres.stop()
+        assert agent.turn(0).status_code == 503
+        num_steps = len(run.steps())
+        run.wait_for_steps(num_steps + 3)
+        postgres.start()
+        run.wait_until(lambda: agent.turn(0).status_code == 200)
+        assert agent.turn(1).status_code == 200
+        assert run.reasons("trainers") == run.reasons("engine-0") == []
+
+
+FULL = """
+import errno
+from pathlib import Path
+from support import letters_recipe
+from unbroken.weights import disk
+
+Config = letters_recipe.Config
+write_weights = disk.write_weights
+
+def write_unless_full(parent, *arguments, **options):
+    if Path(f"{parent.parent}.full").exists():
+        raise WeightsError(f"{parent} cannot be written: {OSError(errno.ENOSPC, 'No space left on device')}")
+    return write_weights(parent, *arguments, **options)
+
+async def run(config):
+    disk.write_weights = write_unless_full
+    await letters_recipe.run(config)
+""".replace("import errno", "import errno\nfrom unbroken.errors import WeightsError")
+
+
+def test_a_run_whose_versions_cannot_be_written_ends_with_the_reason_and_continues_later(
+    nodes, model, undisturbed, tmp_path
+):
+    recipe, full = tmp_path / "recipe.py", tmp_path / "run.full"
+    recipe.write_text(FULL)
+    with started(nodes, tmp_path / "run", model, recipe=recipe) as run:
+        run.wait_for_steps(3)
+        full.touch()
+        assert run.wait_until_ended() == 1
+    assert "No space left on device" in run.text()
+    assert all("No space left on device" in reason for reason in run.reasons("trainers"))
+    full.unlink()
+    with started(nodes, tmp_path / "run", model, recipe=recipe) as run:
+        run.finish()
+    check(run, undisturbed)
+
+
+def test_all_ends_with_the_head_and_the_same_command_continues(nodes, model, undisturbed, tmp_path):
+    with started(nodes, tmp_path / "run", model) as run:
+        run.wait_for_steps(3)
+        nodes.kill_head()
+        assert run.wait_until_ended() != 0
+    nodes.start_again()
     with started(nodes, tmp_path / "run", model) as run:
         run.finish()
     check(run, undisturbed)

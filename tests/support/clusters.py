@@ -36,12 +36,16 @@ class Nodes:
     def __init__(self, *cpus: int) -> None:
         """Nodes with so many CPUs, beside the head, which has none."""
         self.environment = {**_RAY, "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        self._cpus = cpus
         os.environ.update(self.environment)
-        from ray.cluster_utils import Cluster
+        self._start()
+
+    def _start(self) -> None:
+        from ray.cluster_utils import Cluster  # reads the variables when it is imported
 
         head = {"num_cpus": 0, "include_dashboard": False, **_node_options()}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes = [(num_cpus, self._add(num_cpus)) for num_cpus in cpus]
+        self._nodes = [(num_cpus, self._add(num_cpus)) for num_cpus in self._cpus]
 
     @property
     def address(self) -> str:
@@ -62,6 +66,11 @@ class Nodes:
         """Kill what all nodes ask."""
         self._cluster.head_node.kill_gcs_server(check_alive=False)
 
+    def start_again(self) -> None:
+        """Start a head and nodes as at first, with nothing of those before."""
+        self._cluster.shutdown()
+        self._start()
+
     def close(self) -> None:
         self._cluster.shutdown()
         for name in self.environment:
@@ -75,7 +84,9 @@ def _node_options() -> dict[str, Any]:
 class ClusterRun:
     """`unbroken cluster run`, seen by its files."""
 
-    def __init__(self, nodes: Nodes, output: Path, model: Path, options: Sequence[str], own: Sequence[str]) -> None:
+    def __init__(
+        self, nodes: Nodes, output: Path, model: Path, options: Sequence[str], own: Sequence[str], recipe: Path = RECIPE
+    ) -> None:
         self.output = output
         self._log = output.with_name(f"{output.name}.log")
         variables = {
