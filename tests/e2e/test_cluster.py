@@ -219,7 +219,8 @@ def postgres() -> Iterator[PostgresServer]:
 @contextmanager
 def started_with_gateways(nodes: Nodes, output: Path, model: Path, postgres: PostgresServer) -> Iterator[ClusterRun]:
     parts = ("--trainers", "1x1", "--engines", "1", "--gateways", "2", f"--gateway.store={postgres.url}")
-    with started(nodes, output, model, "--loop.num-steps=1000", parts=parts) as run:
+    endless = ("--loop.num-steps=1000", "--trainer.optimizer.learning-rate=1e-6")
+    with started(nodes, output, model, *endless, parts=parts) as run:
         run.wait_for_steps(1)
         yield run
         run.process.send_signal(signal.SIGTERM)

@@ -96,7 +96,7 @@ class ClusterRun:
         words = [
             "cluster",
             "run",
-            RECIPE,
+            recipe,
             "--address",
             nodes.address,
             "--cpu",
