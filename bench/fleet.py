@@ -9,6 +9,13 @@ of all files.
 
 How long running streams wait while their server, a process of its own, takes a version in bfloat16 from a folder and
 from a store, where most elements stay as they were: the weights move by the learning rate, in float32.
+
+    python bench/fleet.py --watch --servers 8 32
+    python bench/fleet.py --simulate --servers 1 8 32 100
+
+What it costs to follow a list of servers, and, on a virtual clock, when all of N servers have a version of 61 GB (30 B
+in bfloat16), by way and bandwidth. Links share what they have among those who use them; a server writes whole files to
+its disk, and makes them of deltas with 8 cores.
 """
 
 from __future__ import annotations
@@ -19,7 +26,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +36,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from simulation import run_on_virtual_clock
 from support.models import random_qwen3
 from support.served import save_tiny_model, served
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.client import AsyncClient
+from unbroken.engines.http import HttpEngine
+from unbroken.threads import LoopThread
 from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.files import write_weights
@@ -61,6 +73,141 @@ async def time_versions(folder: Path, num_servers: int, megabytes: int, num_vers
                     await asyncio.sleep(0.02)
             found.append(time.perf_counter() - started)
     return statistics.median(asked), statistics.median(found)
+
+
+class Listed:
+    """A list of servers that does not change."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = tuple(urls)
+
+    def addresses(self) -> tuple[str, ...]:
+        return self._urls
+
+
+async def time_watching(num_servers: int) -> None:
+    """Print the CPU time of a process that follows servers, and theirs; they are in a thread of their own."""
+    thread, stack = LoopThread(), AsyncExitStack()
+
+    async def serve() -> list[str]:
+        return [await stack.enter_async_context(listening(make_app(scripted_engine("a")))) for _ in range(num_servers)]
+
+    async def read_clock() -> float:
+        return time.thread_time()
+
+    engine = await HttpEngine.connect(Listed(await thread.call(serve())))
+    await asyncio.sleep(2)
+    began_s, own_s, their_s = time.monotonic(), time.thread_time(), await thread.call(read_clock())
+    await asyncio.sleep(10)
+    seconds = time.monotonic() - began_s
+    own_s, their_s = time.thread_time() - own_s, await thread.call(read_clock()) - their_s
+    num_checks = num_servers * seconds / 0.5
+    print(
+        f"{num_servers} servers: to follow them takes {own_s / seconds:.1%} of a core, {1e3 * own_s / num_checks:.2f} "
+        f"ms a check; a server {1e3 * their_s / num_checks:.2f} ms",
+        flush=True,
+    )
+    await engine.close()
+    await thread.call(stack.aclose())
+    thread.close()
+
+
+class Link:
+    """So many bytes a second, for all who use it together."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._gb_per_s = gb_per_s
+        self._is_free = asyncio.Lock()
+
+    async def carry(self, gigabytes: float) -> None:
+        async with self._is_free:
+            await asyncio.sleep(gigabytes / self._gb_per_s)
+
+
+CHUNK_GB = 0.25
+
+
+async def copy(gigabytes: float, *links: Link) -> None:
+    """Move bytes over links one after the other, as a stream does: all carry at once."""
+    while gigabytes > 0:
+        await asyncio.gather(*(link.carry(min(CHUNK_GB, gigabytes)) for link in links))
+        gigabytes -= CHUNK_GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Sizes, in GB, and GB a second."""
+
+    whole: float = 61.0
+    share: float = 1.0
+    """Of the whole bytes, what a version has in the store."""
+    store: float = 12.5
+    trainer_link: float = 12.5
+    server_link: float = 3.1
+    disk: float = 2.0
+    make_delta: float = 8 * 0.21
+    apply_delta: float = 8 * 0.7
+    verify: float = 8 * 1.7
+    load: float = 10.0
+    look_every_s: float = 1.0
+
+
+async def simulate(way: str, num_servers: int, fleet: Fleet) -> tuple[float, float]:
+    """Seconds until the first and the last server has a version, from the end of the trainer's step."""
+    store, trainer = Link(fleet.store), Link(fleet.trainer_link)
+    links = [Link(fleet.server_link) for _ in range(num_servers)]
+    size, loop = fleet.whole * fleet.share, asyncio.get_running_loop()
+
+    async def take(server: int) -> float:
+        if way == "store":  # it finds the version when it looks next
+            await asyncio.sleep(fleet.look_every_s * (server + 0.5) / num_servers)
+            disk = Link(fleet.disk)
+            await copy(size, store, links[server], *([disk] if fleet.share == 1 else []))
+            if fleet.share < 1:
+                await copy(fleet.whole, disk, Link(fleet.apply_delta))
+        elif way == "broadcast":
+            await copy(size, links[server])
+        else:
+            await copy(size, trainer, links[server])
+        await asyncio.sleep(fleet.whole / fleet.verify + fleet.whole / fleet.load)
+        return loop.time()
+
+    if way == "store":
+        await copy(fleet.whole, Link(fleet.disk))
+        if fleet.share < 1:
+            await asyncio.sleep(fleet.whole / fleet.make_delta)
+        await copy(size, store, trainer)
+    if way == "in turn":
+        times = [await take(server) for server in range(num_servers)]
+    elif way == "tree":  # each that has it gives it to another one
+        times, waiting, having = [], list(range(num_servers)), [trainer]
+        while waiting:
+            now, waiting = waiting[: len(having)], waiting[len(having) :]
+            await asyncio.gather(*(copy(size, each, links[k]) for each, k in zip(having, now, strict=False)))
+            having += [links[k] for k in now]
+            times.append(loop.time() + fleet.whole / fleet.verify + fleet.whole / fleet.load)
+    else:
+        times = list(await asyncio.gather(*map(take, range(num_servers))))
+    return min(times), max(times)
+
+
+def simulate_all(numbers: Sequence[int]) -> None:
+    """Print when N servers have a version."""
+    cases = [
+        ("trainer to one after another", "in turn", Fleet()),
+        ("trainer to all at once", "at once", Fleet()),
+        ("tree: who has it gives it on", "tree", Fleet()),
+        ("broadcast", "broadcast", Fleet()),
+        *(
+            (f"store of {gb:g} GB/s, {name}", "store", Fleet(store=gb, share=share))
+            for gb in (1.25, 5, 12.5, 50)
+            for name, share in (("whole", 1.0), ("delta 1/17", 1 / 17), ("delta 1/96", 1 / 96))
+        ),
+    ]
+    print("first and last of N servers, s".ljust(36) + "".join(f"{number:>16}" for number in numbers))
+    for name, way, fleet in cases:
+        found = [run_on_virtual_clock(simulate(way, number, fleet)) for number in numbers]
+        print(name.ljust(36) + "".join(f"{f'{first:.0f} {last:.0f}':>16}" for first, last in found), flush=True)
 
 
 class Streams:
@@ -146,12 +293,21 @@ def main() -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--versions", type=int, default=7)
+    parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--pause", choices=["transformers", "vllm"])
     parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5])
     options = parser.parse_args()
+    if options.simulate:
+        simulate_all(options.servers)
+        return
+    if options.watch:
+        for number in options.servers:
+            asyncio.run(time_watching(number))
+        return
     if options.pause:
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(compare_pauses(Path(folder), options))
