@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +17,8 @@ import pytest
 
 from support import letters_recipe
 from support.evaluations import read_evaluations
+from support.forks import ForkedPython
+from support.packed_sender import free_port
 from support.processes import run_two
 from support.served import save_tiny_model, served
 from support.vision import save_vision_model
@@ -238,6 +242,56 @@ def test_each_of_two_trainer_processes_has_its_own(tmp_path, model):
     assert [(line["step"], line["num_rollouts"]) for line in read_evaluations(output)] == [(0, 3), (3, 3)]
     trajectories = {record[0] for record in read_samples(output)}
     assert trajectories == {f"0-0-{problem}/{member}" for problem in range(6) for member in range(8)}
+
+
+@pytest.mark.e2e
+def test_samplers_of_other_machines_join_and_leave_and_others_are_refused(tmp_path, model):
+    recipe, output, key, port = tmp_path / "recipe.py", tmp_path / "run", tmp_path / "key", free_port()
+    recipe.write_text(NOTING_RECIPE)
+    key.write_text("a secret\n")
+    samplers, num_steps = [], 50
+
+    def join(name: str, *options: str) -> ForkedPython:
+        words = ["sampler", "--connect", f"127.0.0.1:{port}", "--key-file", key, "--name", name]
+        words += [recipe, f"--model={model}", f"--output={tmp_path / 'elsewhere'}", "--engine.kind=server"]
+        words += ["--engine.urls=http://other", "--engine.weights-dir=other", SMALL_STEPS, *options]
+        samplers.append(ForkedPython("unbroken", *words, output=tmp_path / name))
+        return samplers[-1]
+
+    def wait_for_groups(number: int) -> None:
+        until_s = time.monotonic() + 120
+        while not (noted.exists() and len(noted.read_text().split()) >= number):
+            assert time.monotonic() < until_s
+            assert train.poll() is None, (tmp_path / "train.log").read_text()
+            time.sleep(0.05)
+
+    noted = tmp_path / "elsewhere.processes"  # of the samplers' own output folder
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_options(model, tmp_path / "weights"))
+        first = join("first")  # before the trainer is there
+        train = ForkedPython(
+            "unbroken", "train", recipe, f"--output={output}", f"--model={model}", *engine, SMALL_STEPS,
+            f"--loop.num-steps={num_steps}",
+            f"--rollouts.listen=127.0.0.1:{port}", f"--rollouts.key-file={key}", output=tmp_path / "train.log",
+        )  # fmt: skip
+        stack.callback(train.kill)
+        stack.callback(lambda: [each.kill() for each in samplers])
+        wait_for_groups(16)
+        other = join("other", "--seed=3")
+        assert other.wait(120) == 1
+        assert "seed is 3 there, and 0 in the trainer" in (tmp_path / "other").read_text()
+        second = join("second")
+        while not ((tmp_path / "second").exists() and "second is ready" in (tmp_path / "second").read_text()):
+            assert second.poll() is None
+            time.sleep(0.05)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(120) == 128 + signal.SIGTERM
+        assert train.wait(240) == 0, (tmp_path / "train.log").read_text()
+        assert second.wait(60) == 0, (tmp_path / "second").read_text()
+    assert "unbroken: terminated; the trainer gives its groups to other samplers" in (tmp_path / "first").read_text()
+    expected = {f"0-0-{2 * step}/{member}" for step in range(num_steps) for member in range(8)}
+    assert {record[0] for record in read_samples(output)} == expected
+    assert not (tmp_path / "elsewhere" / "recipe.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["embedded", "colocated"])
