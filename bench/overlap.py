@@ -5,13 +5,13 @@
     python bench/overlap.py --device cuda --shape 0.6b --tasks one_turn --limit-s 560     # vLLM on GPU 1, trainer on 0
 
 Two tasks: `one_turn`, whose lengths have a long tail, and `four_turns`, with a tool of 20 to 200 ms between the turns.
-Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups; with
-`--samplers 2`, rollouts run in two processes of their own, and with `0,2` in either way. `idle` is the share of the
-time in which the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only
-waits as long as sampling would take, and a step at least `--train-s`; with `--engine vllm` both are real. Of each case
-the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more; nor do steps at the end,
-for which all groups are sampled already. It prints as it goes, and a table at the end; with `--record`, files from
-which `bench/simulate.py` simulates the same cases.
+Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 4, on the same groups; with `--samplers
+2`, rollouts run in two processes of their own, and with `0,2` in either way. `idle` is the share of the time in which
+the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only waits as long as
+sampling would take (each sampler has its own), and a step at least `--train-s`; with `--engine vllm` both are real. Of
+each case the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more; nor do steps at
+the end, for which all groups are sampled already. It prints as it goes, and a table at the end; with `--record`, files
+from which `bench/simulate.py` simulates the same cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +58,7 @@ from unbroken.training.metrics.writer import Metrics
 from unbroken.training.observer import EventKind, LoopEvent, RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight
+from unbroken.weights.base import WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
 COLUMNS = (
@@ -209,7 +210,7 @@ async def run_case(
 async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
     """All cases, with one engine and one trainer."""
     started = time.perf_counter()
-    pools = {number: await start_pool(number, folder, scratch) for number in arguments.samplers if number}
+    pools = {number: await start_pool(number, arguments, folder, scratch) for number in arguments.samplers if number}
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     accelerator = Accelerator(
         cpu=arguments.device == "cpu", mixed_precision="bf16" if arguments.device == "cuda" else None
@@ -229,7 +230,8 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
         for staleness in arguments.staleness
     ]
     rows: list[tuple[Any, ...]] = []
-    async with open_sampler(arguments, folder, scratch, policy, accelerator) as found, AsyncExitStack() as stack:
+    opening = open_sampler(arguments, folder, scratch, policy, accelerator, list(pools.values()))
+    async with opening as found, AsyncExitStack() as stack:
         for pool in pools.values():
             stack.push_async_callback(pool.close)
             await pool.open(found.servers)
@@ -271,13 +273,17 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
 
 @asynccontextmanager
 async def open_sampler(
-    arguments: argparse.Namespace, folder: Path, scratch: Path, policy: Any, accelerator: Accelerator
+    arguments: argparse.Namespace,
+    folder: Path,
+    scratch: Path,
+    policy: Any,
+    accelerator: Accelerator,
+    pools: Sequence[SamplerPool],
 ) -> AsyncIterator[RunEngine]:
     """A timed engine, or a vLLM server that gets weights by broadcast."""
     if arguments.engine == "timed":
-        vocab_size = policy.config.vocab_size
-        timed = TimedEngine(context_length=CONTEXT_LENGTH, vocab_size=vocab_size, first_s=0.02, id_s=arguments.id_s)
-        yield RunEngine(engine=timed, publisher=InProcessPublisher(timed))
+        timed = make_timed(policy.config.vocab_size, arguments.id_s)
+        yield RunEngine(engine=timed, publisher=TellingPublisher(timed, pools))
         return
     options = ["--dtype", "bfloat16" if arguments.device == "cuda" else "float32"]
     options += ["--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512"]
@@ -305,6 +311,26 @@ async def open_sampler(
         raise
 
 
+def make_timed(vocab_size: int, id_s: float) -> TimedEngine:
+    """An engine that only takes the time."""
+    return TimedEngine(context_length=CONTEXT_LENGTH, vocab_size=vocab_size, first_s=0.02, id_s=id_s)
+
+
+class TellingPublisher(InProcessPublisher):
+    """Tells the timed engines of samplers which version they have."""
+
+    def __init__(self, engine: Engine, pools: Sequence[SamplerPool]) -> None:
+        super().__init__(engine)
+        self._pools = pools
+
+    async def publish(self, named_parameters: Iterable[tuple[str, Any]], *, policy_version: int) -> WeightUpdate:
+        """See `WeightPublisher`."""
+        update = await super().publish(named_parameters, policy_version=policy_version)
+        for pool in self._pools:
+            pool.tell("version", policy_version)
+        return update
+
+
 def print_end(log: Path) -> None:
     """Print the end of the server's log."""
     print(f"the server's log ends with:\n{log.read_text()[-3000:] if log.exists() else ''}", flush=True)
@@ -320,7 +346,7 @@ class Children:
     """Samplers that are this program, as `LocalSamplers`."""
 
     names: Sequence[str]
-    folder: Path
+    words: Sequence[str]
     logs: Path
     port: int
     key: str
@@ -331,7 +357,7 @@ class Children:
 
     async def start(self, name: str) -> asyncio.subprocess.Process:
         """See `LocalSamplers`."""
-        words = (sys.executable, __file__, "--serve-orders", str(self.port), "--folder", str(self.folder))
+        words = (sys.executable, __file__, "--serve-orders", str(self.port), *self.words)
         environment = {**os.environ, KEY: self.key, "SAMPLER_NAME": name, "CUDA_VISIBLE_DEVICES": ""}
         with self.log(name).open("ab") as output:
             return await asyncio.create_subprocess_exec(
@@ -339,32 +365,36 @@ class Children:
             )
 
 
-async def start_pool(number: int, folder: Path, scratch: Path) -> SamplerPool:
+async def start_pool(number: int, arguments: argparse.Namespace, folder: Path, scratch: Path) -> SamplerPool:
     """Start so many samplers."""
     listener, key = socket.create_server(("127.0.0.1", 0)), secrets.token_hex()
     names = [f"{number}-{k}" for k in range(number)]
     port = listener.getsockname()[1]
-    children = Children(names=names, folder=folder, logs=scratch, port=port, key=key)
+    words = ["--folder", str(folder), "--engine", arguments.engine, "--id-s", str(arguments.id_s)]
+    children = Children(names=names, words=words, logs=scratch, port=port, key=key)
     return await SamplerPool.start(listener, key=key, identity={}, local=children)
 
 
 class TaskWork:
     """Samples orders of tasks in a sampler."""
 
-    def __init__(self, engine: Engine, renderer: TemplateRenderer) -> None:
+    def __init__(self, engine: Any, renderer: TemplateRenderer) -> None:
+        self._engine = engine
         self.sample = partial(sample_order, engine=engine, renderer=renderer)
 
-    def tell(self, news: Any) -> None:
-        """See `Work`; there are none."""
+    def tell(self, news: int) -> None:
+        """See `Work`: the newest version, for a timed engine."""
+        self._engine.set_version(news)
 
 
 @asynccontextmanager
-async def open_work(folder: Path, urls: Sequence[str]) -> AsyncIterator[TaskWork]:
-    """Connect a sampler to the server."""
+async def open_work(arguments: argparse.Namespace, urls: Sequence[str]) -> AsyncIterator[TaskWork]:
+    """Connect a sampler to the server, or make its own timed engine."""
     torch.set_num_threads(1)
-    engine = await HttpEngine.connect(urls)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+    engine: Any = await HttpEngine.connect(urls) if urls else make_timed(len(tokenizer), arguments.id_s)
     try:
-        yield TaskWork(engine, TemplateRenderer(AutoTokenizer.from_pretrained(folder)))
+        yield TaskWork(engine, TemplateRenderer(tokenizer))
     finally:
         await engine.close()
 
@@ -407,12 +437,10 @@ def main() -> None:
     arguments.started = time.perf_counter()
     arguments.engine = arguments.engine or ("vllm" if arguments.device == "cuda" else "timed")
     if arguments.serve_orders:
-        address, opening = ("127.0.0.1", arguments.serve_orders), partial(open_work, arguments.folder)
+        address, opening = ("127.0.0.1", arguments.serve_orders), partial(open_work, arguments)
         key, hello = os.environ.pop(KEY), Hello(os.environ["SAMPLER_NAME"], {})
         asyncio.run(serve_orders(address, key=key, hello=hello, open_work=opening, wait_s=60.0))
         return
-    if any(arguments.samplers) and arguments.engine != "vllm":
-        parser.error("--samplers needs --engine vllm: the timed engine is in this process")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast gains nothing here
     with tempfile.TemporaryDirectory() as scratch:

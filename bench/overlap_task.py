@@ -137,6 +137,10 @@ class TimedEngine(ScriptedEngine):
         self._first_s = first_s
         self._id_s = id_s
 
+    def set_version(self, policy_version: int) -> None:
+        """Have a version without its weights, which say nothing here."""
+        self._policy_version = policy_version
+
     async def sample(self, request: SampleRequest) -> SampleResult:
         """See `Engine`: ids are random."""
         rng = np.random.default_rng(request.params.seed)
