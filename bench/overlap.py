@@ -341,38 +341,27 @@ async def sample_elsewhere(pool: SamplerPool, order: TaskOrder) -> TrajectoryGro
     return await pool.sample(order, name=f"group {order.number}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Children:
-    """Samplers that are this program, as `LocalSamplers`."""
-
-    names: Sequence[str]
-    words: Sequence[str]
-    logs: Path
-    port: int
-    key: str
-
-    def log(self, name: str) -> Path:
-        """See `LocalSamplers`."""
-        return self.logs / f"sampler-{name}.log"
-
-    async def start(self, name: str) -> asyncio.subprocess.Process:
-        """See `LocalSamplers`."""
-        words = (sys.executable, __file__, "--serve-orders", str(self.port), *self.words)
-        environment = {**os.environ, KEY: self.key, "SAMPLER_NAME": name, "CUDA_VISIBLE_DEVICES": ""}
-        with self.log(name).open("ab") as output:
-            return await asyncio.create_subprocess_exec(
-                *words, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
+async def start_sampler(words: Sequence[str], key: str, name: str, log: Path) -> asyncio.subprocess.Process:
+    """Start this program as a sampler."""
+    environment = {**os.environ, KEY: key, "SAMPLER_NAME": name, "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, __file__, *words, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
 
 
 async def start_pool(number: int, arguments: argparse.Namespace, folder: Path, scratch: Path) -> SamplerPool:
     """Start so many samplers."""
     listener, key = socket.create_server(("127.0.0.1", 0)), secrets.token_hex()
-    names = [f"{number}-{k}" for k in range(number)]
-    port = listener.getsockname()[1]
-    words = ["--folder", str(folder), "--engine", arguments.engine, "--id-s", str(arguments.id_s)]
-    children = Children(names=names, words=words, logs=scratch, port=port, key=key)
-    return await SamplerPool.start(listener, key=key, identity={}, local=children)
+    words = ["--serve-orders", str(listener.getsockname()[1]), "--folder", str(folder)]
+    words += ["--engine", arguments.engine, "--id-s", str(arguments.id_s)]
+    return await SamplerPool.start(
+        listener,
+        key=key,
+        identity={},
+        logs={f"{number}-{k}": scratch / f"sampler-{number}-{k}.log" for k in range(number)},
+        start_local=partial(start_sampler, words, key),
+    )
 
 
 class TaskWork:

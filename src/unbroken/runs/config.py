@@ -390,6 +390,19 @@ class RolloutConfig:
         """Whether other processes sample."""
         return self.samplers > 0 or self.listen is not None
 
+    def check_engine(self, kind: EngineKind) -> None:
+        """Raise `InvalidInputError` if samplers would not reach the engine."""
+        if self.samplers and kind not in (EngineKind.STARTED, EngineKind.SERVER):
+            raise InvalidInputError(
+                f"rollouts.samplers must be 0 with engine.kind {kind}, whose engine is in the trainer's process, got "
+                f"{self.samplers}: take started or server"
+            )
+        if self.listen is not None and kind is not EngineKind.SERVER:
+            raise InvalidInputError(
+                f"rollouts.listen must be left out with engine.kind {kind}, whose engine other machines do not reach, "
+                f"got {self.listen}: take server"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
@@ -478,16 +491,7 @@ class RunConfig:
                 "loop.max_staleness must be 0 with engine.kind colocated, which sleeps while a step is trained, got "
                 f"{self.loop.max_staleness}: take started or server, on GPUs of their own"
             )
-        if self.rollouts.samplers and self.engine.kind not in (EngineKind.STARTED, EngineKind.SERVER):
-            raise InvalidInputError(
-                f"rollouts.samplers must be 0 with engine.kind {self.engine.kind}, whose engine is in the trainer's "
-                f"process, got {self.rollouts.samplers}: take started or server"
-            )
-        if self.rollouts.listen is not None and self.engine.kind is not EngineKind.SERVER:
-            raise InvalidInputError(
-                f"rollouts.listen must be left out with engine.kind {self.engine.kind}, whose engine other machines do "
-                f"not reach, got {self.rollouts.listen}: take server"
-            )
+        self.rollouts.check_engine(self.engine.kind)
         self.evaluation.check_engine(self.engine)
         if self.model_settings.dtype is Precision.BFLOAT16 and self.lora is None:
             raise InvalidInputError(

@@ -28,6 +28,7 @@ from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.engines.directory import EngineDirectory
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.processor import ImageInputs
+from unbroken.ledger.store import is_postgres_url
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.rollout.process.channel import Hello
@@ -193,7 +194,7 @@ async def open_sessions(
     try:
         from unbroken.client import AsyncClient
         from unbroken.gateway.app import create_gateway
-        from unbroken.ledger.store import is_postgres_url, open_store
+        from unbroken.ledger.store import open_store
         from unbroken.rendering.encoding.text_codec import TextCodec
         from unbroken.rendering.loader import load_tokenizer
         from unbroken.server.config import ServerConfig
@@ -213,21 +214,26 @@ async def open_sessions(
             renderer = replace(config.renderer, template_kwargs=template_kwargs)
             return load_model_renderer(model, renderer, config.rollouts.sampling, images=images)
 
-        location = sessions.store or str(config.output / "sessions" / f"process-{part}")
-        if sessions.store and config.rollouts.has_samplers and not is_postgres_url(sessions.store):
-            location = str(Path(sessions.store) / part)  # a folder is for one process
         key = secrets.token_urlsafe(24)
         app = create_gateway(
             engine,
             make_renderer,
             TextCodec(load_tokenizer(str(model))),
             ServerConfig(model_name="policy", api_key=key),
-            store=open_store(location),
+            store=open_store(_locate_store(config, part)),
             image_processor=None if images is None else images.processor,
         )
         url = await stack.enter_async_context(host_app(app, host=sessions.host))
         client = await stack.enter_async_context(AsyncClient(url, api_key=key))
         yield client.sessions
+
+
+def _locate_store(config: RunConfig, part: str) -> str:
+    """Where the gateway of a process keeps its sessions: a folder is for one process, a database for all."""
+    store = config.sessions.store
+    if store is None:
+        return str(config.output / "sessions" / f"process-{part}")
+    return store if is_postgres_url(store) or not config.rollouts.has_samplers else str(Path(store) / part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,29 +266,16 @@ class NewestVersion:
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Children:
-    """See `LocalSamplers`: the same command as this process's, but for its first words."""
-
-    names: Sequence[str]
-    words: Sequence[str]
-    address: str
-    key: str
-    folder: Path
-
-    def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
-
-    async def start(self, name: str) -> asyncio.subprocess.Process:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        options = ("--name", name, "--connect", self.address, "--exit-with-parent")
-        with open_private(self.log(name), "ab") as output, without_launcher():
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "unbroken", "sampler", *options, *self.words,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, SAMPLER_KEY: self.key, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends them
-            )  # fmt: skip
+async def _start_child(words: Sequence[str], key: str, name: str, log: Path) -> asyncio.subprocess.Process:
+    """Start a sampler of this machine, whose output goes into the log."""
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    with open_private(log, "ab") as output, without_launcher():
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "unbroken", "sampler", "--name", name, "--exit-with-parent", *words,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+            env={**os.environ, SAMPLER_KEY: key, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which ends them
+        )  # fmt: skip
 
 
 class SamplerProcesses:
@@ -320,17 +313,17 @@ class SamplerProcesses:
             ) from None
         port = listener.getsockname()[1]
         local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        children = _Children(
-            names=[f"{rank.index}-{k}" for k in range(rollouts.samplers)],
-            words=recipe.words,
-            address=f"{local}:{port}",
+        logs = config.output / "samplers"
+        pool = await SamplerPool.start(
+            listener,
             key=key,
-            folder=config.output / "samplers",
+            identity=opener.identify(recipe.name),
+            logs={f"{rank.index}-{k}": logs / f"{rank.index}-{k}.log" for k in range(rollouts.samplers)},
+            start_local=partial(_start_child, ["--connect", f"{local}:{port}", *recipe.words], key),
         )
-        pool = await SamplerPool.start(listener, key=key, identity=opener.identify(recipe.name), local=children)
         purpose = f"a sampler to join at {host}:{port}"
         if rollouts.samplers:
-            purpose = f"the samplers to start, whose output is in {children.folder}"
+            purpose = f"the samplers to start, whose output is in {logs}"
         return cls(pool, opener, purpose)
 
     async def open(self, engine: RunEngine, evaluation_engine: RunEngine | None) -> None:

@@ -13,11 +13,11 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from unbroken.counters import Effort, get_effort
 from unbroken.errors import InvalidInputError, RolloutError
@@ -51,21 +51,8 @@ _SHOWN_BYTES = 2000
 _logger = logging.getLogger(__name__)
 
 
-class LocalSamplers(Protocol):
-    """Samplers that are processes of this machine, which the pool keeps alive."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the processes."""
-        ...
-
-    async def start(self, name: str) -> asyncio.subprocess.Process:
-        """Start one, in a session of its own."""
-        ...
-
-    def log(self, name: str) -> Path:
-        """The file with its output."""
-        ...
+StartLocal: TypeAlias = Callable[[str, Path], Awaitable[asyncio.subprocess.Process]]
+"""Starts a local sampler, in a session of its own, by its name and the file for its output."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,11 +80,21 @@ class _Member:
 class SamplerPool:
     """Samples groups in other processes. Made by `start`, then opened."""
 
-    def __init__(self, listener: socket.socket, *, key: str, identity: Mapping[str, str], local: LocalSamplers) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        key: str,
+        identity: Mapping[str, str],
+        logs: Mapping[str, Path],
+        start_local: StartLocal,
+    ) -> None:
         self._listener = listener
         self._key = key.encode()
         self._identity = identity
-        self._local = local
+        self._logs = logs
+        """Of the local samplers, by their names."""
+        self._start_local = start_local
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
@@ -116,18 +113,16 @@ class SamplerPool:
         self._failure: Exception | None = None
 
     @classmethod
-    async def start(
-        cls, listener: socket.socket, *, key: str, identity: Mapping[str, str], local: LocalSamplers
-    ) -> SamplerPool:
-        """Start the local samplers, and take in all that connect to `listener` and have the key.
+    async def start(cls, listener: socket.socket, **options: Any) -> SamplerPool:
+        """Start the local samplers that `logs` names, and take in all that connect to `listener` and have the `key`.
 
         A sampler must have the same `identity`: another one that is local ends the pool, one from elsewhere is refused.
         """
-        pool = cls(listener, key=key, identity=identity, local=local)
+        pool = cls(listener, **options)
         os.register_at_fork(after_in_child=listener.close)
         pool._spawn(pool._accept())
-        for name in local.names:  # before the caller is busy with other things
-            pool._processes[name] = await local.start(name)
+        for name, log in pool._logs.items():  # before the caller is busy with other things
+            pool._processes[name] = await pool._start_local(name, log)
             pool._spawn(pool._keep(name))
         return pool
 
@@ -220,7 +215,7 @@ class SamplerPool:
             if self._failure is not None:
                 return
             self._has_finished.discard(name)
-            self._processes[name] = await self._local.start(name)
+            self._processes[name] = await self._start_local(name, self._logs[name])
 
     async def _accept(self) -> None:
         self._listener.setblocking(False)
@@ -259,7 +254,7 @@ class SamplerPool:
                 return True
             error = answer.error
         has_opened = self._ready.done() and self._failure is None
-        if member.name in self._local.names and (isinstance(error, InvalidInputError) or not has_opened):
+        if member.name in self._logs and (isinstance(error, InvalidInputError) or not has_opened):
             self._fail(error)
         else:
             _logger.warning("sampler %s is not used: %s", member.name, format_error(error))
@@ -270,7 +265,7 @@ class SamplerPool:
         _logger.info("sampler %s has joined", member.name)
         for news in self._news.values():
             member.channel.send(News(news))
-        if len(self._members) >= (len(self._local.names) or 1) and not self._ready.done():
+        if len(self._members) >= (len(self._logs) or 1) and not self._ready.done():
             self._ready.set_result(None)
         self._assign()
         message: Any = None
@@ -348,13 +343,11 @@ class SamplerPool:
 
     def _show_log(self, name: str) -> str:
         """What the log of a local sampler ends with."""
-        if name not in self._local.names:
+        log = self._logs.get(name)
+        if log is None:
             return "its own log says why"
-        try:
-            end = self._local.log(name).read_bytes()[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
-        except OSError as error:
-            end = str(error)
-        return f"{self._local.log(name)} ends with\n{end}" if end else f"{self._local.log(name)} is empty"
+        end = log.read_bytes()[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
+        return f"{log} ends with\n{end}" if end else f"{log} is empty"
 
 
 def _compare(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

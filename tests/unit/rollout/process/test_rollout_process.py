@@ -9,9 +9,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,25 +85,18 @@ def start_sampler(
     return process
 
 
-@dataclass
-class Children:
-    """`LocalSamplers` that are programs."""
+def start_program(pids: list[int], *program: str) -> Callable[[str, Path], Any]:
+    """Local samplers that are a program."""
 
-    names: Sequence[str] = ()
-    program: Sequence[str] = ()
-    folder: Path = Path()
-    pids: list[int] = field(default_factory=list)
-
-    def log(self, name: str) -> Path:
-        return self.folder / name
-
-    async def start(self, name: str) -> asyncio.subprocess.Process:
-        with self.log(name).open("ab") as output:
+    async def start(name: str, log: Path) -> asyncio.subprocess.Process:
+        with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *self.program, name, stdout=output, stderr=output, start_new_session=True
+                *program, name, stdout=output, stderr=output, start_new_session=True
             )
-        self.pids.append(process.pid)
+        pids.append(process.pid)
         return process
+
+    return start
 
 
 def listen() -> tuple[socket.socket, tuple[str, int]]:
@@ -114,7 +106,7 @@ def listen() -> tuple[socket.socket, tuple[str, int]]:
 
 @asynccontextmanager
 async def started(listener: socket.socket, **options: Any) -> AsyncIterator[SamplerPool]:
-    made = await SamplerPool.start(listener, **{"key": KEY, "identity": {}, "local": Children(), **options})
+    made = await SamplerPool.start(listener, **{"key": KEY, "identity": {}, "logs": {}, "start_local": None, **options})
     try:
         yield made
     finally:
@@ -460,12 +452,13 @@ os._exit(7)
 
 async def test_a_local_sampler_that_ends_again_and_again_ends_the_run_with_its_log(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pool, "_MAX_DEATHS", 3)
-    children = Children(names=["0-0"], program=[sys.executable, "-c", DYING], folder=tmp_path)
+    pids: list[int] = []
+    start = start_program(pids, sys.executable, "-c", DYING)
     listener, _ = listen()
-    async with started(listener, local=children) as process, asyncio.timeout(30):
+    async with started(listener, logs={"0-0": tmp_path / "log"}, start_local=start) as process, asyncio.timeout(30):
         with pytest.raises(RolloutError, match=r"(?s)0-0 ended 3 times in a row .*with status 7: .*no memory for 0-0"):
             await process.open("opened")
-    assert len(children.pids) == 3
+    assert len(pids) == 3
 
 
 LEAVING_CHILD = """
@@ -477,13 +470,18 @@ child.wait()
 
 
 async def test_closing_leaves_no_local_sampler_and_nothing_that_it_has_started(tmp_path) -> None:
-    children = Children(names=["0-0"], program=[sys.executable, "-c", LEAVING_CHILD], folder=tmp_path)
+    pids: list[int] = []
+    start, log = start_program(pids, sys.executable, "-c", LEAVING_CHILD), tmp_path / "log"
     listener, _ = listen()
-    async with started(listener, local=children):
-        await asyncio.to_thread(wait_until, lambda: children.log("0-0").read_text().endswith("\n"))
-        pids = [*children.pids, int(children.log("0-0").read_text())]
+    async with started(listener, logs={"0-0": log}, start_local=start):
+        await asyncio.to_thread(wait_until, lambda: log.read_text().endswith("\n"))
+        pids.append(int(log.read_text()))
         assert all(map(is_alive, pids))
     await asyncio.to_thread(wait_until, lambda: not any(map(is_alive, pids)))
+
+
+async def start_sleeping(name: str, log: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
 
 
 @asynccontextmanager
@@ -494,8 +492,8 @@ async def never_opens(facts: Any) -> AsyncIterator[Any]:
 
 async def test_an_error_of_a_local_samplers_opening_is_raised(tmp_path) -> None:
     listener, address = listen()
-    children = Children(names=["0-0"], program=["sleep", "600"], folder=tmp_path)
-    async with started(listener, local=children) as process, asyncio.timeout(20):
+    local = {"logs": {"0-0": tmp_path / "log"}, "start_local": start_sleeping}
+    async with started(listener, **local) as process, asyncio.timeout(20):
         start_sampler(address, never_opens, name="0-0")
         with pytest.raises(InvalidInputError, match="got wrong"):
             await process.open("wrong")
@@ -503,8 +501,8 @@ async def test_an_error_of_a_local_samplers_opening_is_raised(tmp_path) -> None:
 
 async def test_a_sampler_of_another_recipe_is_refused_with_what_differs(tmp_path, capfd) -> None:
     listener, address = listen()
-    local = Children(names=["0-0"], program=["sleep", "600"], folder=tmp_path)
-    async with started(listener, identity={"seed": "1", "size": "2"}, local=local) as process, asyncio.timeout(20):
+    local = {"logs": {"0-0": tmp_path / "log"}, "start_local": start_sleeping}
+    async with started(listener, identity={"seed": "1", "size": "2"}, **local) as process, asyncio.timeout(20):
         other = start_sampler(address, never_opens, identity={"seed": "1", "size": "3"})
         await asyncio.to_thread(other.join)
         assert other.exitcode == 1
