@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import resource
 import signal
@@ -38,7 +37,7 @@ import numpy as np
 import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
@@ -335,7 +334,7 @@ class Upstream:
         }
         if not body.get("stream"):
             answer = {**head, "choices": [make_choice(ids, len(ids), sampling, is_last=True)], "prompt_logprobs": None}
-            return Response(json.dumps(answer), media_type="application/json")
+            return JSONResponse(answer)  # as vLLM answers
         return StreamingResponse(self._stream(ids, sampling, head), media_type="text/event-stream")
 
     @staticmethod

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from unbroken.client.calls import Calls, unexpected_answer
+from unbroken.client.calls import Calls, encode_field, unexpected_answer
 from unbroken.client.images import RequestImages, read_images
 from unbroken.client.sessions import SessionCalls
 from unbroken.errors import EchoError, EngineError, InvalidInputError
@@ -159,10 +159,12 @@ class AsyncClient:
         }
         held = await read_images(None if images is None else [list(images)], 1)
         is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0] or ())
-        events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs)
+        echo = encode_field("prompt_ids", ids)
+        events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs, echo=echo)
         async with aclosing(events):
             async for event in events:
-                if is_exact and event.get("prompt_ids", ids) != ids:
+                given = event.get("prompt_ids", True)
+                if is_exact and given is not True and given != ids.tolist():
                     raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 if "image_sha256s" in event:
                     _check_images(event["image_sha256s"], held, 0)
@@ -332,11 +334,11 @@ def _check_images(reported: Sequence[str], held: RequestImages, index: int) -> N
         raise EchoError(f"prompts[{index}] was sent with the images {sent}, the server reports {list(reported)}")
 
 
-def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> list[int]:
-    listed: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else [int(token_id) for token_id in ids]
-    if listed and min(listed) < 0:
-        raise InvalidInputError(f"{name} must hold ids >= 0, got {min(listed)}")
-    return listed
+def _list_ids(ids: Sequence[int] | TokenIds, *, name: str) -> TokenIds:
+    low = min(ids, default=0) if not isinstance(ids, np.ndarray) else ids.min(initial=0)
+    if low < 0:
+        raise InvalidInputError(f"{name} must hold ids >= 0, got {low}")
+    return token_ids(ids, name=name)
 
 
 def encode_params(params: SamplingParams) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
+import orjson
 
 from unbroken import compact
 from unbroken.client.images import Files, RequestImages, SentImages, read_messages
@@ -28,9 +29,10 @@ from unbroken.errors import (
     UnknownImageError,
     UnknownSessionError,
 )
-from unbroken.types import EncodedImage
+from unbroken.types import EncodedImage, TokenIds
 
 _T = TypeVar("_T")
+_JSON = {"Content-Type": "application/json"}
 _RETRIED_STATUSES = frozenset({429, 502, 503})
 
 
@@ -95,18 +97,24 @@ class Calls:
             return compact.decode(response.content)
         return self._read_json(response)
 
-    async def post_again(self, path: str, body: Mapping[str, Any], *, session_id: str | None = None) -> Any:
-        """Send a body as JSON to a server that knows no idempotency keys: a retry is a new request there."""
-        return self._read_json(await self._try("POST", path, {"json": body}, _session_header(session_id)))
+    async def post_again(
+        self, path: str, body: Mapping[str, Any], *, session_id: str | None = None, echo: bytes = b""
+    ) -> Any:
+        """Send a body as JSON to a server that knows no idempotency keys: a retry is a new request there.
+
+        `echo` is `"KEY":VALUE` of JSON: where the answer has these bytes, its value is true and is not parsed.
+        """
+        response = await self._try("POST", path, {"content": _encode(body)}, {**_JSON, **_session_header(session_id)})
+        return self._read_json(response, echo)
 
     async def post_without_answer(self, path: str) -> None:
         """Send an empty body, and read no answer but its status."""
-        await self._try("POST", path, {"json": {}}, {})
+        await self._try("POST", path, {"content": b"{}"}, _JSON)
 
     async def post_without_retry(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a body as JSON, without retries and idempotency key."""
         try:
-            response = await self._http.post(path, json=body)
+            response = await self._http.post(path, content=_encode(body), headers=_JSON)
         except httpx.TransportError as error:
             raise unreachable_error(self.base_url, error, 1) from error
         if response.status_code != 200:
@@ -129,27 +137,40 @@ class Calls:
         )
 
     async def stream_with_images(
-        self, path: str, body: Mapping[str, Any], held: RequestImages, settings: Mapping[str, Any] | None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        held: RequestImages,
+        settings: Mapping[str, Any] | None,
+        *,
+        echo: bytes = b"",
     ) -> AsyncGenerator[dict[str, Any]]:
         """Open a stream and return its events; an error in the request is raised here. See `open_stream`."""
         return await self._with_images(
             held.files,
             lambda inline: self.open_stream(
-                path, {**body, **_format_images(held, settings, inline)}, session_id=body.get("session_id")
+                path,
+                {**body, **_format_images(held, settings, inline)},
+                session_id=body.get("session_id"),
+                echo=echo,
             ),
         )
 
     async def open_stream(
-        self, path: str, body: Mapping[str, Any], *, session_id: Any = None
+        self, path: str, body: Mapping[str, Any], *, session_id: Any = None, echo: bytes = b""
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Open a stream and return its events. Only the answer 503 is retried: then nothing was sampled."""
-        headers = _session_header(session_id)
+        """Open a stream and return its events. Only the answer 503 is retried: then nothing was sampled.
+
+        `echo` is as for `post_again`.
+        """
+        headers = {**_JSON, **_session_header(session_id)}
+        content = _encode(body)
         for attempt in range(self._max_retries + 1):
-            request = self._http.build_request("POST", path, json=body, headers=headers)
+            request = self._http.build_request("POST", path, content=content, headers=headers)
             try:
                 response = await self._http.send(request, stream=True)
                 if response.status_code == 200:
-                    return _read_events(response, self.base_url)
+                    return _read_events(response, self.base_url, echo)
                 await response.aread()
             except httpx.TransportError as error:
                 raise unreachable_error(self.base_url, error, 1) from error
@@ -176,9 +197,9 @@ class Calls:
                 self._images.forget(files)
         return await call(True)
 
-    def _read_json(self, response: httpx.Response) -> Any:
+    def _read_json(self, response: httpx.Response, echo: bytes = b"") -> Any:
         try:
-            return response.json()
+            return _decode(response.content, echo)
         except ValueError:  # of a web page, or of bytes in no encoding
             raise unexpected_answer(self.base_url, response.url.path, response.text) from None
 
@@ -189,10 +210,11 @@ class Calls:
         headers = {
             "Accept": f"{compact.MEDIA_TYPE}, application/json",
             "Idempotency-Key": uuid4().hex,
+            **_JSON,
             **_session_header(body.get("session_id")),
         }
         try:
-            return await self._try("POST", path, {"json": body}, headers)
+            return await self._try("POST", path, {"content": _encode(body)}, headers)
         except asyncio.CancelledError:
             # Otherwise the server would continue for a while, in case the connection broke and a retry comes.
             task = asyncio.create_task(self._abandon(headers))
@@ -223,7 +245,7 @@ class Calls:
         raise AssertionError
 
 
-async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerator[dict[str, Any]]:
+async def _read_events(response: httpx.Response, base_url: str, echo: bytes) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a stream, which must end with `[DONE]`, and close the response."""
     try:
         async for line in response.aiter_lines():
@@ -232,7 +254,7 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
             data = line.removeprefix("data: ")
             if data == "[DONE]":
                 return
-            event = json.loads(data)
+            event = _decode(data.encode(), echo)
             if "error" in event:
                 raise ServerError(str(event["error"]["message"]))
             yield event
@@ -241,6 +263,31 @@ async def _read_events(response: httpx.Response, base_url: str) -> AsyncGenerato
     finally:
         await response.aclose()
     raise ServerError("the server's stream ended before [DONE]")
+
+
+def encode_field(name: str, ids: TokenIds) -> bytes:
+    """Encode `"NAME":IDS` as servers do."""
+    return b'"' + name.encode() + b'":' + orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    """Encode a body, numpy arrays in it included. Raises as `json.dumps` does, also for numbers that are not finite."""
+    try:
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS)
+    except TypeError:  # such as a number beyond 64 bits
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    if b"null" in content:  # which may stand for a number that is not finite
+        json.dumps(body, allow_nan=False, default=lambda _: None)
+    return content
+
+
+def _decode(content: bytes, echo: bytes) -> Any:
+    if echo and len(content) > len(echo):
+        content = content.replace(echo, echo.partition(b":")[0] + b":true", 1)
+    try:
+        return orjson.loads(content)
+    except ValueError:  # in another encoding than UTF-8
+        return json.loads(content)
 
 
 def _format_images(held: RequestImages, settings: Mapping[str, Any] | None, inline: bool) -> dict[str, Any]:

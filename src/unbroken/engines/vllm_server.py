@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.client.calls import Calls
+from unbroken.client.calls import Calls, encode_field
 from unbroken.engines.checks import check_images
 from unbroken.errors import (
     EchoError,
@@ -106,12 +106,15 @@ class VllmServer:
         """Continue exactly one prompt, of ids. A call that is cancelled is aborted there."""
         (prompt_ids,) = prompts
         body = self._make_body(prompt_ids, params, images=images, n=n, adapter=adapter)
-        answer = await self._calls.post_again(_GENERATE, body, session_id=session_id)
+        answer = await self._calls.post_again(
+            _GENERATE, body, session_id=session_id, echo=encode_field("prompt_token_ids", prompt_ids)
+        )
+        given = answer["prompt_token_ids"]
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         chunks = [_read_choice(choice, params) for choice in choices]
         return [
             SampleResult(
-                prompt_ids=token_ids(answer["prompt_token_ids"]),
+                prompt_ids=prompt_ids if given is True else token_ids(given),
                 sequences=tuple(self._finish([chunk], params) for chunk in chunks),
             )
         ]
@@ -128,12 +131,14 @@ class VllmServer:
     ) -> AsyncGenerator[SampleChunk]:
         """Continue one prompt, in chunks as they are sampled; see `Engine.stream`."""
         body = self._make_body(prompt, params, images=[images], n=n, adapter=adapter)
-        events = await self._calls.open_stream(_GENERATE, {**body, "stream": True}, session_id=session_id)
+        events = await self._calls.open_stream(
+            _GENERATE, {**body, "stream": True}, session_id=session_id, echo=encode_field("prompt_token_ids", prompt)
+        )
         num_ids = [0] * n
         async with aclosing(events):
             async for event in events:
                 given = event.get("prompt_token_ids")
-                if given is not None and given != body["token_ids"]:
+                if given not in (None, True) and given != prompt.tolist():
                     raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 for choice in event["choices"]:
                     index = choice["index"]
@@ -154,7 +159,7 @@ class VllmServer:
         if temperature != 1.0:
             raise SamplingError(f"temperature must be 1 to score with a stock vLLM server, got {temperature}")
         sampling = {"max_tokens": 1, "prompt_logprobs": num_top_logprobs, "detokenize": False}
-        answer = await self._calls.post_again(_GENERATE, {"token_ids": ids.tolist(), "sampling_params": sampling})
+        answer = await self._calls.post_again(_GENERATE, {"token_ids": ids, "sampling_params": sampling})
         return [_read_scores(answer["prompt_logprobs"] or [None], ids, num_top_logprobs)]
 
     async def health(self) -> bool:
@@ -204,7 +209,7 @@ class VllmServer:
             self._check_raw(params)
         named = {} if adapter is None else {"model": adapter}
         return {
-            "token_ids": prompt_ids.tolist(),
+            "token_ids": prompt_ids,
             "sampling_params": _encode(params, n, self._vocab_size),
             "return_token_ids": True,
             **named,
