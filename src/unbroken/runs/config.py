@@ -102,18 +102,7 @@ class EngineConfig:
                 f"transport must be files with urls_file, got {self.transport}: a server that comes reads the newest "
                 "version from the folder"
             )
-        if self.weights_dir is not None and self.versions_to is not None:
-            raise InvalidInputError(
-                f"weights_dir must be left out with versions_to, got {self.weights_dir} and {self.versions_to}"
-            )
-        if self.versions_to is not None and "://" not in self.versions_to:
-            raise InvalidInputError(f"versions_to must be a URL such as s3://bucket/run, got {self.versions_to!r}")
-        if (is_server and self.transport is WeightTransport.FILES) != bool(self.weights_dir or self.versions_to):
-            raise InvalidInputError(
-                f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
-                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`; or give "
-                "versions_to, the store of --versions-from"
-            )
+        self._check_weights()
         if not self.wait_s >= 0:
             raise InvalidInputError(f"wait_s must be >= 0, got {self.wait_s}")
         if not self.publish_timeout_s > 0:
@@ -128,6 +117,21 @@ class EngineConfig:
             )
         if self.serve_options and self.kind is not EngineKind.STARTED:
             raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
+
+    def _check_weights(self) -> None:
+        if self.weights_dir is not None and self.versions_to is not None:
+            raise InvalidInputError(
+                f"weights_dir must be left out with versions_to, got {self.weights_dir} and {self.versions_to}"
+            )
+        if self.versions_to is not None and "://" not in self.versions_to:
+            raise InvalidInputError(f"versions_to must be a URL such as s3://bucket/run, got {self.versions_to!r}")
+        has_files = self.kind is EngineKind.SERVER and self.transport is WeightTransport.FILES
+        if has_files != bool(self.weights_dir or self.versions_to):
+            raise InvalidInputError(
+                f"weights_dir must be given exactly with kind server and transport files, got {self.weights_dir} with "
+                f"{self.kind} and {self.transport}: it is the folder of `unbroken serve --weights-dir`; or give "
+                "versions_to, the store of --versions-from"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
