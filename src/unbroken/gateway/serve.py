@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
 
 from unbroken.engines.base import Engine
 from unbroken.engines.directory import FileDirectory
@@ -61,16 +62,18 @@ def serve_gateway(options: GatewayOptions) -> int:
 
     with _open_store(options.store, options.gateway, option="--store") as store:
         options = with_control_key(options, options.gateway, options.store)
-        return asyncio.run(
-            run_server(
-                options,
-                model=options.tokenizer,
-                tokenizer=options.tokenizer,
-                start_engine=start,
-                make_app=make_app,
-                note=f"; sessions in {_format_location(options.store)}",
+        # uvloop where it is installed: 5 % less CPU a turn (bench/gateway.py).
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            return runner.run(
+                run_server(
+                    options,
+                    model=options.tokenizer,
+                    tokenizer=options.tokenizer,
+                    start_engine=start,
+                    make_app=make_app,
+                    note=f"; sessions in {_format_location(options.store)}",
+                )
             )
-        )
 
 
 def serve_with_sessions(options: ServeOptions, sessions: SessionOptions) -> int:
