@@ -196,19 +196,37 @@ def name_token_types(token_types_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict.fromkeys(_TOKEN_TYPES, token_types_BT)
 
 
+def find_model_file(model: str | Path, name: str) -> Path | None:
+    """Find a file of a model's folder or hub name, without transformers; None if it has none, or the hub is away.
+
+    Raises:
+        OSError: there is no such model.
+    """
+    if Path(model).is_dir():
+        file = Path(model, name)
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(model), name))
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError):
+        from transformers.utils import cached_file  # which has the words for it
+
+        found: Any = cached_file(
+            model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        return None if found is None else Path(found)
+
+
 def load_image_processor(model: str | Path, *, limits: ImageLimits | None = None) -> HfImageProcessor | None:
     """Load the image processor of a model (None for a text model); raises `InvalidInputError` if it is broken."""
-    from transformers import AutoProcessor
-    from transformers.utils import cached_file
-
-    config_files = (
-        cached_file(
-            model, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        for file in ("preprocessor_config.json", "processor_config.json")
-    )
-    if not any(config_files):
+    if not any(find_model_file(model, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return None
+    from transformers import AutoProcessor
+
     try:
         processor = AutoProcessor.from_pretrained(model)
     except Exception as error:

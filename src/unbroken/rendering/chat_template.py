@@ -21,6 +21,7 @@ from jinja2.utils import Namespace, missing
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
+from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 
 _NUM_PIECES = 256
 """How many pieces of a rendering are joined before its length is compared with the limit."""
@@ -320,24 +321,32 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def get_template_source(tokenizer: Any, chat_template: str | None) -> str:
+def get_template_source(tokenizer: TokenizerFacts, chat_template: str | None) -> str:
     """Get the text of `chat_template`, a template or the name of one of the tokenizer's; the tokenizer's own for None.
 
     Raises:
         TemplateError: the tokenizer has no such template.
     """
-    names = sorted(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else []
-    if chat_template is not None and chat_template not in names and "{" not in chat_template:
-        raise TemplateError(
-            f"chat_template must be the text of a template or the name of one of the tokenizer's {names}, got "
-            f"{chat_template[:80]!r}"
+    own = tokenizer.chat_template
+    named = own if isinstance(own, Mapping) else {}
+    if chat_template is not None:
+        if chat_template not in named and "{" not in chat_template:
+            raise TemplateError(
+                f"chat_template must be the text of a template or the name of one of the tokenizer's {sorted(named)}, "
+                f"got {chat_template[:80]!r}"
+            )
+        return named.get(chat_template, chat_template)
+    source = named.get("default") if isinstance(own, Mapping) else own
+    if source is None:
+        known = f"one of {sorted(named)}" if named else "the text of a template"
+        why = (
+            "Cannot use chat template functions because tokenizer.chat_template is not set and no template argument "
+            "was passed"
+            if own is None
+            else "This model has multiple chat templates with no default specified"
         )
-    try:
-        source: str = tokenizer.get_chat_template(chat_template)
-    except ValueError as error:
-        known = f"one of {names}" if names else "the text of a template"
         raise TemplateError(
             f"the tokenizer has no chat template to use: give {known} as chat_template=, or set "
-            f"tokenizer.chat_template ({str(error).split('!')[0]})"
-        ) from None
+            f"tokenizer.chat_template ({why})"
+        )
     return source

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Refusal
 from unbroken.rendering.bridge.turn_ends import BridgeRefusedError, TurnEndProbe, TurnEnds
 from unbroken.rendering.chat_template import ChatTemplate
-from unbroken.rendering.encoding.tokenizer import AddedTokens
+from unbroken.rendering.encoding.tokenizer import AddedTokens, TokenizerFacts
 from unbroken.rendering.message_format import (
     MessageFormat,
     ReasoningDelimiters,
@@ -56,7 +55,7 @@ class TemplateFacts:
 
 
 def probe_template(
-    template: ChatTemplate, tokenizer: Any, control: AddedTokens, stop_token_ids: Sequence[int]
+    template: ChatTemplate, tokenizer: TokenizerFacts, control: AddedTokens, stop_token_ids: Sequence[int]
 ) -> TemplateFacts:
     """Probe a template. `stop_token_ids` are more ids that end a turn; those that stand inside one are left out.
 
@@ -94,9 +93,11 @@ def _get_ids(control: AddedTokens, tokens: Iterable[str]) -> frozenset[int]:
     return frozenset(i for token in tokens if (i := control.get_id(token)) is not None)
 
 
-def _collect_other_ids(tokenizer: Any, given: Sequence[int]) -> frozenset[int]:
+def _collect_other_ids(tokenizer: TokenizerFacts, given: Sequence[int]) -> frozenset[int]:
     """Collect the ids that end a turn by the word of the tokenizer or the caller."""
     for token_id in given:
-        if not 0 <= token_id < len(tokenizer):
-            raise InvalidInputError(f"stop_token_ids must lie in the vocabulary [0, {len(tokenizer)}), got {token_id}")
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise InvalidInputError(
+                f"stop_token_ids must lie in the vocabulary [0, {tokenizer.vocab_size}), got {token_id}"
+            )
     return frozenset([*given, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])

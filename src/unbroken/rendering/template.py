@@ -33,7 +33,7 @@ from unbroken.rendering.bridge.builder import BridgeBuilder
 from unbroken.rendering.bridge.glue import GlueFinder
 from unbroken.rendering.chat_template import ChatTemplate, TemplateLimits, get_template_source
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
-from unbroken.rendering.encoding.tokenizer import get_backend
+from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.facts import TemplateFacts, probe_template
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.parsing.call_grammar import CallConstraint
@@ -71,7 +71,7 @@ class TemplateRenderer:
         """Probe the template, which takes about 0.1 s, also for a tokenizer of 130k entries.
 
         Args:
-            tokenizer: a `PreTrainedTokenizerFast`.
+            tokenizer: a `PreTrainedTokenizerFast`, or `TokenizerFacts`.
             chat_template: a template, or the name of one of the tokenizer's. The default is the tokenizer's own; if it
                 has several, the one named `default`, with tools too.
             template_kwargs: variables for the template, such as `enable_thinking`.
@@ -93,15 +93,16 @@ class TemplateRenderer:
                 images is not one of its control tokens, or the history policy or parser is unknown.
         """
         policy = parse_history_policy(history)
+        tokenizer = TokenizerFacts.of(tokenizer)
         self._lock = RendererLock()
         self._threads = DaemonThreads(1)
-        self._encoder = SafeEncoder(get_backend(tokenizer), self._lock)
+        self._encoder = SafeEncoder(tokenizer.backend, self._lock)
         self._images = images
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
         find_placeholder(images, self._encoder.control)
         source = get_template_source(tokenizer, chat_template)
-        variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        variables = {**tokenizer.special_tokens, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._facts = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
         self._recent = RecentPrompts()
@@ -109,7 +110,7 @@ class TemplateRenderer:
             self._template, self._facts.message_format, self._encoder, self._lock, self._recent
         )
         self._bridges = self._make_bridge_builder(policy)
-        self._parser = self._choose_parser(parser, getattr(tokenizer, "response_template", None))
+        self._parser = self._choose_parser(parser, tokenizer.response_template)
         self._constraint = self._make_constraint()
         self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.encoding.tokenizer import encode_text
+from unbroken.rendering.encoding.tokenizer import TokenizerFacts, copy_tokenizer, encode_text
 from unbroken.types import TokenIds, token_ids
 
 _SPACE = "\u2581"
@@ -21,13 +22,11 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextCodec:
-    """Encodes and decodes with a copy of a transformers fast tokenizer's backend, which no caller can reconfigure."""
+    """Encodes and decodes with a copy of a tokenizer, which no caller can reconfigure."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        """Copy a fast tokenizer of transformers, or `TokenizerFacts`; raises `InvalidInputError` for any other."""
+        self._tokenizer = copy_tokenizer(TokenizerFacts.of(tokenizer).backend)
 
     @property
     def vocab_size(self) -> int:
@@ -35,13 +34,13 @@ class TextCodec:
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         return size
 
-    @property
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of `n` ids has at most `n` times as many.
 
         An exception is text that the tokenizer drops or shortens, such as white space, or accents that it composes.
         """
-        return self._longest_token
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Encode text; control tokens in `text` become control ids. `InvalidInputError` if the tokenizer fails."""

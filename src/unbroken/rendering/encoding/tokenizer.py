@@ -1,12 +1,14 @@
-"""A `tokenizers.Tokenizer`: its added tokens, its copies, and calls that neither hold up other threads nor panic."""
+"""A tokenizer: what rendering needs of it, its added tokens, its copies, and calls that neither hold up nor panic."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,64 @@ _CHUNK = 2**13
 """How many ids or offsets are read in one step: a list of a million takes 0.3 s with the interpreter's lock."""
 _MAX_HELD_CHARS = 2**11
 """Longest text that is encoded with the interpreter's lock, in a few milliseconds: `encode` does not release it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFacts:
+    """What rendering needs of a fast tokenizer of transformers. They can be used without transformers and its torch."""
+
+    backend: Tokenizer
+    chat_template: str | Mapping[str, str] | None
+    """A template, or several by name."""
+    special_tokens: Mapping[str, str]
+    """Such as `bos_token`, with its text."""
+    eos_token_id: int | None
+    response_template: Any
+    """How transformers parses completions of this model; None for nearly all."""
+    model: str | Path | None = None
+    """The folder or hub name that it was loaded from; None for a tokenizer of the caller."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, model: str | Path | None = None) -> TokenizerFacts:
+        """Get the facts of a fast tokenizer of transformers; facts are returned as they are.
+
+        Raises:
+            InvalidInputError: it is not a fast one.
+        """
+        if isinstance(tokenizer, TokenizerFacts):
+            return tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidInputError(
+                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
+                "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+            )
+        return cls(
+            backend=backend,
+            chat_template=tokenizer.chat_template,
+            special_tokens=dict(tokenizer.special_tokens_map),
+            eos_token_id=tokenizer.eos_token_id,
+            response_template=getattr(tokenizer, "response_template", None),
+            model=model,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, model: str | Path | None = None) -> TokenizerFacts:
+        """Read what `to_bytes` wrote."""
+        small, _, backend = data.partition(b"\n")
+        return cls(backend=Tokenizer.from_buffer(backend), model=model, **json.loads(small))
+
+    def to_bytes(self) -> bytes:
+        """Write the facts, without the model's name: two lines of JSON, of which the second is the backend."""
+        names = ("chat_template", "special_tokens", "eos_token_id", "response_template")
+        small = json.dumps({name: getattr(self, name) for name in names})
+        return f"{small}\n{self.backend.to_str()}".encode()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids with a text are in [0, vocab_size)."""
+        size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,18 +250,3 @@ def _split(values: list[int]) -> list[list[int]]:
 
 def _concatenate(chunks: list[NDArray[Any]], empty: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.concatenate(chunks) if chunks else np.empty(empty, dtype=dtype)
-
-
-def get_backend(tokenizer: Any) -> Any:
-    """Get the `tokenizers.Tokenizer` of a fast tokenizer of transformers.
-
-    Raises:
-        InvalidInputError: it is not a fast one.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise InvalidInputError(
-            f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
-            "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
-        )
-    return backend
