@@ -21,7 +21,6 @@ from jinja2.utils import Namespace, missing
 
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.messages import ToolSchema, iterate_strings
-from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 
 _NUM_PIECES = 256
 """How many pieces of a rendering are joined before its length is compared with the limit."""
@@ -321,13 +320,12 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def get_template_source(tokenizer: TokenizerFacts, chat_template: str | None) -> str:
-    """Get the text of `chat_template`, a template or the name of one of the tokenizer's; the tokenizer's own for None.
+def get_template_source(own: str | Mapping[str, str] | None, chat_template: str | None) -> str:
+    """Get the text of `chat_template`, a template or the name of one of a tokenizer's `own`; its default for None.
 
     Raises:
         TemplateError: the tokenizer has no such template.
     """
-    own = tokenizer.chat_template
     named = own if isinstance(own, Mapping) else {}
     if chat_template is not None:
         if chat_template not in named and "{" not in chat_template:

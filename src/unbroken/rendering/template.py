@@ -101,7 +101,7 @@ class TemplateRenderer:
         self._loading = threading.Semaphore(_MAX_LOADING_THREADS)
         self._no_images_because = no_images_because
         find_placeholder(images, self._encoder.control)
-        source = get_template_source(tokenizer, chat_template)
+        source = get_template_source(tokenizer.chat_template, chat_template)
         variables = {**tokenizer.special_tokens, **(template_kwargs or {})}
         self._template = ChatTemplate(source, variables, limits=limits, now=now)
         self._facts = probe_template(self._template, tokenizer, self._encoder.control, stop_token_ids)
