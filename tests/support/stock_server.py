@@ -130,7 +130,8 @@ class StockServer:
         async for chunk in self._sample(request):
             event = {"request_id": request.request_id, "usage": None, "choices": [self._format(body, chunk)], **prompt}
             prompt = {}
-            yield f"data: {json.dumps(event)}\n\n"
+            data = json.dumps(event, separators=(",", ":"))  # as pydantic writes it
+            yield f"data: {data}\n\n"
         yield "data: [DONE]\n\n"
 
     async def _score(self, body: dict[str, Any]) -> Response:

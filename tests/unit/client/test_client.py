@@ -164,6 +164,30 @@ async def test_a_stream_of_another_prompt_is_an_echo_error() -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("reported", "is_ours"), [("[5,6]", True), ("[5, 6]", True), ("[5,6,7]", False), ("[5]", False), ("[6,5]", False)]
+)
+async def test_the_prompt_of_a_stream_is_compared_in_any_spelling(reported: str, is_ours: bool) -> None:
+    event = {"index": 0, "completion_ids": [7], "rollout_logprobs": [-1.0], "top_logprobs": None}
+    rest = json.dumps({**event, "finish_reason": "stop", "policy_versions": [[0, 1, 0]]})[1:]
+    text = f'data: {{"prompt_ids":{reported},"image_sha256s":[], {rest}\n\ndata: [DONE]\n\n'
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=text))
+    async with AsyncClient("http://server", transport=transport) as client:
+        if is_ours:
+            (chunk,) = [chunk async for chunk in client.stream([5, 6])]
+            assert chunk.completion_ids.tolist() == [7]
+        else:
+            with pytest.raises(EchoError):
+                [chunk async for chunk in client.stream([5, 6])]
+
+
+async def test_numbers_that_are_not_finite_are_not_sent_as_null(client: AsyncClient) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        await client.chat([{"role": "user", "content": "hi"}], temperature=float("nan"))
+    with pytest.raises(SamplingError, match="seed"):
+        await client.chat([{"role": "user", "content": "hi"}], seed=2**70)
+
+
 def test_the_plain_client_needs_no_event_loop() -> None:
     ready, done = asyncio.Event(), asyncio.Event()
     found = {}
