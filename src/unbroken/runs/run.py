@@ -146,7 +146,6 @@ async def open_run(
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
     )
-    samplers.check()
     _warn_about_memory(config, model, accelerator)
     async with AsyncExitStack() as stack:
         processes: SamplerProcesses | None = None
@@ -157,12 +156,11 @@ async def open_run(
         renderer = samplers.load_renderer(images)
         samplers.check_lengths(renderer, images)
         load_whole = partial(load_model, model, config.chosen_model_settings, takes_images=images is not None)
-        is_bfloat16 = config.precision is Precision.BFLOAT16
-        load = partial(load_whole, parallel=config.trainer.parallel, is_bfloat16=is_bfloat16)
+        parallel = config.trainer.parallel
+        load = partial(load_whole, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)
         policy = load()
-        is_sharded = config.trainer.parallel.is_sharded
         # The embedded engine copies the model it gets.
-        sampled = load_whole() if is_sharded and config.engine.kind is EngineKind.EMBEDDED else policy
+        sampled = load_whole() if parallel.is_sharded and config.engine.kind is EngineKind.EMBEDDED else policy
         processor = None if images is None else images.processor
         engine, evaluation_engine = await _open_engines(
             stack, config, sampled, source=model, device=accelerator.device, rank=rank, processor=processor
@@ -181,7 +179,7 @@ async def open_run(
         # The engine has its copy by now: adapters are added to the model itself.
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
-        policy, reference = prepare_model(policy, config, load_again=load if is_sharded else None)
+        policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         trainer = Trainer(
             policy,
             config.training,

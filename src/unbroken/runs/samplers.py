@@ -75,6 +75,19 @@ class SamplerOpener:
     part: str
     """Names this process among those of the run: its rank, or its rank and which of its samplers."""
 
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.trainer.routing_replay and self.train_on.agent is not None:
+            raise InvalidInputError(
+                "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
+            )
+        has_own_engine = config.evaluation.engine is not None
+        if has_own_engine and _have_agents(self.evaluate_on) and (config.sessions.url or config.sessions.store):
+            raise InvalidInputError(
+                "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations "
+                f"get a gateway and a store of their own, got {redact([config.sessions.url, config.sessions.store])}"
+            )
+
     @property
     def problems(self) -> tuple[Problems, ...]:
         """All problems of the run: those to train on, then the sets of evaluations."""
@@ -90,20 +103,6 @@ class SamplerOpener:
             facts = [each.num_problems, each.source, kind, each.score is not None, each.has_images]
             found[f"{_name_problems(k)} (number, source, kind, scored as groups, images)"] = json.dumps(facts)
         return found
-
-    def check(self) -> None:
-        """Raise `InvalidInputError` if the run cannot have these problems with agents."""
-        config = self.config
-        if config.trainer.routing_replay and self.train_on.agent is not None:
-            raise InvalidInputError(
-                "trainer.routing_replay must be false for problems with agents, got true: sessions keep no experts"
-            )
-        has_own_engine = config.evaluation.engine is not None
-        if has_own_engine and _have_agents(self.evaluate_on) and (config.sessions.url or config.sessions.store):
-            raise InvalidInputError(
-                "evaluation.engine with agents must have sessions.url and sessions.store left out, because evaluations "
-                f"get a gateway and a store of their own, got {redact([config.sessions.url, config.sessions.store])}"
-            )
 
     def load_images(self) -> ImageInputs | None:
         """Load how the model takes images; raises as `load_image_inputs`."""

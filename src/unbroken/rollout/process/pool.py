@@ -41,6 +41,7 @@ from unbroken.rollout.process.channel import (
 from unbroken.rollout.trajectory import TrajectoryGroup
 
 _GREET_S = 10.0
+_RETRY_S = 0.1
 _END_S = 15.0
 """How long a process may take to end by itself."""
 _MAX_DEATHS = 5
@@ -220,8 +221,13 @@ class SamplerPool:
     async def _accept(self) -> None:
         self._listener.setblocking(False)
         while True:
-            connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
-            self._spawn(self._attend(connection, address[0]))
+            try:
+                connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:  # it has gone again, or there are too many open files
+                _logger.warning("a sampler could not connect: %s", error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._spawn(self._attend(connection, address[0]))
 
     async def _attend(self, connection: socket.socket, peer: str) -> None:
         """Take in whoever has connected, until it ends."""
