@@ -88,6 +88,7 @@ def block(page: str, beginning: str) -> str:
 HUB, GPU, PART = "needs models or data of the hub", "needs a GPU", "a part of a program, with names from around it"
 DIAGRAM, OUTPUT, OTHERS = "a diagram or the layout of files", "what a program prints", "runs other programs"
 WIRE = "requests and answers in short, for reading: tests/unit/server has them whole"
+CLUSTER = "tests/e2e/test_cluster.py runs one on this machine"
 OWN_SDK = "needs a package of `make clients` or `make agents`, which run it"
 
 NOT_RUN = {
@@ -106,6 +107,9 @@ NOT_RUN = {
         "docs/clients.md",
         "from PIL import Image",
     ): "needs a model that takes images: test_server_images_on_vllm.py",
+    ("README.md", "# several machines"): CLUSTER,
+    ("docs/cluster.md", "pip install '.[ray]'"): CLUSTER,
+    ("docs/cluster.md", "export RAY_AUTH_MODE=token"): "starts Ray on several machines",
     ("docs/drift.md", "Retokenising would have changed"): OUTPUT,
     ("docs/drift.md", '{"prompt": "When is it open?'): DIAGRAM,
     ("docs/environments.md", "pip install verifiers==0.1.14"): OWN_SDK,
@@ -136,9 +140,11 @@ NOT_RUN = {
     ("docs/protocols.md", '"images": [['): WIRE,
     ("docs/protocols.md", "POST /v1/weights"): WIRE,
     ("docs/protocols.md", "400 {"): WIRE,
+    ("docs/protocols.md", "newest.json"): DIAGRAM,
     ("docs/rollouts.md", "OUTPUT/rollouts/"): DIAGRAM,
     ("docs/rollouts.md", '{"token_ids": [1, 2, 3, 4, 5, 6]'): DIAGRAM,
     ("docs/training.md", "echo http://10.0.0.1:8000"): "tests/e2e/test_engines_come_and_go.py does it",
+    ("docs/training.md", "openssl rand"): "tests/unit/runs/test_runs_samplers.py does it",
     ("docs/training.md", "model = get_peft_model"): PART,
     ("docs/training.md", "VLLM_SERVER_DEV_MODE=1"): "tests/e2e/test_weights_to_stock_vllm.py starts such a server",
     ("docs/trl.md", "import copy"): "needs a data set and a GPU: tests/e2e/test_trl_trainer.py runs the same",
