@@ -212,8 +212,8 @@ def find_model_file(model: str | Path, name: str) -> Path | None:
         return Path(hf_hub_download(str(model), name))
     except EntryNotFoundError:
         return None
-    except (OSError, ValueError):
-        from transformers.utils import cached_file  # which has the words for it
+    except Exception:  # transformers finds the file in the cache, or has the words for what is wrong
+        from transformers.utils import cached_file
 
         found: Any = cached_file(
             model, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
