@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from unbroken.client.calls import Calls, encode_field, unexpected_answer
+from unbroken.client.calls import SAME, Calls, encode_field, unexpected_answer
 from unbroken.client.images import RequestImages, read_images
 from unbroken.client.sessions import SessionCalls
 from unbroken.errors import EchoError, EngineError, InvalidInputError
@@ -163,8 +163,8 @@ class AsyncClient:
         events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs, echo=echo)
         async with aclosing(events):
             async for event in events:
-                given = event.get("prompt_ids", True)
-                if is_exact and given is not True and given != ids.tolist():
+                given = event.get("prompt_ids", SAME)
+                if is_exact and given != SAME and given != ids.tolist():
                     raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 if "image_sha256s" in event:
                     _check_images(event["image_sha256s"], held, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import socket
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
+import numpy as np
 import orjson
 
 from unbroken import compact
@@ -32,6 +34,8 @@ from unbroken.errors import (
 from unbroken.types import EncodedImage, TokenIds
 
 _T = TypeVar("_T")
+SAME = secrets.token_hex(16)
+"""Stands in a decoded answer for an echo with the bytes of what was sent. No server knows it."""
 _JSON = {"Content-Type": "application/json"}
 _RETRIED_STATUSES = frozenset({429, 502, 503})
 
@@ -102,7 +106,7 @@ class Calls:
     ) -> Any:
         """Send a body as JSON to a server that knows no idempotency keys: a retry is a new request there.
 
-        `echo` is `"KEY":VALUE` of JSON: where the answer has these bytes, its value is true and is not parsed.
+        `echo` is `"KEY":VALUE` of JSON: where the answer has these bytes, its value is `SAME`, and is not parsed.
         """
         response = await self._try("POST", path, {"content": _encode(body)}, {**_JSON, **_session_header(session_id)})
         return self._read_json(response, echo)
@@ -274,16 +278,22 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     """Encode a body, numpy arrays in it included. Raises as `json.dumps` does, also for numbers that are not finite."""
     try:
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_PASSTHROUGH_DATACLASS)
-    except TypeError:  # such as a number beyond 64 bits
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except TypeError:  # such as a number beyond 64 bits, or a key that is no text
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, default=_list_array).encode()
     if b"null" in content:  # which may stand for a number that is not finite
         json.dumps(body, allow_nan=False, default=lambda _: None)
     return content
 
 
+def _list_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def _decode(content: bytes, echo: bytes) -> Any:
     if echo and len(content) > len(echo):
-        content = content.replace(echo, echo.partition(b":")[0] + b":true", 1)
+        content = content.replace(echo, echo.partition(b":")[0] + b':"' + SAME.encode() + b'"', 1)
     try:
         return orjson.loads(content)
     except ValueError:  # in another encoding than UTF-8

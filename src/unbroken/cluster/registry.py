@@ -111,10 +111,10 @@ class Registry:
     def watch(self, nodes: Set[str]) -> None:
         """Compare the names of the nodes that live with those that were there; then write the files."""
         now_s = self._clock()
-        for name in nodes - self._nodes.keys():
+        for name in sorted(nodes - self._nodes.keys()):
             self._nodes[name] = now_s
             self._note_node(name, "joined")
-        for name in self._nodes.keys() - nodes:
+        for name in sorted(self._nodes.keys() - nodes):
             del self._nodes[name]
             self._note_node(name, "died")
             for part in self._parts.values():

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.client.calls import Calls, encode_field
+from unbroken.client.calls import SAME, Calls, encode_field
 from unbroken.engines.checks import check_images
 from unbroken.errors import (
     EchoError,
@@ -114,7 +114,7 @@ class VllmServer:
         chunks = [_read_choice(choice, params) for choice in choices]
         return [
             SampleResult(
-                prompt_ids=prompt_ids if given is True else token_ids(given),
+                prompt_ids=prompt_ids if given == SAME else token_ids(given),
                 sequences=tuple(self._finish([chunk], params) for chunk in chunks),
             )
         ]
@@ -138,7 +138,7 @@ class VllmServer:
         async with aclosing(events):
             async for event in events:
                 given = event.get("prompt_token_ids")
-                if given not in (None, True) and given != prompt.tolist():
+                if given is not None and given != SAME and given != prompt.tolist():
                     raise EchoError(f"{self.base_url} used another prompt than it was sent")
                 for choice in event["choices"]:
                     index = choice["index"]

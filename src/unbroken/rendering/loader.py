@@ -143,7 +143,7 @@ def load_tokenizer_facts(model_or_tokenizer: Any) -> TokenizerFacts:
     return facts
 
 
-_FORMAT = "unbroken tokenizer 1"
+_FORMAT = "unbroken tokenizer 2"
 _LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "protobuf", "mistral-common")
 """Decide what a tokenizer's files become."""
 _IRRELEVANT = frozenset({"generation_config.json", "preprocessor_config.json", "processor_config.json"})
@@ -155,6 +155,10 @@ _IRRELEVANT_TYPES = frozenset(
 )  # fmt: skip
 """Weights and what else no tokenizer is made of."""
 _TEMPLATES = "additional_chat_templates"
+_OF_THE_HUB = (
+    "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+"""Files that transformers asks the hub for."""
 _MAX_ENTRIES = 16
 
 
@@ -176,14 +180,33 @@ def _load_elsewhere(model: str | Path) -> TokenizerFacts | None:
         return TokenizerFacts.from_bytes(body, model=model)
     # -P: a module in the current folder is not imported.
     words = [sys.executable, "-P", "-m", __name__, str(model)]
-    loaded = subprocess.run(words, stdout=subprocess.PIPE, check=False)
+    try:
+        loaded = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    except (OSError, TypeError):  # TypeError: sys.executable is None where Python is embedded
+        return None
     if loaded.returncode != 0:
         return None
     now = _find_files(model)
-    # A folder's files may have changed meanwhile. The hub's folder is that of a commit: files were added, at most.
-    if cache is not None and now is not None and (now == files if Path(model).is_dir() else now.folder == files.folder):
+    if cache is not None and now is not None and _are_same(model, files, now):
         _write_entry(cache, now.key, loaded.stdout)
     return TokenizerFacts.from_bytes(loaded.stdout, model=model)
+
+
+def _are_same(model: str | Path, before: _Files, now: _Files) -> bool:
+    """Whether a tokenizer was made of these files. A folder's may have changed meanwhile.
+
+    The hub's folder is that of a commit, so files were added, at most. transformers takes one that could not be loaded
+    for one that is not there: the hub must have said of each whether it is.
+    """
+    if Path(model).is_dir():
+        return now == before
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return now.folder == before.folder and (
+        HF_HUB_OFFLINE
+        or all(try_to_load_from_cache(str(model), name, revision=now.folder.name) is not None for name in _OF_THE_HUB)
+    )
 
 
 def _find_files(model: str | Path) -> _Files | None:
@@ -216,11 +239,11 @@ def _open_cache() -> Path | None:
     """Open the folder of entries in the Hugging Face cache (`HF_HOME`); None if it is not this user's alone."""
     from huggingface_hub.constants import HF_HOME
 
-    folder = Path(HF_HOME, f"unbroken-{os.getuid()}")
     try:
+        folder = Path(HF_HOME, f"unbroken-{os.getuid()}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
-    except OSError:
+    except (OSError, AttributeError):  # AttributeError: Windows
         return None
     is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return folder if is_private else None

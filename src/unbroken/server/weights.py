@@ -181,7 +181,7 @@ class WeightLoader:
             yield
         finally:
             looking.cancel()
-            await asyncio.wait({looking})
+            await asyncio.wait({looking, *self._updates})
             if isinstance(self._versions, VersionStore):
                 self._versions.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
-from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError
+from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError, WeightsError
 from unbroken.transfer.adapters import is_adapter
 from unbroken.transfer.sources import WeightStream
 from unbroken.types import InFlight
@@ -21,6 +22,8 @@ from unbroken.weights.store import VersionStore
 
 if TYPE_CHECKING:
     import torch
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +184,10 @@ class DiskPublisher:
         for path in others[self._num_kept - 1 :]:
             remove_folder(path)
         if self._store is not None:
-            self._store.remove_old(self._num_kept)
+            try:
+                self._store.remove_old(self._num_kept)
+            except WeightsError as error:  # servers have the newest; the next update tries again
+                _logger.warning("old versions stay: %s", error)
 
 
 async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]:

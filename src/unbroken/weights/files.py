@@ -195,16 +195,20 @@ def _sha256_once(path: Path, *, wait: bool) -> str | None:
             fcntl.flock(note, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return None
+        except OSError:  # of a file system without locks
+            return _sha256(path)
         note.seek(0)
         found = note.read()
         if len(found) == 64 and time.time() - os.fstat(note.fileno()).st_mtime < _REMEMBERED_S:
             return found
         found = _sha256(path)
-        note.truncate(0)
-        if is_settled:
-            note.write(found)
-    for other in folder.iterdir():
-        with suppress(OSError):
+        with suppress(OSError):  # no room
+            note.truncate(0)
+            if is_settled:
+                os.write(note.fileno(), found.encode())
+        fcntl.flock(note, fcntl.LOCK_UN)  # a fork may have the descriptor too
+    with suppress(OSError):
+        for other in folder.iterdir():
             if time.time() - other.stat().st_mtime > 2 * _REMEMBERED_S:
                 other.unlink()
     return found

@@ -194,7 +194,11 @@ class VersionStore:
             if before is None or version.base is None:
                 raise
             self._local = None  # its files may be damaged
-            found = self._make(version)
+            try:
+                found = self._make(version)
+            except BaseException:  # an outage, say
+                self._local = before
+                raise
         self._local = version.name, found
         if before is not None:
             shutil.rmtree(before[1].folder, ignore_errors=True)

@@ -165,7 +165,8 @@ async def test_a_stream_of_another_prompt_is_an_echo_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reported", "is_ours"), [("[5,6]", True), ("[5, 6]", True), ("[5,6,7]", False), ("[5]", False), ("[6,5]", False)]
+    ("reported", "is_ours"),
+    [("[5,6]", True), ("[5, 6]", True), ("[5,6,7]", False), ("[5]", False), ("[6,5]", False), ("true", False)],
 )
 async def test_the_prompt_of_a_stream_is_compared_in_any_spelling(reported: str, is_ours: bool) -> None:
     event = {"index": 0, "completion_ids": [7], "rollout_logprobs": [-1.0], "top_logprobs": None}
@@ -186,6 +187,11 @@ async def test_numbers_that_are_not_finite_are_not_sent_as_null(client: AsyncCli
         await client.chat([{"role": "user", "content": "hi"}], temperature=float("nan"))
     with pytest.raises(SamplingError, match="seed"):
         await client.chat([{"role": "user", "content": "hi"}], seed=2**70)
+
+
+async def test_ids_are_sent_beside_what_orjson_refuses(client: AsyncClient) -> None:
+    with pytest.raises(SamplingError, match="seed"):
+        await client.chat_tokens([1, 2], [{"role": "user", "content": "hi"}], seed=2**70)
 
 
 def test_the_plain_client_needs_no_event_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -164,6 +165,23 @@ def test_a_sum_of_a_file_that_is_too_new_is_not_remembered(
     written = write_two(tmp_path / "weights")
     sums.clear()
     written.verify()
+    written.verify()
+    assert len(sums) == 4
+
+
+def test_a_disk_without_locks_or_room_for_sums_does_not_decide(
+    tmp_path: Path, sums: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_two(tmp_path / "weights")
+    sums.clear()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as full:
+        full.setattr("os.write", refuse)
+        written.verify()
+    monkeypatch.setattr("fcntl.flock", refuse)
     written.verify()
     assert len(sums) == 4
 

@@ -154,6 +154,26 @@ def test_old_versions_are_removed_but_for_those_that_others_need(memory: str, op
     assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [4, 5], [4, 5, 6]]
 
 
+def test_an_outage_costs_a_server_neither_its_base_nor_its_disk(
+    memory: str, open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, reader = Trainer(tmp_path, memory), open_store(memory)
+    base = reader.fetch(trainer.write())
+    newest = trainer.write()
+    with monkeypatch.context() as outage:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise ConnectionResetError
+
+        outage.setattr(type(fsspec.filesystem("memory")), "get_file", refuse)
+        with pytest.raises(WeightsError, match="ConnectionResetError"):
+            reader.fetch(newest)
+    made = reader.fetch(newest)
+    trainer.check(made)
+    assert not base.folder.exists()
+    assert [path.name for path in made.folder.parent.iterdir()] == [newest.name]
+
+
 @pytest.mark.parametrize("damage", ["manifest", "delta", "cut", "result"])
 def test_a_broken_link_is_an_error_that_leaves_the_version_before(
     memory: str, open_store: Any, tmp_path: Path, damage: str
@@ -272,6 +292,13 @@ async def test_servers_are_told_of_versions_in_a_store_in_their_dtype_and_others
         assert update.num_bytes == pytest.approx(2 * sum(p.numel() for p in trained.parameters()), rel=0.05)
         await publisher.publish(trained.named_parameters(), policy_version=4)
         assert list(find_versions(tmp_path)) == [3, 4]
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise PermissionError("no deletes")
+
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), "rm", refuse)
+        update = await publisher.publish(trained.named_parameters(), policy_version=5)
+        assert update.missed_by == ()
 
 
 async def test_a_server_that_cannot_make_the_newest_version_takes_the_newest_whole_one(
