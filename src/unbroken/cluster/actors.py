@@ -50,7 +50,10 @@ class RegistryActor:
     def _look(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            self._watch()
+            try:
+                self._watch()
+            except OSError as error:  # the disk is full, or the share is away for a while
+                print(f"the registry cannot write: {error}", flush=True)
 
     def _watch(self) -> None:
         nodes = {name_node(node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"]}
@@ -119,6 +122,8 @@ class TrainersActor:
     def __init__(self, part: Part, place: NodePlace) -> None:
         self._reporter = _Reporter(part)
         self._ranks = Ranks(part, replace(place, host=find_address()))
+        self._has_ended = threading.Event()
+        self._has_ended.set()
         self._state = "waits"
         self._reporter.note("start", "")
         self._reporter.start(lambda: {"state": self._state, "pid": self._ranks.pid})
@@ -130,15 +135,18 @@ class TrainersActor:
     def run(self, store: tuple[str, int], num_nodes: int, places: Mapping[str, str]) -> list[str]:
         """Train; returns why processes did not end well."""
         self._state = "trains"
+        self._has_ended.clear()
         try:
             reasons = self._ranks.run(store, num_nodes=num_nodes, places=places)
             return [f"{reason} (node {self._reporter.node})" for reason in reasons]
         finally:
             self._state = "waits"
+            self._has_ended.set()
 
     def stop(self) -> None:
-        """End the processes."""
+        """End the processes; returns when they have ended."""
         self._ranks.stop()
+        self._has_ended.wait()
 
 
 def find_address() -> str:

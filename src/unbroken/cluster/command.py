@@ -97,9 +97,11 @@ def _make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from unbroken.runs.command import check_wait
     from unbroken.runs.signals import run_command
 
     plan = _make_plan(arguments)
+    check_wait(arguments.wait_s)
     if arguments.address == "local" or is_loopback((arguments.address or "").rpartition(":")[0]):
         # Read when Ray is imported: otherwise it takes another address of this machine, and listens on all.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from unbroken.cluster.actors import REGISTRY, RegistryActor, ServiceActor, TrainersActor
 from unbroken.cluster.plan import Plan
 from unbroken.cluster.processes import KEY, PLACES, Kind, NodePlace, Part
-from unbroken.cluster.registry import LOG, ClusterEvent, format_event, make_event, write_event
+from unbroken.cluster.registry import LOG, format_event, make_event, parse_event, write_event
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.runs.folder import open_private
 from unbroken.runs.signals import run_until_terminated
@@ -116,6 +116,7 @@ class _Run:
     async def run(self, wait_s: float) -> None:
         """Run until the trainers have ended."""
         await self._wait_for_nodes(wait_s)
+        (self._plan.folder / PLACES).unlink(missing_ok=True)  # of a run that was killed
         expected = {part.name: part.kind for part in self._plan.parts}
         write_event(self._plan.folder / LOG, make_event("run", "", "begin"))
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -158,12 +159,13 @@ class _Run:
         """Start the gang again until all of its ranks end well."""
         num_failures, wait_s = 0, 1.0
         while True:
-            before = self._count_steps()
+            before = self._read_steps()
             reasons = await self._run_gang()
             if not reasons:
                 self._note("end", "the trainers have ended")
                 return
-            num_failures = 1 if self._count_steps() > before else num_failures + 1
+            # What follows the checkpoint is cut off, and written anew by steps that were trained.
+            num_failures = num_failures + 1 if before.startswith(self._read_steps()) else 1
             if num_failures >= _MAX_FAILURES:
                 raise TrainingError(
                     f"the trainers ended {num_failures} times before they trained a step: {'; '.join(reasons)} "
@@ -187,7 +189,7 @@ class _Run:
                 if any(task.result() for task in done):
                     await asyncio.gather(*(_answer(each.stop.remote(), "") for each in self._trainers))
         finally:
-            (self._plan.folder / PLACES).unlink()
+            (self._plan.folder / PLACES).unlink(missing_ok=True)
             for task in pending:
                 task.cancel()
         return [reason for task in tasks for reason in task.result()]
@@ -225,9 +227,9 @@ class _Run:
     def _note(self, what: str, reason: str) -> None:
         self._registry.note.remote(make_event("trainers", "", what, reason))
 
-    def _count_steps(self) -> int:
+    def _read_steps(self) -> bytes:
         path = self._plan.output / "metrics" / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return path.read_bytes() if path.exists() else b""
 
     async def _show(self) -> None:
         """Print what the first trainer prints, and the events."""
@@ -239,7 +241,8 @@ class _Run:
         for line in self._own_log.read():
             print(line, flush=True)
         for line in self._events.read():
-            print(format_event(ClusterEvent(**json.loads(line))), flush=True)
+            if (event := parse_event(line)) is not None:
+                print(format_event(event), flush=True)
 
 
 class _Tail:
@@ -281,3 +284,5 @@ async def _answer(call: Any, name: str) -> Sequence[str]:
         return await call or ()
     except ray.exceptions.RayActorError as error:
         return [f"{name} was lost with its node or its actor ({type(error).__name__})"]
+    except ray.exceptions.RayTaskError as error:
+        return [f"{name} could not run its processes: {error.cause}"]

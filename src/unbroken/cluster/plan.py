@@ -81,7 +81,13 @@ class ClusterOptions:
         for name, least in (("engines", 1), ("samplers", 0), ("gateways", 0), ("engine_tp", 1), ("cpus", 1)):
             if (value := getattr(self, name)) < least:
                 raise InvalidInputError(f"{_option(name)} must be >= {least}, got {value}")
-        if 0 < self.samplers < (num_ranks := self.trainers.num_nodes * self.trainers.num_processes):
+        num_ranks = self.trainers.num_nodes * self.trainers.num_processes
+        if not 0 < self.sampler_port <= 65536 - num_ranks:
+            raise InvalidInputError(
+                f"--sampler.port must be >= 1 and leave a port for each of {num_ranks} trainer processes, got "
+                f"{self.sampler_port}"
+            )
+        if 0 < self.samplers < num_ranks:
             raise InvalidInputError(
                 f"--samplers must be at least the trainer processes of --trainers {self.trainers}, {num_ranks}, "
                 f"because each has samplers of its own, got {self.samplers}"
@@ -259,6 +265,10 @@ def format_commands(
     gang = plan.of_kind(Kind.TRAINERS)
     others = [part for part in plan.parts if part.kind is not Kind.TRAINERS]
     names = list(hosts) or [f"NODE{index}" for index in range(len(gang) + (0 if plan.options.cpu else 1))]
+    if len({*names}) < len(names) or not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in names):
+        raise InvalidInputError(f"--hosts must be names of nodes that differ, got {names}")
+    if not 1 < port <= 65536 - len(others):
+        raise InvalidInputError(f"--port must be > 1 and leave {len(others)} ports from it on, got {port}")
     if len(names) < len(gang):
         raise InvalidInputError(
             f"--hosts must name at least {len(gang)} nodes, one for each of --trainers, got {names}"
@@ -271,10 +281,10 @@ def format_commands(
     folder, options, size = plan.folder, plan.options, gang[0].num_processes
     shared = {"gateway": urls.get("gateway-0", ""), "listen": f"0.0.0.0:{options.sampler_port}"}
     yield "# on one node, before the others: the key of the servers, and their list, which a run reads again and again"
-    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {folder / KEY}"
-    yield f"mkdir -p -m 700 {plan.output} {folder} && (umask 077; {key})"
-    engines = " ".join(urls[part.name] for part in plan.of_kind(Kind.ENGINE))
-    yield f"printf '%s\\n' {engines} > {folder / ENGINES}"
+    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(folder / KEY))}"
+    yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(folder)])} && (umask 077; {key})"
+    engines = shlex.join(urls[part.name] for part in plan.of_kind(Kind.ENGINE))
+    yield f"printf '%s\\n' {engines} > {shlex.quote(str(folder / ENGINES))}"
     variables = [f"{name}={shlex.quote(value)}" for name, value in options.environment.items()]
     for host in names:
         yield f"\n# on {host}"

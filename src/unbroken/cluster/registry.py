@@ -105,8 +105,8 @@ class Registry:
         """Write an event into the log, once."""
         if event.number in self._seen:
             return
+        write_event(self._folder / LOG, event)  # first: a part tells of it again if that fails
         self._count(event)
-        write_event(self._folder / LOG, event)
 
     def watch(self, nodes: Set[str]) -> None:
         """Compare the names of the nodes that live with those that were there; then write the files."""
@@ -212,17 +212,25 @@ def _write(path: Path, text: str) -> None:
 
 
 def write_event(path: Path, event: ClusterEvent) -> None:
-    """Write an event at the end of a log."""
-    with path.open("a") as log:
-        log.write(json.dumps(asdict(event)) + "\n")
+    """Write an event at the end of a log, on a line of its own also behind one that was never finished."""
+    with path.open("a+b") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 1))
+        begin = b"" if log.read(1) in (b"", b"\n") else b"\n"
+        log.write(begin + json.dumps(asdict(event)).encode() + b"\n")
 
 
 def read_events(path: Path) -> Sequence[ClusterEvent]:
-    """The events in a log; a last line that is not whole is left out."""
-    if not path.exists():
-        return ()
-    lines = path.read_text().splitlines(keepends=True)
-    return [ClusterEvent(**json.loads(line)) for line in lines if line.endswith("\n")]
+    """The events in a log; lines that are not whole are left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else ()
+    return [event for line in lines if (event := parse_event(line)) is not None]
+
+
+def parse_event(line: bytes | str) -> ClusterEvent | None:
+    """Read a line of a log; None if it is not whole, because the disk was full or its writer was killed."""
+    try:
+        return ClusterEvent(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
 
 
 def format_event(event: ClusterEvent) -> str:

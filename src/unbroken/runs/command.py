@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import missing_extra
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.runs.signals import run_command
 
 SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
@@ -94,6 +96,13 @@ def run_sampler(arguments: argparse.Namespace) -> int:
     """Sample for a trainer until it ends; returns the exit status."""
     options = _read_recipe(arguments)
     own_key = os.environ.pop(SAMPLER_KEY, None)  # programs that rollouts start do not get it
+    if arguments.name and re.fullmatch(r"\d+-\d+", arguments.name) and not arguments.exit_with_parent:
+        arguments.parser.error(f"--name must not be that of a sampler on the trainer's machine, got {arguments.name}")
+    check_wait(arguments.wait_s)
+    if arguments.exit_with_parent:  # before torch is loaded, which takes seconds
+        from unbroken.rollout.process.worker import leave_end_to_parent
+
+        leave_end_to_parent()
     try:
         from unbroken.runs.config import parse_address, read_key
         from unbroken.runs.recipe import SamplerRole
@@ -114,6 +123,12 @@ def run_sampler(arguments: argparse.Namespace) -> int:
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "a sampler needs the train extra", "train") from error
+
+
+def check_wait(wait_s: float) -> None:
+    """Raise `InvalidInputError` for a --wait-s that is no number of seconds."""
+    if not 0 <= wait_s < math.inf:
+        raise InvalidInputError(f"--wait-s must be a number of seconds >= 0, got {wait_s}")
 
 
 def _print_text(text: str) -> None:

@@ -33,7 +33,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
-from unbroken.rollout.process.worker import leave_end_to_parent, serve_orders
+from unbroken.rollout.process.worker import serve_orders
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
 from unbroken.runs.command import SAMPLER_KEY
@@ -373,8 +373,6 @@ async def run_as_sampler(
     """Sample what the trainer's process orders, until it ends; raises as `serve_orders`."""
     recipe = open_recipe.get()
     assert recipe is not None, "it has the role"
-    if role.ends_with_parent:
-        leave_end_to_parent()
     torch.set_num_threads(1)  # there are as many processes as there is work
     source = find_revision(model, config.model_settings.revision)
     others = [each.problems for each in sets]

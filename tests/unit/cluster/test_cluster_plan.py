@@ -120,6 +120,24 @@ def test_a_plan_deals_parts_out_to_hosts_and_prints_lines_of_a_shell(tmp_path):
     assert "--sessions.url=http://c:9003" in text
     with pytest.raises(InvalidInputError, match="--hosts must name at least 2 nodes"):
         list(format_commands(plan, hosts=("a",)))
+    with pytest.raises(InvalidInputError, match="--hosts must be names of nodes that differ"):
+        list(format_commands(plan, hosts=("a", "a")))
+    with pytest.raises(InvalidInputError, match="--hosts must be names of nodes that differ"):
+        list(format_commands(plan, hosts=("a", "b; touch x")))
+    with pytest.raises(InvalidInputError, match="--port must be > 1 and leave 4 ports"):
+        list(format_commands(plan, hosts=("a", "b"), port=65533))
+    with pytest.raises(InvalidInputError, match=r"--sampler.port must be >= 1 and leave a port for each of 16"):
+        options(sampler_port=65530)
+
+
+def test_a_folder_with_any_name_is_one_word_of_a_plan(tmp_path):
+    own_options = [f"--output={tmp_path / 'a b; touch c'}", f"--model={tmp_path / 'model'}"]
+    plan = make_plan(RECIPE, options(engines=1), own_options)
+    first = list(format_commands(plan, hosts=("a", "b", "c"), python=sys.executable))[1:3]
+    subprocess.run(["bash", "-c", "\n".join(first)], check=True, cwd=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a b; touch c"]
+    assert len((plan.folder / "key").read_text().strip()) == 48
+    assert (plan.folder / "engines.txt").read_text() == "http://c:8300\n"
 
 
 def test_the_command_prints_a_plan_without_ray(tmp_path, capsys):

@@ -99,6 +99,26 @@ def test_an_event_that_is_told_twice_is_logged_once(registry, tmp_path):
     assert parts(tmp_path)["engine-0"]["restarts"] == 1
 
 
+def test_a_line_that_was_never_finished_spoils_no_other(registry, tmp_path):
+    log = tmp_path / FOLDER / LOG
+    write_event(log, make_event("engine-0", "a", "start"))
+    whole = log.read_bytes()
+    log.write_bytes(whole + whole[:20])  # the disk was full
+    registry.note(make_event("engine-0", "a", "restart", "it ended"))
+    assert events(tmp_path) == [("engine-0", "start"), ("engine-0", "restart")]
+
+
+def test_an_event_that_could_not_be_written_may_be_told_again(registry, tmp_path):
+    event, log = make_event("engine-0", "a", "restart", "it ended"), tmp_path / FOLDER / LOG
+    log.unlink(missing_ok=True)
+    log.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        registry.note(event)
+    log.rmdir()
+    registry.note(event)
+    assert events(tmp_path) == [("engine-0", "restart")]
+
+
 def test_a_registry_that_starts_again_knows_restarts_and_takes_no_engine_from_the_list(registry, tmp_path, clock):
     event = make_event("engine-0", "a", "restart", "it was killed")
     registry.report(Report(state=ENGINE, events=(event,)))

@@ -99,7 +99,8 @@ async def _connect(address: tuple[str, int], key: str, wait_s: float) -> Channel
             connection = await asyncio.to_thread(socket.create_connection, address, _CONNECT_S)
             reader, writer = await connect(connection)
             try:
-                await greet(reader, writer, key.encode(), is_server=False)
+                async with asyncio.timeout(max(_CONNECT_S, until_s - time.monotonic())):
+                    await greet(reader, writer, key.encode(), is_server=False)
             except BaseException:
                 writer.close()
                 raise

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -624,10 +624,16 @@ def test_it_ends_when_the_process_that_forked_it_is_killed(tmp_path: Path, monke
     assert (tmp_path / "closed").exists() is not is_stuck
 
 
-async def test_a_sampler_that_nobody_answers_says_so() -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_sampler_that_nobody_answers_says_so(is_silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unbroken.rollout.process.worker._CONNECT_S", 0.5)
     listener, address = listen()
-    listener.close()
-    with pytest.raises(RolloutError, match=rf"no trainer has answered at 127.0.0.1:{address[1]} for 0.6 s"):
+    if not is_silent:
+        listener.close()
+    with (
+        closing(listener),
+        pytest.raises(RolloutError, match=rf"no trainer has answered at 127.0.0.1:{address[1]} for 0.6 s"),
+    ):
         await serve_orders(address, key=KEY, hello=Hello("a", {}), open_work=never_opens, wait_s=0.6)
 
 
