@@ -134,7 +134,7 @@ def test_trainers_move_to_another_node_when_theirs_dies(disturbed, nodes):
     assert "died" in [event["what"] for event in run.events()]
 
 
-def test_engines_of_a_node_that_dies_wait_for_another_and_the_timeline_has_both(disturbed, nodes):
+def test_engines_of_a_node_that_dies_are_lost_with_it_and_the_timeline_says_when(disturbed, nodes):
     gone: list[str] = []
 
     def disturb(run: ClusterRun) -> None:
@@ -151,7 +151,8 @@ def test_engines_of_a_node_that_dies_wait_for_another_and_the_timeline_has_both(
     assert run.reasons("trainers") == []
     lanes = read_timeline(run.output / "timeline" / "cluster.json")
     begun, ended = ([event["name"] for event in lanes if event["ph"] == phase] for phase in "be")
-    assert sum(name.startswith("node ") for name in begun) == 5  # the head, three, and another
+    # The head, three, and another if it came before the end.
+    assert sum(name.startswith("node ") for name in begun) in (4, 5)
     assert {*lost, f"node {gone[0]}"} <= set(ended)
 
 
