@@ -81,7 +81,8 @@ class Registry:
         self._nodes: dict[str, float] = {}
         """Since when each that lives is known."""
         self._seen: set[str] = set()
-        self._lanes: dict[str, int] = {}
+        self._lanes: dict[str, None] = {}
+        """Nodes and parts whose life has begun in the timeline."""
         self._timeline = Timeline(
             TraceFile(output / "timeline" / "cluster.json", max_bytes=None), name="cluster", rank=900, clock=clock,
             origin_s=0.0,
@@ -131,8 +132,8 @@ class Registry:
         self._parts = {name: replace(part, state="ended", url="", pid=0) for name, part in self._parts.items()}
         self._is_new = True
         self._write_files()
-        for name, number in self._lanes.items():
-            self._timeline.end_lane(name, number)
+        for name in self._lanes:
+            self._timeline.end_lane(name, 0)
         self._timeline.close()
 
     def _lose(self, part: PartState, reason: str) -> None:
@@ -154,8 +155,14 @@ class Registry:
         """Learn from the log what a registry before this one knew, since the run began."""
         self._count(event)
         self._is_new = event.what == "begin"
+        lane = event.part or f"node {event.node}"
+        if event.what in ("joined", "serves"):
+            self._lanes[lane] = None
+        elif event.what in ("died", "lost", "restart"):
+            self._lanes.pop(lane, None)
         if self._is_new:
             self._nodes.clear()
+            self._lanes.clear()
             self._parts = {
                 name: PartState(name=name, kind=each.kind, node="", state="waits") for name, each in self._parts.items()
             }
@@ -172,10 +179,11 @@ class Registry:
 
     def _show(self, name: str, lives: bool, **values: Any) -> None:
         if lives and name not in self._lanes:
-            self._lanes[name] = len(self._seen) + len(self._lanes)
-            self._timeline.begin_lane(name, self._lanes[name], **values)
+            self._lanes[name] = None
+            self._timeline.begin_lane(name, 0, **values)
         elif not lives and name in self._lanes:
-            self._timeline.end_lane(name, self._lanes.pop(name))
+            del self._lanes[name]
+            self._timeline.end_lane(name, 0)
 
     def _write_files(self) -> None:
         now_s = self._clock()

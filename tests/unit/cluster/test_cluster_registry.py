@@ -108,6 +108,16 @@ def test_a_line_that_was_never_finished_spoils_no_other(registry, tmp_path):
     assert events(tmp_path) == [("engine-0", "start"), ("engine-0", "restart")]
 
 
+def test_a_registry_that_starts_again_ends_the_lives_that_it_did_not_see_begin(registry, tmp_path, clock):
+    registry.watch({"a", "b"})
+    registry.report(Report(state=ENGINE, events=(make_event("engine-0", "a", "serves"),)))
+    again = Registry(tmp_path, EXPECTED, clock=clock)
+    again.watch({"b"})
+    lanes = read_timeline(tmp_path / "timeline" / "cluster.json")
+    assert [event["name"] for event in lanes if event["ph"] == "e"] == ["node a", "engine-0"]
+    again.close()
+
+
 def test_an_event_that_could_not_be_written_may_be_told_again(registry, tmp_path):
     event, log = make_event("engine-0", "a", "restart", "it ended"), tmp_path / FOLDER / LOG
     log.unlink(missing_ok=True)
