@@ -62,7 +62,7 @@ class RegistryActor:
 
 
 class _Reporter:
-    """Tells the registry about a part, in a thread; events are told until they have arrived."""
+    """Tells the registry about a part, in a thread; events are sent until they have arrived."""
 
     def __init__(self, part: Part) -> None:
         self._registry = ray.get_actor(REGISTRY)
@@ -124,9 +124,8 @@ class TrainersActor:
         self._ranks = Ranks(part, replace(place, host=find_address()))
         self._has_ended = threading.Event()
         self._has_ended.set()
-        self._state = "waits"
         self._reporter.note("start", "")
-        self._reporter.start(lambda: {"state": self._state, "pid": self._ranks.pid})
+        self._reporter.start(self._read)
 
     def reserve_store(self) -> tuple[str, int]:
         """See `Ranks`."""
@@ -134,19 +133,20 @@ class TrainersActor:
 
     def run(self, store: tuple[str, int], num_nodes: int, places: Mapping[str, str]) -> list[str]:
         """Train; returns why processes did not end well."""
-        self._state = "trains"
         self._has_ended.clear()
         try:
             reasons = self._ranks.run(store, num_nodes=num_nodes, places=places)
             return [f"{reason} (node {self._reporter.node})" for reason in reasons]
         finally:
-            self._state = "waits"
             self._has_ended.set()
 
     def stop(self) -> None:
         """End the processes; returns when they have ended."""
         self._ranks.stop()
         self._has_ended.wait()
+
+    def _read(self) -> dict[str, Any]:
+        return {"state": "waits" if self._has_ended.is_set() else "trains", "pid": self._ranks.pid}
 
 
 def find_address() -> str:

@@ -52,7 +52,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The sampler was told to end: what it has not finished is for others."""
+    """The sampler ends by SIGTERM: what it has not finished is for others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class SamplerPool:
         """Whether all local samplers have opened, or without any the first that joined."""
         self._members: list[_Member] = []
         self._orders: dict[int, _Order] = {}
-        """Those that somebody waits for."""
+        """Those whose answers are awaited."""
         self._waiting: deque[_Order] = deque()
         """Those that no sampler has."""
         self._num_orders = 0

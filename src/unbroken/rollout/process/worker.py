@@ -164,7 +164,7 @@ class _Worker:
                 main.cancel()
 
     async def _stop(self) -> None:
-        if not self._is_closed:  # this process was told to end
+        if not self._is_closed:  # this process got SIGTERM
             self._channel.send(Leave())
         exit_in(_CLOSE_S, status=1)
         for task in self._tasks.values():
