@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
@@ -26,6 +27,7 @@ _IMPORTED, _FROZEN = "support.imported", "support.frozen"
 _preloaded = [_IMPORTED]
 _started: list[int | None] = []
 """The ids of the servers that this module has started."""
+_starting = threading.Lock()
 
 
 def preload(module: str) -> None:
@@ -37,14 +39,15 @@ def preload(module: str) -> None:
 def fork_server() -> ForkServerContext:
     """The context whose processes are forks."""
     server: Any = multiprocessing.forkserver._forkserver
-    if server._forkserver_pid not in (None, *_started):
-        server._stop()  # a template's process has started it, without our modules
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_preloaded, _FROZEN])
-    # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        ensure_running()
-    _started.append(server._forkserver_pid)
+    with _starting:
+        if server._forkserver_pid not in (None, *_started):
+            server._stop()  # a template's process has started it, without our modules
+        context.set_forkserver_preload([*_preloaded, _FROZEN])
+        # Python 3.11 imports the modules before it takes over our path, and ignores those that it does not find.
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            ensure_running()
+        _started.append(server._forkserver_pid)
     return context
 
 
