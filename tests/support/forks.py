@@ -73,8 +73,9 @@ class ForkedPython:
             environment: Variables beside those of this process.
             new_session: Whether the process leads a session of its own.
         """
-        variables = {**os.environ, **(environment or {})}
         context = fork_server()
+        with _starting:  # `patch.dict` empties `os.environ` for a moment
+            variables = {**os.environ, **(environment or {})}
         self._process = context.Process(
             target=_run,
             args=(program, list(map(str, arguments)), output, errors, variables, new_session, _server_address()),
