@@ -36,7 +36,7 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
+class LoraSpec:
     """The adapter of one model."""
 
     rank: int

@@ -173,7 +173,7 @@ class TrainerBackend:
         """Number of ids that the model has embeddings for."""
         self._wrapped: Any
         self.optimizer: Any
-        optimizer = _make_optimizer(policy, config.optimizer, accelerator.device)
+        optimizer = make_optimizer(policy, config.optimizer, accelerator.device)
         prepared = accelerator.prepare(optimizer) if self.is_sharded else accelerator.prepare(policy, optimizer)
         self._wrapped, self.optimizer = (policy, prepared) if self.is_sharded else prepared
         self.policy: PolicyLogprobs = accelerator.unwrap_model(self._wrapped)
@@ -282,8 +282,10 @@ class TrainerBackend:
         weights: Sequence[float],
         trajectories: Sequence[TrajectorySums | None] = (),
         entropy: Entropy = Entropy.NONE,
+        backward: bool = True,
     ) -> Passes[StatsT]:
-        """Add the gradient of the loss of these rows to that of the calls since the last update.
+        """Add the gradient of the loss of these rows to that of the calls since the last update; without `backward`,
+        compute the loss alone.
 
         `weights` and `trajectories` have one entry per row, for `Batch.weights_N` and `Batch.trajectories`; `entropy`
         says what `TokenScores` has for the loss. The balance of routers is that of the rows of one call.
@@ -293,7 +295,8 @@ class TrainerBackend:
         (`ParallelConfig.num_same_rows`) share theirs first; the first one counts what all of them compute.
         """
         if self._same_rows.is_alone:
-            return self._make_passes(rows, loss, weights, trajectories, entropy)
+            with torch.set_grad_enabled(backward):
+                return self._make_passes(rows, loss, weights, trajectories, entropy)
         each = list(zip(rows, weights, trajectories or [None] * len(rows), strict=True))
         shared, mine = self._same_rows.share(each)
         parts: tuple[tuple[Any, ...], ...] = tuple(zip(*shared, strict=True)) or ((), (), ())
@@ -323,7 +326,8 @@ class TrainerBackend:
         entropy: Entropy,
     ) -> Passes[StatsT]:
         """Make the passes of `forward_backward`, with fewer ids each while memory runs out."""
-        has_gradients = any(parameter.grad is not None for parameter in self.policy.parameters())
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        has_gradients = torch.is_grad_enabled() and any(parameter.grad is not None for parameter in trained)
         temperature = rows[0].sample.temperature if rows else 1.0
         add_pass = partial(self._add_pass, loss=loss, temperature=temperature, entropy=entropy)
         while True:
@@ -335,7 +339,9 @@ class TrainerBackend:
                 longest = error.longest
             if has_gradients:
                 raise self._out_of_memory("gradients of earlier calls since the last update would be lost")
-            self._wrapped.zero_grad(set_to_none=True)
+            if torch.is_grad_enabled():
+                for parameter in trained:
+                    parameter.grad = None
             self._halve_passes(longest)
 
     def _try_passes(
@@ -384,13 +390,14 @@ class TrainerBackend:
             routing=self._take_routing_counts() + count_ids([row.sample for row in rows]),
         )
 
-    def optimizer_step(self, learning_rate: float) -> float:
-        """Clip the gradients, make an update, clear them, and return their norm before clipping, over all processes.
+    def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+        """Clip the gradients, by default to the config's norm, make an update, clear them, and return their norm before
+        clipping, over all processes.
 
         Raises:
             TrainingError: the gradients are not finite. They are cleared, and the weights are as before.
         """
-        max_norm = self._config.optimizer.max_grad_norm
+        max_norm = self._config.optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
         trained = [parameter for parameter in self._wrapped.parameters() if parameter.requires_grad]
         if self._config.parallel.fsdp > 1:
             average_whole_gradients(trained)
@@ -720,7 +727,8 @@ class TrainerBackend:
             value = value + self._config.router_loss_weight * balance
         parallel = self._config.parallel
         with adding_gradients(self.policy.parameters()) if parallel.tensor > 1 else nullcontext():
-            self.accelerator.backward(value * (self.accelerator.num_processes // parallel.tensor))
+            if torch.is_grad_enabled():
+                self.accelerator.backward(value * (self.accelerator.num_processes // parallel.tensor))
         return of_batch, scores.logprobs_N.detach()
 
     def _halve_passes(self, longest: int) -> None:
@@ -761,7 +769,8 @@ class TrainerBackend:
         if self._images is not None:
             pixels = self._images.inputs(batch.images, batch.token_ids_BT.shape, self.accelerator.device)
         given = (batch.position_ids_BT, entropy, batch.experts_BTLK, batch.tree, batch.counted_BT, batch.kept)
-        scores: TokenScores = policy(batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given)
+        inputs = (batch.token_ids_BT, batch.loss_mask_BT, temperature, pixels, *given, batch.targets)
+        scores: TokenScores = policy(*inputs)
         return scores
 
     def _take_routing_counts(self) -> RoutingStats:
@@ -770,7 +779,8 @@ class TrainerBackend:
         return RoutingStats(num_replayed=counts.num_replayed, num_different=counts.num_different)
 
 
-def _make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """An optimizer of what is trained now."""
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
         "lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay

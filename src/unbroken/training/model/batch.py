@@ -11,8 +11,8 @@ enters the loss. Worked example, two rows:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,21 @@ from numpy.typing import NDArray
 from unbroken.routing import Routers
 from unbroken.training.model.lanes import PADDING_ID, lay_out
 from unbroken.training.model.routing import lay_out_experts
-from unbroken.training.model.scores import KeptTokens
+from unbroken.training.model.scores import KeptTokens, Targets
 from unbroken.training.model.tree import TreeInputs
-from unbroken.types import ImageSpan, Logprobs, TrainingSample
+from unbroken.types import BoolMask, ImageSpan, Logprobs, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTargets:
+    """What is scored at the L ids of a row's loss mask in place of these ids, and what the loss gets for each."""
+
+    ids: NDArray[np.int64]
+    """[L], or [L, K] with the same K in all rows of a call."""
+    trained: BoolMask
+    """[L], where the loss depends on the logprobs."""
+    values: Mapping[str, NDArray[np.float32]]
+    """[L] or [L, K] by name, with the same names in all rows of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +47,8 @@ class ScoredRow:
     old_logprobs: Logprobs
     reference_logprobs: Logprobs | None = None
     """None without a reference."""
+    targets: RowTargets | None = None
+    """None: the row's own ids."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -94,6 +108,10 @@ class Batch:
     """bool: ids whose experts are counted (`count_choices`): all but the last of each row, which decides nothing."""
     kept: KeptTokens | None = None
     """What the sampler kept at each loss token, or at the places of the tree; None if nothing was cut."""
+    targets: Targets | None = None
+    """Scored in place of the rows' own ids; None: these."""
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Those of `RowTargets` for all rows."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -129,6 +147,7 @@ def collate(
         [(row.sample, np.arange(len(row.sample.token_ids)) < len(row.sample.token_ids) - 1) for row in lane]
         for lane in lanes
     ]
+    targets, values = _collate_targets(rows, device)
     references = [row.reference_logprobs[row.sample.loss_mask] for row in rows if row.reference_logprobs is not None]
     return Batch(
         token_ids_BT=fed.token_ids_BT,
@@ -149,7 +168,20 @@ def collate(
         experts_BTLK=lay_out_experts([[row.sample for row in lane] for lane in lanes], fed.token_ids_BT.shape, routers),
         counted_BT=lay_out(counted, device).mask_BT if counts_choices else None,
         kept=fed.kept,
+        targets=targets,
+        values=values,
     )
+
+
+def _collate_targets(rows: Sequence[ScoredRow], device: torch.device) -> tuple[Targets | None, dict[str, torch.Tensor]]:
+    """What all rows score in place of their own ids, and the values for the loss; none of them or all of them do."""
+    found = [row.targets for row in rows if row.targets is not None]
+    if not found:
+        return None, {}
+    ids_N = _concatenate([targets.ids for targets in found], device)
+    trained_N = _concatenate([targets.trained for targets in found], device)
+    values = {name: _concatenate([targets.values[name] for targets in found], device) for name in found[0].values}
+    return Targets(ids_N, trained_N), values
 
 
 def idle_batch(device: torch.device) -> Batch:

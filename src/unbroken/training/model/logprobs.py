@@ -59,6 +59,7 @@ from unbroken.training.model.scores import (
     KeptTokens,
     LogitScaling,
     RoundedHead,
+    Targets,
     TokenScores,
     chunked_scores,
     is_plain_matrix,
@@ -155,9 +156,10 @@ class PolicyLogprobs(nn.Module):
         tree: TreeInputs | None = None,
         counted_BT: torch.Tensor | None = None,
         kept: KeptTokens | None = None,
+        targets: Targets | None = None,
     ) -> TokenScores:
         """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row; or of
-        those that `tree` names, if the one lane has the nodes of a tree.
+        those that `tree` names, if the one lane has the nodes of a tree; or of `targets` in their place.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
@@ -180,7 +182,11 @@ class PolicyLogprobs(nn.Module):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
             places = picked_BT.nonzero(as_tuple=True)
-            scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][picked_BT], temperature, entropy, kept)
+            if targets is not None:
+                scores = self._score_targets(hidden_BTD, places, targets, temperature)
+            else:
+                own_N = token_ids_BT[:, 1:][picked_BT]
+                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
             if counted_BT is not None and router_logits is not None:
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
@@ -310,6 +316,19 @@ class PolicyLogprobs(nn.Module):
         own_ND = hidden_BTD[lanes_N[is_own_N], ids_N[is_own_N] % length]
         own_kept = None if kept is None else kept.pick(is_own_N)
         return self.sequence.gather(self._score(own_ND, targets_N[is_own_N], temperature, entropy, own_kept), owners_N)
+
+    def _score_targets(
+        self, hidden_BTD: torch.Tensor, places: tuple[torch.Tensor, ...], targets: Targets, temperature: float
+    ) -> TokenScores:
+        """The scores of given ids, those without gradient after the others."""
+        found, numbers = [], []
+        for chosen_N, scoring in ((targets.trained_N, nullcontext()), (~targets.trained_N, torch.no_grad())):
+            numbers.append(chosen_N.nonzero()[:, 0])
+            with scoring:
+                chosen = tuple(place_N[chosen_N] for place_N in places)
+                ids_N = targets.ids_N[chosen_N]
+                found.append(self._score_at(hidden_BTD, chosen, ids_N, temperature, Entropy.NONE, None).logprobs_N)
+        return TokenScores(torch.cat(found)[torch.cat(numbers).argsort()], None)
 
     def _score(
         self,

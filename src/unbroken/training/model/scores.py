@@ -35,11 +35,20 @@ class Entropy(StrEnum):
     """With gradient."""
 
 
+class Targets(NamedTuple):
+    """Ids to score at the N picked tokens in place of the rows' own; logprobs have their shape."""
+
+    ids_N: torch.Tensor
+    """int64 [N], or [N, K] for K ids at each."""
+    trained_N: torch.Tensor
+    """bool [N], where the loss depends on the logprobs: the others have no gradient, which is most of their cost."""
+
+
 class TokenScores(NamedTuple):
     """The policy at the N picked tokens."""
 
     logprobs_N: torch.Tensor
-    """float32, of the ids."""
+    """float32, of the ids; [N, K] with that many `Targets`."""
     entropies_N: torch.Tensor | None
     """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
     ranks_N: torch.Tensor | None = None
@@ -169,7 +178,7 @@ def chunked_scores(
     over the ids that were `kept`, if any were cut.
 
     Values and gradients are those of one softmax over all N. For N = 0 the result is empty but still depends on the
-    parameters, with gradients of zero.
+    parameters, with gradients of zero. Targets [N, K] have logprobs [N, K]; entropies and ranks are of targets [N].
     """
     pieces = zip(
         torch.split(hidden_ND, chunk_size),
@@ -194,6 +203,11 @@ def _split_kept(kept: KeptTokens | None, num_tokens: int, size: int) -> Sequence
     return [None] * max(-(-num_tokens // size), 1) if kept is None else kept.split(size)
 
 
+def _pick(logprobs_NV: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The logprobs of targets [N] or [N, K], in their shape."""
+    return logprobs_NV.gather(-1, targets if targets.dim() == 2 else targets[:, None]).reshape(targets.shape)
+
+
 @torch.no_grad()
 def find_ranks(logprobs_NV: torch.Tensor, logprobs_N: torch.Tensor) -> torch.Tensor:
     """[N] the rank of ids with `logprobs_N`: 1 if none is more likely."""
@@ -213,7 +227,7 @@ def _compute_chunk(
     """
     logits_NV = to_float32(logits_of(hidden_ND)) / temperature
     logprobs_NV = torch.log_softmax(logits_NV if kept is None else kept.cut_(logits_NV), dim=-1)
-    logprobs_N = logprobs_NV.gather(-1, targets_N[:, None])[:, 0]
+    logprobs_N = _pick(logprobs_NV, targets_N)
     match entropy:
         case Entropy.NONE:
             return logprobs_N, None, None
@@ -280,7 +294,7 @@ class _RoundedScores(torch.autograd.Function):
         logprobs, entropies, ranks = [], [], []
         for hidden, targets, kept in _chunks(head, hidden_ND, targets_N):
             logprobs_NV = _scaled_logits(hidden, rounded_VD, head, kept)[1].log_softmax(-1)
-            logprobs.append(logprobs_NV.gather(-1, targets[:, None])[:, 0])
+            logprobs.append(_pick(logprobs_NV, targets))
             if head.entropy is Entropy.RANKED:
                 ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
             if head.entropy is not Entropy.NONE:
@@ -349,7 +363,12 @@ def _gradient_of_logits(
     """With p the softmax of the logits, h its entropy and t the target, for logit j.
 
     d logprob = [j = t] - p_j        d h = -p_j (log p_j + h)
+
+    Gradients of the logprobs of K targets [N, K] add up.
     """
+    if targets.dim() == 2:
+        of_all = of_logprobs.sum(-1, keepdim=True)
+        return logits_NV.softmax(-1).mul_(-of_all).scatter_add_(-1, targets, of_logprobs)
     if of_entropies is None:
         gradient_NV = logits_NV.softmax(-1).mul_(-of_logprobs[:, None])
     else:

@@ -15,6 +15,7 @@ from unbroken.training.model.scores import (
     LogitScaling,
     RoundedHead,
     TokenScores,
+    chunked_scores,
     is_plain_matrix,
     rounded_scores,
 )
@@ -153,3 +154,20 @@ def test_a_policy_on_tensor_cores_is_close_to_the_exact_one_in_value_and_gradien
     (exact_N, exact_VD), (rounded_N, rounded_VD) = found
     assert 0 < (exact_N - rounded_N).abs().max() < 0.02
     assert (exact_VD - rounded_VD).norm() < 0.02 * exact_VD.norm()
+
+
+def test_several_targets_of_a_token_have_logprobs_and_gradients_of_their_own():
+    """[N, K] in both ways to compute a head."""
+    hidden_ND, weight_VD, _ = make_inputs()
+    targets_NK = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS, 3), generator=torch.Generator().manual_seed(1))
+    factors_NK = torch.randn(NUM_TOKENS, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected_NK = (hidden_ND @ weight_VD.T).log_softmax(-1).gather(-1, targets_NK)
+    gradients = torch.autograd.grad((expected_NK * factors_NK).sum(), (hidden_ND, weight_VD))
+    found = {
+        "rounded": rounded_scores(hidden_ND, weight_VD, targets_NK, head()),
+        "chunked": chunked_scores(hidden_ND, targets_NK, lambda h: h @ weight_VD.T, temperature=1.0, chunk_size=4),
+    }
+    for scores in found.values():
+        torch.testing.assert_close(scores.logprobs_N, expected_NK)
+        own = torch.autograd.grad((scores.logprobs_N * factors_NK).sum(), (hidden_ND, weight_VD))
+        torch.testing.assert_close(own, gradients)

@@ -1,0 +1,503 @@
+"""The models of a Tinker server: several LoRA adapters on one base, or one model whose weights are all trained.
+
+    base (frozen)  ──  adapter m1  parameters, their gradients, an optimizer
+                   ──  adapter m2  ...                                         one of them is active at a time
+
+One `TrainerBackend` makes the passes of all. Gradients lie at an adapter's own parameters, so they add up over calls
+and wait for the model's next step, whatever other models do in between. A saved model is a folder:
+
+    adapter_config.json  adapter_model.safetensors    as PEFT writes them; of a whole model what transformers writes
+    optimizer.safetensors                             Adam's averages by the names of the parameters, if asked for
+    tinker.json                                       what it is of, and SHA-256 of each file
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from unbroken.errors import CheckpointError, InvalidInputError, WeightsError, missing_extra
+from unbroken.images.processor import ImageProcessor
+from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
+from unbroken.tinker.losses import Loss, Settings, check_datum, compute_loss, find_loss, find_used
+from unbroken.training.backend import TrainerBackend, make_optimizer
+from unbroken.training.config import ParallelConfig, SharedPrefixes, TrainerConfig
+from unbroken.training.model.adapters import causal_lm, checksum_of_frozen, fuse_adapters
+from unbroken.training.model.batch import Batch, RowTargets, ScoredRow
+from unbroken.training.model.pretrained import ModelForm, check_form, gather_form, write_pretrained
+from unbroken.training.model.scores import TokenScores
+from unbroken.training.model.weights import gather_adapter_weights, gather_weights
+from unbroken.training.state import name_averages
+from unbroken.transfer.sources import WeightStream
+from unbroken.types import NO_VERSION, TrainingSample
+from unbroken.weights.files import WeightFiles, describe_file, parse_files
+
+ALPHA = 32
+"""Adapters are scaled by ALPHA / rank, as the hosted API does: the learning rates of its cookbook are for that."""
+_ADAPTER, _OPTIMIZER, _STATE = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
+_FORMAT = 1
+
+
+@dataclass(slots=True)
+class _Model:
+    """One model that is trained."""
+
+    adapter: str
+    """PEFT's name of its adapter; empty if all weights are trained."""
+    lora: LoraSpec | None
+    parameters: Mapping[str, nn.Parameter]
+    """Those that are trained, by their names in saved files."""
+    optimizer: torch.optim.Optimizer
+    num_steps: int = 0
+
+
+class Models:
+    """Trains the models of one base. Methods block, and one thread at a time calls them."""
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        config: TrainerConfig | None = None,
+        accelerator: Accelerator | None = None,
+        images: ImageProcessor | None = None,
+        dtype: torch.dtype | None = None,
+        max_models: int = 64,
+    ) -> None:
+        """The base is loaded from a folder or the hub with the first model. `dtype` is that of its weights; None:
+        float32, or bfloat16 below adapters if the accelerator computes in it. `config` is for the passes: of its
+        optimizer only the name counts.
+
+        Raises:
+            InvalidInputError: the config has a setting that is not for these losses.
+        """
+        self._config = _check_config(config or TrainerConfig())
+        self._source = str(Path(source).absolute()) if Path(source).is_dir() else str(source)
+        self._accelerator = accelerator or Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        self._images = images
+        self._dtype = dtype
+        self._max_models = max_models
+        self._models: dict[str, _Model] = {}
+        self._backend: TrainerBackend | None = None
+        self._is_whole = False
+        self._base = ""
+        """The checksum of the base's weights as they were loaded."""
+        self._num_created = 0
+
+    def create(self, model_id: str, lora: LoraSpec | None) -> LoraSpec | None:
+        """Make a new model, whose adapter changes nothing yet; with None all weights of the base are trained. Returns
+        what is trained: tied embeddings get no adapter, because an engine has one weight for input and output.
+
+        Raises:
+            InvalidInputError: there is a model of that name, too many, one that trains all weights beside others, or
+                the base has no layers for the adapter.
+        """
+        if model_id in self._models:
+            raise InvalidInputError(f"model {model_id!r} exists already")
+        if len(self._models) >= self._max_models:
+            raise InvalidInputError(f"there are {len(self._models)} models, as many as are allowed: delete one first")
+        if self._models and (lora is None or self._is_whole):
+            other = "trains all weights" if self._is_whole else "is an adapter on the weights"
+            raise InvalidInputError(
+                f"model {model_id!r} cannot {'train all weights' if lora is None else 'have an adapter'} (rank "
+                f"{0 if lora is None else lora.rank}) while model {next(iter(self._models))!r} {other} of the one base"
+            )
+        if self._backend is not None and self._is_whole != (lora is None):
+            self._backend = None
+        if lora is None:
+            self._backend = self._open(
+                _load_model(self._source, self._dtype or torch.float32, self._images is not None)
+            )
+            adapter = ""
+        else:
+            lora, adapter = self._add_adapter(lora)
+        self._is_whole = lora is None
+        parameters = {
+            name.replace(f".{adapter}.", ".") if adapter else name: parameter
+            for name, parameter in self._get_model().named_parameters()
+            if parameter.requires_grad
+        }
+        optimizer = make_optimizer(self._get_backend().policy, self._config.optimizer, self._accelerator.device)
+        self._models[model_id] = _Model(adapter=adapter, lora=lora, parameters=parameters, optimizer=optimizer)
+        return lora
+
+    def delete(self, model_id: str) -> None:
+        """Forget a model, and free its memory; the base stays for the next adapter."""
+        model = self._find(model_id)
+        if model.lora is None:
+            self._backend = None
+        else:
+            others = [other.adapter for other in self._models.values() if other is not model]
+            if others:  # or PEFT warns that it chooses one
+                self._get_model().set_adapter(others[0])
+            self._get_model().delete_adapter(model.adapter)
+            self._get_backend().optimizer = None
+        del self._models[model_id]
+
+    def forward_backward(
+        self, model_id: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], backward: bool
+    ) -> Output:
+        """The logprobs of all targets and the sum of the loss, whose gradient is added to that of the calls since the
+        model's last step; without `backward`, no gradient is computed.
+
+        Raises:
+            InvalidInputError: an unknown loss or setting, or a datum without what the loss needs.
+            TrainingError: a row needs more memory than there is.
+        """
+        backend = self._activate(model_id)
+        chosen, settings = find_loss(loss, config)
+        rows = _make_rows(data, chosen, settings, name=loss)
+
+        def compute(scores: TokenScores, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+            assert batch.targets is not None, "every row has targets"
+            used_N, counts = batch.targets.trained_N, batch.num_row_tokens
+            return compute_loss(chosen, settings, scores.logprobs_N, batch.values, used_N, counts)
+
+        with backend.computing():
+            backend.measure()
+            passes = backend.forward_backward(rows, compute, weights=[1.0] * len(rows), backward=backward)
+        found = dict(zip(passes.rows, passes.logprobs, strict=True))
+        names = {name for of_pass in passes.stats for name in of_pass} or {"loss:sum"}
+        return Output(
+            logprobs=[_unpad(found[k], datum) for k, datum in enumerate(data)],
+            metrics={name: math.fsum(of_pass.get(name, 0.0) for of_pass in passes.stats) for name in sorted(names)},
+        )
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them.
+
+        Raises:
+            TrainingError: the gradients are not finite. They are cleared, and the weights are as before.
+        """
+        backend, model = self._activate(model_id), self._models[model_id]
+        for parameter in model.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for group in model.optimizer.param_groups:
+            group.update(betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=params.weight_decay)
+        norm = backend.optimizer_step(params.learning_rate, max_grad_norm=params.grad_clip_norm or math.inf)
+        model.num_steps += 1
+        return {"grad_norm": norm, "num_steps": float(model.num_steps)}
+
+    def adapter(self, model_id: str) -> WeightStream:
+        """The weights for an engine, to be read once, before the next call: those of the adapter alone
+        (`transfer.adapters`), or all weights.
+        """
+        self._activate(model_id)
+        gather = gather_weights if self._models[model_id].lora is None else gather_adapter_weights
+        return gather(self._get_model())
+
+    def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        """Write a model into a folder, which is there whole or not at all.
+
+        Raises:
+            ExportError: it cannot be written; nothing is left of it.
+        """
+        self._activate(model_id)
+        model, trained = self._models[model_id], self._get_model()
+        form = ModelForm(dtype=None if model.lora else causal_lm(trained).dtype)
+        check_form(trained, form)
+
+        def add_files(aside: Path) -> None:
+            if optimizer:
+                save_file({name: each.cpu().contiguous() for name, each in self._averages(model)}, aside / _OPTIMIZER)
+            described = {
+                "format": _FORMAT,
+                "base": self._base,
+                "lora": None if model.lora is None else asdict(model.lora),
+                "num_steps": model.num_steps,
+                "files": [asdict(describe_file(path)) for path in sorted(aside.iterdir())],
+            }
+            (aside / _STATE).write_text(json.dumps(described, indent=1), "utf-8")
+
+        write_pretrained(folder, trained, gather_form(trained, form), form, add_files=add_files)
+
+    @torch.no_grad()
+    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        """Give a model the weights of a folder, and with `optimizer` its averages; otherwise they begin anew. Gradients
+        that wait for a step are cleared.
+
+        Raises:
+            CheckpointError: the folder is incomplete or damaged, of another base, rank or kind, or saved without the
+                optimizer. The model is as it was.
+        """
+        self._activate(model_id)
+        model = self._models[model_id]
+        state = _read_state(folder)
+        self._check_fits(folder, state, model)
+        if optimizer and not (folder / _OPTIMIZER).exists():
+            raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
+        stored = self._read_weights(folder, model)
+        _check_same(folder, model.parameters, stored)
+        averages = load_file(folder / _OPTIMIZER) if optimizer else {}
+        for name, parameter in model.parameters.items():
+            parameter.copy_(stored[name])
+            parameter.grad = None
+        of_parameters: dict[int, dict[str, torch.Tensor]] = {}
+        numbers = {name: number for number, name in enumerate(model.parameters)}
+        for name, tensor in averages.items():
+            parameter_name, _, key = name.rpartition(".")
+            of_parameters.setdefault(numbers[parameter_name], {})[key] = tensor
+        groups = model.optimizer.state_dict()["param_groups"]
+        model.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
+        model.num_steps = int(state["num_steps"]) if optimizer else 0
+
+    def _find(self, model_id: str) -> _Model:
+        if model_id not in self._models:
+            raise InvalidInputError(f"there is no model {model_id!r}: it was deleted, or never created here")
+        return self._models[model_id]
+
+    def _activate(self, model_id: str) -> TrainerBackend:
+        """Let the backend compute with a model, and train it alone."""
+        model, backend = self._find(model_id), self._get_backend()
+        if model.lora is not None and self._get_model().active_adapters != [model.adapter]:
+            self._get_model().set_adapter(model.adapter)
+        backend.optimizer = model.optimizer
+        return backend
+
+    def _get_backend(self) -> TrainerBackend:
+        assert self._backend is not None, "there is one while there are models"
+        return self._backend
+
+    def _get_model(self) -> Any:
+        return self._get_backend().policy.model
+
+    def _open(self, model: Any) -> TrainerBackend:
+        """The backend of a model."""
+        return TrainerBackend(model, self._config, accelerator=self._accelerator, images=self._images)
+
+    def _add_adapter(self, lora: LoraSpec) -> tuple[LoraSpec, str]:
+        """Add an adapter and make it active; what it trains, and its name."""
+        try:
+            import peft
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "a model with rank above 0 needs the lora extra", "lora") from error
+        is_rounded = self._accelerator.mixed_precision == "bf16"
+        base = None
+        if self._backend is None:
+            dtype = self._dtype or (torch.bfloat16 if is_rounded else torch.float32)
+            base = _load_model(self._source, dtype, self._images is not None).requires_grad_(False)
+            base.to(self._accelerator.device)
+            self._base = checksum_of_frozen(base)
+        lora, modules = find_modules(base if base is not None else self._get_model().base_model.model, lora)
+        name = f"m{self._num_created}"
+        self._num_created += 1
+        settings = peft.LoraConfig(
+            r=lora.rank, lora_alpha=ALPHA, target_modules=modules, task_type=peft.TaskType.CAUSAL_LM
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(secrets.randbits(63) if lora.seed is None else lora.seed)
+            if base is not None:
+                self._backend = self._open(peft.get_peft_model(base, settings, adapter_name=name))
+            else:
+                self._get_model().add_adapter(name, settings)
+        self._get_model().set_adapter(name)
+        fuse_adapters(self._get_model())
+        return lora, name
+
+    def _averages(self, model: _Model) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from name_averages(model.optimizer, tuple(model.parameters)).items()
+
+    def _check_fits(self, folder: Path, state: Mapping[str, Any], model: _Model) -> None:
+        """Raise `CheckpointError` unless a folder is of this base and of a model like this one."""
+        stored = None if state["lora"] is None else LoraSpec(**state["lora"])
+        parts = [None if each is None else replace(each, seed=None) for each in (stored, model.lora)]
+        if parts[0] != parts[1]:
+            raise CheckpointError(f"{folder} is of {_describe(stored)}, and the model is {_describe(model.lora)}")
+        if model.lora is not None and state["base"] != self._base:
+            raise CheckpointError(
+                f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of "
+                f"{self._source} have {self._base!r}: it must be loaded on the base, and in the type, that it was "
+                "trained on"
+            )
+
+    def _read_weights(self, folder: Path, model: _Model) -> Mapping[str, torch.Tensor]:
+        if model.lora is not None:
+            return load_file(folder / _ADAPTER)
+        dtype = causal_lm(self._get_model()).dtype
+        return dict(_load_model(str(folder), dtype, self._images is not None).named_parameters())
+
+
+def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
+    """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained.
+
+    Raises:
+        InvalidInputError: a part that is to be trained has no linear layers.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    found: dict[str, list[str]] = {"train_attn": [], "train_mlp": []}
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", module)
+        if isinstance(layer, nn.Linear) and id(module) in inside and ".base_layer" not in name:
+            kind = _find_kind(name)
+            if kind is not None and not any(part in name for part in (".lora_A.", ".lora_B.")):
+                found[kind].append(name)
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    lora = replace(lora, train_unembed=lora.train_unembed and not is_tied) if _is_more(lora) else lora
+    if lora.train_unembed and is_tied:
+        raise InvalidInputError(
+            f"lora_config.train_unembed must not be all that is trained of {type(model).__name__}, whose input and "
+            "output embeddings are one weight"
+        )
+    if lora.train_mlp and (experts := _find_experts(decoder)):
+        raise InvalidInputError(
+            f"lora_config.train_mlp must be False for {type(model).__name__}, whose experts ({experts}) are not linear "
+            "layers"
+        )
+    for kind, modules in found.items():
+        if getattr(lora, kind) and not modules:
+            raise InvalidInputError(
+                f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of that kind"
+            )
+    unembed = [names[id(head)]] if lora.train_unembed else []
+    return lora, [name for kind, modules in found.items() if getattr(lora, kind) for name in modules] + unembed
+
+
+def _is_more(lora: LoraSpec) -> bool:
+    return lora.train_attn or lora.train_mlp
+
+
+def _find_kind(name: str) -> str | None:
+    """What part of a layer a linear module belongs to; None for routers, and what is in neither part."""
+    parts = name.lower().split(".")
+    if parts[-1] in ("gate", "router", "shared_expert_gate"):
+        return None
+    if any("attn" in part or "attention" in part for part in parts):
+        return "train_attn"
+    is_mlp = any(part in name.lower() for part in ("mlp", "ffn", "feed_forward", "expert", "moe"))
+    return "train_mlp" if is_mlp else None
+
+
+def _find_experts(decoder: Any) -> str | None:
+    """The name of a weight of experts that are one tensor."""
+    named = decoder.named_parameters()
+    return next((name for name, weight in named if "expert" in name and weight.dim() == 3), None)
+
+
+def _load_model(source: str, dtype: torch.dtype, takes_images: bool) -> Any:
+    auto: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"model must be a folder or the hub's name of a model, got {source!r}: {error}"
+        ) from None
+
+
+def _check_config(config: TrainerConfig) -> TrainerConfig:
+    refused = {
+        "compile": config.compile,
+        "routing_replay": config.routing_replay,
+        "router_loss_weight": config.router_loss_weight > 0,
+        "parallel": config.parallel != ParallelConfig(),
+        "shared_prefixes": config.shared_prefixes is SharedPrefixes.ALWAYS,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            value = getattr(config, name)
+            raise InvalidInputError(f"trainer.{name} must be left out for models of the Tinker API, got {value!r}")
+    return replace(config, shared_prefixes=SharedPrefixes.NEVER)  # a tree has no targets but its own ids
+
+
+def _make_rows(data: Sequence[Datum], loss: Loss, settings: Settings, *, name: str) -> list[ScoredRow]:
+    """The rows of data whose T ids are followed by one more, which is fed to nothing, so that all T predict something.
+
+    Targets and inputs of some data are padded to the most targets of a position, with weights of 0.
+    """
+    checked = [check_datum(datum, loss, name=name, where=f"data[{k}]") for k, datum in enumerate(data)]
+    width = max((targets.shape[1] for targets in checked if targets.ndim == 2), default=0)
+    rows = []
+    for k, (datum, targets) in enumerate(zip(data, checked, strict=True)):
+        mask = _find_predicted(datum)
+        predicts = mask[1:]
+        used = find_used(datum, loss, settings)
+        if (wrong := np.flatnonzero(used & ~predicts)).size:
+            raise InvalidInputError(
+                f"data[{k}] must have no weight where an image comes next, and position {wrong[0]} has some"
+            )
+        values = {key: _pad(values[predicts], width) for key, values in datum.inputs.items()}
+        of_row = RowTargets(ids=_pad(targets[predicts], width), trained=used[predicts], values=values)
+        sample = _make_sample(datum, mask)
+        rows.append(ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs, targets=of_row))
+    return rows
+
+
+def _find_predicted(datum: Datum) -> NDArray[np.bool_]:
+    """[T + 1] the ids of a row that something predicts: all but the first, and those of images."""
+    mask = np.ones(len(datum.input_ids) + 1, dtype=np.bool_)
+    mask[0] = False
+    for span in datum.images:
+        mask[span.offset : span.stop] = False
+    return mask
+
+
+def _make_sample(datum: Datum, mask: NDArray[np.bool_]) -> TrainingSample:
+    return TrainingSample(
+        token_ids=np.append(datum.input_ids, 0),
+        sampled_mask=mask,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
+        policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+        advantages=np.zeros(len(mask), dtype=np.float32),
+        images=datum.images,
+    )
+
+
+def _pad(values: NDArray[Any], width: int) -> NDArray[Any]:
+    """[T] or [T, K] as [T, width] with zeros; as they are with width 0."""
+    if not width:
+        return values
+    columns = values if values.ndim == 2 else values[:, None]
+    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
+
+
+def _unpad(logprobs: NDArray[np.float32], datum: Datum) -> NDArray[np.float32]:
+    """Those of a datum's own targets; 0 where an image comes next, which nothing predicts."""
+    assert datum.targets is not None, "check_datum"
+    shape = datum.targets.shape
+    whole = np.zeros((len(datum.targets), *logprobs.shape[1:]), dtype=np.float32)
+    whole[_find_predicted(datum)[1:]] = logprobs
+    return whole[:, : math.prod(shape[1:])].reshape(shape) if whole.ndim == 2 else whole
+
+
+def _read_state(folder: Path) -> Mapping[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
+        if state["format"] != _FORMAT:
+            raise InvalidInputError(f"format must be {_FORMAT}, got {state['format']!r}")
+        WeightFiles(folder=folder, policy_version=0, files=parse_files(state["files"])).verify()
+        return {name: state[name] for name in ("base", "lora", "num_steps")}
+    except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
+        raise CheckpointError(f"{folder} must hold a whole saved model: {type(error).__name__}: {error}") from error
+
+
+def _check_same(folder: Path, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    shapes = [{name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        name = next(name for name in sorted({**shapes[0], **shapes[1]}) if shapes[0].get(name) != shapes[1].get(name))
+        raise CheckpointError(
+            f"{folder} must have the weights of this model: {name} is {shapes[0].get(name)} here and "
+            f"{shapes[1].get(name)} there"
+        )
+
+
+def _describe(lora: LoraSpec | None) -> str:
+    if lora is None:
+        return "a model whose weights are all trained"
+    parts = [part for part in ("mlp", "attn", "unembed") if getattr(lora, f"train_{part}")]
+    return f"an adapter of rank {lora.rank} for {', '.join(parts)}"
