@@ -2,13 +2,18 @@
 
     OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/grpo.py                  # a tiny model on a CPU
     python bench/grpo.py --shape 0.6b --device cuda --modes colocated,trl            # on one GPU
+    python bench/grpo.py --shape 0.6b --device cuda --modes colocated --settings tools --sampling-only \
+        --engine-options '--compilation-config {"cudagraph_mode":"FULL"}'            # sampling, with options of vLLM
 
 All train the same random Qwen3 on the same problems, each in its own process, in three settings: `single` is one turn,
 `tools` four with a tool between them, `slow_tools` the same with a tool that takes 20 ms. The reward is the share of
 words that begin with an a, as half of the vocabulary does. `server` is `unbroken serve` with vLLM, weights by files or
 broadcast; `colocated` is vLLM that sleeps in each step, weights through memory; `trl` is TRL with colocated vLLM.
+Turns and the tool's results have drawn lengths (`--turns`), of the same distribution on all sides; ids and seconds, the
+engine's steps and CPU seconds, and what the prompts of later turns cost are printed for each step (`grpo_steps`).
 After the last step our engine's rollouts are scored by the trainer and by the run's first model: they must fit the
-trainer. Seconds, k3 and the most memory in use on the GPU are printed as they come, and compared at the end.
+trainer. Seconds, k3 and the most memory in use on the GPU are printed as they come, and compared at the end, also for
+a setting that the time limit has cut short.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +31,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +40,15 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
+import grpo_steps
 from grpo_task import (
     ENGINE_SIZES,
     SETTINGS,
     SHAPES,
     PeakMemory,
     Setting,
+    draw_answer,
+    draw_length,
     make_lora,
     print_result,
     save_model,
@@ -59,7 +68,7 @@ from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.trainer import Trainer
-from unbroken.types import SamplingParams, TrainingSample
+from unbroken.types import SampleRequest, SampleResult, SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
 from words_env import Words
 
@@ -69,27 +78,30 @@ TRL = "trl"
 
 @dataclass(kw_only=True)
 class Watch(RunObserver):
-    """Measures what metrics do not show: how long the engine takes to fall asleep, and the GPU memory in use."""
+    """Measures what metrics do not show: the engine's steps and its way to sleep, the GPU memory in use."""
 
-    device: str
+    arguments: argparse.Namespace
     found: RunEngine
     gib: dict[str, float] = field(default_factory=dict)
     """Used on the whole GPU, at the last step's points."""
     sleep_s: list[float] = field(default_factory=list)
-    num_sampled: list[int] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
     lines: list[Metrics] = field(default_factory=list)
     peak_gib: float = 0.0
 
     def __post_init__(self) -> None:
+        self.device = self.arguments.device
         self._memory = PeakMemory(self.device)
-        self.setting = ""
+        self._counts = grpo_steps.Steps(os.environ[grpo_steps.VARIABLE])
+        self.setting, self.num_warmup = "", 0
         self.before_update = self.sleep
 
-    def restart(self, setting: str) -> None:
+    def restart(self, setting: str, *, num_warmup: int) -> None:
         """Forget what was measured, before another setting."""
-        self.setting = setting
-        self.sleep_s, self.num_sampled, self.lines, self.peak_gib = [], [], [], 0.0
+        self.setting, self.num_warmup = setting, num_warmup
+        self.sleep_s, self.steps, self.lines, self.peak_gib = [], [], [], 0.0
         self._memory.restart()
+        self._counts.restart()
 
     def end_step(self, metrics: Metrics) -> float:
         """Keep a step's metrics; returns its peak in GiB."""
@@ -99,12 +111,15 @@ class Watch(RunObserver):
         return peak
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
-        """Count the sampled ids."""
-        self.num_sampled.append(sum(int(row.sampled_mask.sum()) for row in rows_of(rollouts.groups)))
+        """Count the sampled ids, and the engine's steps."""
+        found = self._counts.read()
+        self.steps.append({**found, **count_ids(rollouts.groups)})
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Print and keep a step's numbers."""
+        """Print and keep a step's numbers, and the result so far."""
         print_step(step, metrics, watch=self, name=self.setting)
+        if len(self.lines) > self.num_warmup:
+            report_so_far(self.arguments, self.setting, self, num_warmup=self.num_warmup)
 
     def note_memory(self, when: str) -> None:
         """Note the GPU memory in use."""
@@ -127,6 +142,7 @@ class Watch(RunObserver):
         assert self.found.publisher is not None
         update = await self.found.publisher.publish(named_parameters, policy_version=policy_version)
         self.note_memory("awake again")
+        self._counts.restart()
         return update
 
 
@@ -139,6 +155,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         options += ["--block-size", "32"]
     if arguments.eager:
         options.append("--enforce-eager")
+    options += ["--scheduler-cls", grpo_steps.SCHEDULER, *shlex.split(arguments.engine_options)]
     if arguments.mode == "server":
         options = ["--engine", "vllm", *options]
         transport = WeightTransport(arguments.transport)
@@ -155,21 +172,25 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
     async with open_with_files(config, folder, output) if arguments.through_files else engine as found:
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
-        watch = Watch(device=arguments.device, found=found)
+        if arguments.sampling_only:
+            for name in arguments.settings.split(","):
+                await sample_only(arguments, name, make_collector(found, folder, arguments, name))
+            return
+        watch = Watch(arguments=arguments, found=found)
         watch.note_memory("engine started")
         optimizer = OptimizerConfig(learning_rate=arguments.learning_rate)
         training = TrainerConfig(
             optimizer=optimizer, tokens_per_micro_batch=arguments.micro_batch, compile=arguments.compile
         )
         trainer = Trainer(policy, training, accelerator=accelerator)
-        collect = make_collector(found, folder, arguments, SETTINGS["single"])
+        collect = make_collector(found, folder, arguments, "single")
         with MetricsWriter(output / "metrics") as metrics:
             warmed_up = 0
             for name in arguments.settings.split(","):
                 num_warmup = int(SETTINGS[name].num_turns != warmed_up)
                 warmed_up = SETTINGS[name].num_turns
-                collect = make_collector(found, folder, arguments, SETTINGS[name])
-                watch.restart(name)
+                collect = make_collector(found, folder, arguments, name)
+                watch.restart(name, num_warmup=num_warmup)
                 await train(
                     collect,
                     trainer=trainer,
@@ -183,6 +204,48 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
         rows = rows_of(await asyncio.gather(*map(collect.sample, numbers)))
         first = None if initial is None else Trainer(initial, training, accelerator=accelerator)
         show_proof(rows, trainer, first)
+
+
+async def sample_only(arguments: argparse.Namespace, name: str, collect: Collector) -> None:
+    """Sample as many groups as each step has, without training between: one step to warm up, then those measured."""
+    counts = grpo_steps.Steps(os.environ[grpo_steps.VARIABLE])
+    collect_s: list[float] = []
+    steps: list[dict[str, float]] = []
+    for step in range(1 + arguments.num_steps):
+        counts.restart()
+        began = time.perf_counter()
+        numbers = range(step * collect.groups_per_step, (step + 1) * collect.groups_per_step)
+        groups = await asyncio.gather(*map(collect.sample, numbers))
+        seconds = time.perf_counter() - began
+        found = {**counts.read(), **count_ids(groups)}
+        print(f"{name}, sampling alone, step {step + 1}: {seconds:.2f} s", flush=True)
+        print_sampling(found, seconds)
+        if step:
+            collect_s.append(seconds)
+            steps.append(found)
+            print_result(
+                arguments.mode, name, step_s=float("nan"), peak_gib=0.0, collect_s=float(np.median(collect_s)),
+                **medians_of(steps),
+            )  # fmt: skip
+
+
+def count_ids(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """The sampled ids of groups, and the mean of the ids between two turns."""
+    rows = rows_of(groups)
+    sampled = sum(int(row.sampled_mask.sum()) for row in rows)
+    after = sum(int(np.count_nonzero(~row.sampled_mask[row.sampled_mask.argmax() :])) for row in rows)
+    between = sum(len(trajectory.turns) - 1 for group in groups for trajectory in group.trajectories)
+    return {"sampled": sampled, "given": after / max(1, between)}
+
+
+def print_sampling(found: dict[str, float], collect_s: float) -> None:
+    """Print what sampling was made of."""
+    grpo_steps.print_steps(found, num_sampled=int(found["sampled"]), num_given=found["given"], collect_s=collect_s)
+
+
+def medians_of(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The median of each number."""
+    return {name: float(np.median([step[name] for step in steps])) for name in steps[0]}
 
 
 def load_policy(folder: Path, arguments: argparse.Namespace) -> tuple[Any, Any | None]:
@@ -209,10 +272,30 @@ async def open_with_files(config: EngineConfig, folder: Path, output: Path) -> A
         await engine.close()
 
 
-def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace, setting: Setting) -> Collector:
-    """Make the collector of the groups of each step."""
+class DrawnLengths:
+    """An engine whose turns end after as many ids as are drawn for their place (`draw_length`)."""
+
+    def __init__(self, engine: Any, arguments: argparse.Namespace) -> None:
+        self._engine = engine
+        self._arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """Sample a turn of the drawn length; requests are named seed-problem/sibling/turn."""
+        problem, sibling, turn = map(int, request.request_id.rsplit("-", 1)[1].split("/"))
+        length = draw_length(self._arguments, problem=problem, sibling=sibling, turn=turn)
+        params = replace(request.params, max_tokens=min(length, request.params.max_tokens))
+        sampled: SampleResult = await self._engine.sample(replace(request, params=params))
+        return sampled
+
+
+def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace, name: str) -> Collector:
+    """Make the collector of the groups of each step in a setting."""
     from transformers import AutoTokenizer
 
+    setting: Setting = SETTINGS[name]
     config = RolloutConfig(
         problems_per_step=arguments.problems,
         group_size=arguments.group_size,
@@ -221,9 +304,15 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
     )
     renderer = TemplateRenderer(AutoTokenizer.from_pretrained(folder))
     problems = Problems(
-        env=lambda number: Words(number, num_turns=setting.num_turns, draw_tool_s=lambda: setting.tool_s)
+        env=lambda number: Words(
+            number,
+            num_turns=setting.num_turns,
+            draw_tool_s=lambda: setting.tool_s,
+            draw_answer=lambda turn: draw_answer(number % arguments.problems, turn, ragged=arguments.turns != "even"),
+        )
     )
-    sampler = Sampler(engine=found.engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
+    engine: Any = DrawnLengths(found.engine, arguments) if arguments.turns == "long" else found.engine
+    sampler = Sampler(engine=engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
     return Collector(sampler, rank=Rank())
 
 
@@ -240,6 +329,7 @@ def print_step(step: int, metrics: Metrics, *, watch: Watch, name: str) -> None:
     phases = [f"{key.removeprefix('seconds/')} {metrics.get(key) or 0:.2f} s" for key in PHASES]
     rest = f"sleep {watch.sleep_s[-1]:.2f} s", f"peak {peak:.1f} GiB"
     print(f"{name}, step {step + 1}:", *shown, *phases, *rest, sep="  ", flush=True)
+    print_sampling(watch.steps[-1], metrics.get("seconds/collect") or 0.0)
 
 
 PHASES = ("seconds/collect", "seconds/train", "seconds/publish", "seconds/step")
@@ -253,7 +343,7 @@ def report(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup
         return float(np.median([value or 0.0 for value in values]))
 
     phases = {key.removeprefix("seconds/"): median([line[key] for line in lines]) for key in PHASES}
-    sampled = watch.num_sampled[num_warmup:]
+    sampled = [step["sampled"] for step in watch.steps[num_warmup:]]
     generated = median([n / (line["seconds/collect"] or 1) for n, line in zip(sampled, lines, strict=True)])
     trained = median([(line["train/num_tokens"] or 0) / (line["seconds/train"] or 1) for line in lines])
     sleep = median(watch.sleep_s[num_warmup:])
@@ -269,15 +359,22 @@ def report(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup
     print(f"mismatch/k3 at most {worst:.3g}, median {k3:.3g}")
     if watch.gib:
         print("GiB used on the GPU:", ", ".join(f"{when} {gib:.1f}" for when, gib in watch.gib.items()))
+
+
+def report_so_far(arguments: argparse.Namespace, name: str, watch: Watch, *, num_warmup: int) -> None:
+    """Print the medians of a setting's steps so far for the table of all sides: the time may be up before the next."""
+    lines = watch.lines[num_warmup:]
+    median = {key: float(np.median([line[key] or 0.0 for line in lines])) for key in (*PHASES, "mismatch/k3")}
     print_result(
         arguments.mode,
         name,
-        step_s=phases["step"],
-        collect_s=phases["collect"],
-        train_s=phases["train"],
-        k3=k3,
+        step_s=median["seconds/step"],
+        collect_s=median["seconds/collect"],
+        train_s=median["seconds/train"],
+        k3=median["mismatch/k3"],
         peak_gib=watch.peak_gib,
         num_ids=lines[-1]["train/num_tokens"],
+        **medians_of(watch.steps[num_warmup:]),
     )
 
 
@@ -305,16 +402,19 @@ def run_modes(arguments: argparse.Namespace) -> int:
     failed = 0
     started = time.perf_counter()
     results: list[dict[str, Any]] = []
+    # the engine's process finds its scheduler here
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = arguments.folder or Path(scratch) / "model"
         save_model(folder, arguments)
         for mode, settings in parts_of(arguments):
             print(f"\n== {mode}: {settings}", flush=True)
             (output := Path(scratch) / mode).mkdir(exist_ok=True)
+            os.environ[grpo_steps.VARIABLE] = str(output / "steps")
             command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode, "--settings", settings]
             left_s = arguments.limit_s - (time.perf_counter() - started)
             command += ["--folder", str(folder), "--output", str(output)]
-            code, found = run_part(command, max(1.0, min(arguments.timeout_s, left_s)))
+            code, found = run_part(command, max(1.0, min(arguments.timeout_s, left_s)), arguments.results)
             failed += code != 0
             results += found
             log = output / "server.log"
@@ -335,8 +435,11 @@ def parts_of(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return parts
 
 
-def run_part(command: list[str], timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
-    """Run a process and print what it prints; returns its exit status, -9 at the time limit, and its results."""
+def run_part(command: list[str], timeout_s: float, file: Path | None) -> tuple[int, list[dict[str, Any]]]:
+    """Run a process and print what it prints; returns its exit status, -9 at the time limit, and its results.
+
+    The results are also added to a `file`, one a line.
+    """
     started = time.perf_counter()
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
     limit = threading.Timer(timeout_s, end_group, (process.pid,))
@@ -345,9 +448,13 @@ def run_part(command: list[str], timeout_s: float) -> tuple[int, list[dict[str, 
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("RESULT "):
+            if not line.startswith("RESULT "):
+                print(line, end="", flush=True)
+            else:
                 results.append(json.loads(line.removeprefix("RESULT ")))
+                if file is not None:
+                    with file.open("a") as lines:
+                        lines.write(line.removeprefix("RESULT "))
         code = process.wait()
     finally:
         limit.cancel()
@@ -357,23 +464,32 @@ def run_part(command: list[str], timeout_s: float) -> tuple[int, list[dict[str, 
 
 
 def compare(results: Sequence[dict[str, Any]]) -> None:
-    """Print a table of all sides, with ratios to TRL's seconds and memory."""
-    theirs = {result["setting"]: result for result in results if result["side"] == TRL}
-    print(
-        f"\n{'setting':12}{'side':12}{'step s':>8}{'collect':>9}{'GiB':>7}{'k3':>10}{'step / TRL':>12}{'GiB / TRL':>11}"
-    )
-    for result in sorted(results, key=lambda each: list(SETTINGS).index(each["setting"])):
-        other = theirs.get(result["setting"])
-        ratios = f"{'-':>12}{'-':>11}"
-        if other is not None:
-            memory = result["peak_gib"] / other["peak_gib"] if other["peak_gib"] else float("nan")
-            ratios = f"{result['step_s'] / other['step_s']:>12.2f}{memory:>11.2f}"
-        k3 = f"{result['k3']:.2e}" if "k3" in result else "-"
-        print(
-            f"{result['setting']:12}{result['side']:12}{result['step_s']:>8.2f}{result['collect_s']:>9.2f}"
-            f"{result['peak_gib']:>7.1f}{k3:>10}{ratios}",
-            flush=True,
-        )
+    """Print a table of all sides, with ratios to TRL's seconds and memory: medians of the steps that were made."""
+    last = {(result["setting"], result["side"]): result for result in results}  # a later one has more steps
+    print("\nmedians of the measured steps; CPU: of the engine's process / this one (TRL's engine is in this one)")
+    titles = ("setting", "side", "step s", "/ TRL", "collect", "/ TRL", "train", "sampled", "ids/s", "steps", "mixed",
+              "ms", "CPU s", "later prompt", "GiB", "/ TRL", "k3")  # fmt: skip
+    rows = [titles]
+    for (setting, side), result in sorted(last.items(), key=lambda item: list(SETTINGS).index(item[0][0])):
+        theirs = last.get((setting, TRL), {})
+
+        def ratio(name: str, own: dict[str, Any] = result, theirs: dict[str, Any] = theirs) -> str:
+            return f"{own[name] / theirs[name]:.2f}" if theirs.get(name) else "-"
+
+        rows.append((
+            setting, side, f"{result['step_s']:.2f}", ratio("step_s"), f"{result['collect_s']:.2f}",
+            ratio("collect_s"), f"{result.get('train_s', float('nan')):.2f}", f"{result['sampled']:,.0f}",
+            f"{result['sampled'] / result['collect_s']:,.0f}", f"{result['steps']:.0f}", f"{result['mixed']:.0f}",
+            f"{1000 * result['collect_s'] / max(1.0, result['steps']):.1f}",
+            f"{result['engine_cpu_s']:.2f} / {result['own_cpu_s']:.2f}",
+            f"{result['later_prompt']:.0f}: {result['given']:.1f}, {result['later_computed']:.1f}",
+            f"{result['peak_gib']:.1f}",
+            ratio("peak_gib"), f"{result['k3']:.2e}" if "k3" in result else "-",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)), flush=True)
+    print("later prompt: mean ids of a later turn's prompt: those that are new in it, those that the engine computed")
 
 
 def end_group(pid: int) -> None:
@@ -392,7 +508,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=2, help="measured steps of each setting")
     parser.add_argument("--problems", type=int, help="32 on a GPU, 4 on a CPU")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--turns", choices=("ragged", "even"), default="ragged", help="geometric lengths, or all equal")
+    parser.add_argument(
+        "--turns",
+        choices=("ragged", "long", "even"),
+        default="ragged",
+        help="geometric lengths, log-normal ones that are equal on both sides, or all equal",
+    )
     parser.add_argument("--tokens", type=int, help="of each turn, or their mean; 256 on a GPU, 24 on a CPU")
     parser.add_argument("--lora", type=int, help="train adapters of this rank over a base in the engine's dtype")
     parser.add_argument("--learning-rate", type=float, help="1e-3 for tiny, else 1e-4")
@@ -402,6 +523,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-rows", type=int, help="TRL's rows in a pass; 32 for a single turn, 16 with tools")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="vLLM's share")
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
+    parser.add_argument("--engine-options", default="", help="more options of our vLLM, in one argument")
+    parser.add_argument("--sampling-only", action="store_true", help="of our sides: sample, and do not train")
+    parser.add_argument("--results", type=Path, help="add each result to this file when it is there, as JSON")
     parser.add_argument("--compile", action="store_true", help="the trainer's model by torch.compile, on either side")
     parser.add_argument("--trl-tool-steps", type=int, default=1, help="measured steps of TRL with tools")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one process")

@@ -1,4 +1,4 @@
-"""What both sides of bench/grpo.py have in common: the model, the settings, the prompts, and the GPU's memory."""
+"""What both sides of bench/grpo.py have in common: model, settings, prompts, lengths, and the GPU's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,11 +45,11 @@ SHAPES = {
 }  # fmt: skip
 UNTIED = ("8b", "14b")
 """The shapes whose output embeddings are their own."""
-CONTEXT_LENGTH = 4608
-"""For four ragged turns of at most 1,024 ids each."""
+CONTEXT_LENGTH = 5120
+"""For four turns of at most 1,024 ids each, and three results of the tool of at most 184."""
 ENGINE_SIZES = ("--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512")
 """The same for all engines of ours: what vLLM compiles depends on them, and the next one finds it in the cache."""
-TOOL_ANSWER = "The tool has found number 42. " * 2
+TOOL_ANSWER = "The tool has found number 42. "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +72,28 @@ def turn_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     `even`: after exactly `tokens` ids. `ragged`: at one of many stop ids, which the random model samples with a
     probability of 1 / tokens each time, so that lengths are geometric with that mean, cut at four times of it.
+    `long`: after as many ids as `draw_length` says, at most four times the mean.
     """
     if arguments.turns == "even":
         return {"max_tokens": arguments.tokens}
+    if arguments.turns == "long":
+        return {"max_tokens": 4 * arguments.tokens}
     stride = arguments.tokens | 1  # odd: as many words with an a as with a b
     stops = range(len(build_tokenizer()) + stride, SHAPES[arguments.shape]["vocab_size"], stride)
     return {"max_tokens": 4 * arguments.tokens, "stop_token_ids": tuple(stops)}
+
+
+def draw_length(arguments: argparse.Namespace, *, problem: int, sibling: int, turn: int) -> int:
+    """The ids of a turn with a long tail (log-normal, sigma 1), the same on both sides for the same place in a step."""
+    rng = np.random.default_rng((arguments.seed, problem % arguments.problems, sibling, turn))
+    length = round(arguments.tokens * float(np.exp(rng.standard_normal() - 0.5)))
+    return max(1, min(length, 4 * int(arguments.tokens)))
+
+
+def draw_answer(problem: int, turn: int, *, ragged: bool = True) -> str:
+    """What the tool answers: two sentences, or a geometric number of them with that mean, of at most eight."""
+    number = min(8, int(np.random.default_rng((problem, turn)).geometric(0.5))) if ragged else 2
+    return TOOL_ANSWER * number
 
 
 def find_number(name: str) -> str:
@@ -88,7 +105,7 @@ def find_number(name: str) -> str:
     Returns:
         A sentence about it.
     """
-    return TOOL_ANSWER
+    return TOOL_ANSWER * 2
 
 
 def prompt_of(number: int) -> list[dict[str, str]]:
@@ -158,5 +175,5 @@ class PeakMemory:
 
 
 def print_result(side: str, setting: str, **values: Any) -> None:
-    """Print a side's numbers of one setting as a line of JSON, which `compare` of bench/grpo.py reads."""
+    """Print a side's numbers of one setting so far as a line of JSON, which `compare` of bench/grpo.py reads."""
     print("RESULT " + json.dumps({"side": side, "setting": setting, **values}), flush=True)

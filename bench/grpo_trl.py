@@ -15,8 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpo_steps
 import grpo_task
-from grpo_task import SETTINGS, PeakMemory, make_lora, print_result, prompt_of, turn_options
+from grpo_task import (
+    SETTINGS,
+    PeakMemory,
+    draw_answer,
+    draw_length,
+    make_lora,
+    print_result,
+    prompt_of,
+    turn_options,
+)
 
 CONTEXT = grpo_task.CONTEXT_LENGTH
 
@@ -29,7 +39,15 @@ class Watch:
         """The setting of each step; the first one warms up."""
         self.seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in settings}
         """Of steps, and of their generation."""
+        self.steps: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
+        """What the engine did in them."""
         self.peaks = dict.fromkeys(settings, 0.0)
+        self.num_calls = 0
+        """Calls of the tool in the present step."""
+        self.num_turns = 0
+        """Turns that were sampled in it."""
+        self._counts = grpo_steps.Steps(os.environ[grpo_steps.VARIABLE])
+        self._found: dict[str, float] = {}
         self._memory = memory
         self._metrics = output / "metrics/metrics.jsonl"
         self._metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -44,10 +62,16 @@ class Watch:
     def begin(self) -> None:
         """Begin a step."""
         self._started, self._generated = time.perf_counter(), 0.0
+        self.num_calls = self.num_turns = 0
 
-    def note_generation(self, seconds: float) -> None:
-        """Add seconds of generation to the step."""
+    def begin_generation(self) -> None:
+        """Begin to count the engine's steps."""
+        self._counts.restart()
+
+    def note_generation(self, seconds: float, num_sampled: int, num_given: int) -> None:
+        """Add the generation of a step: of so many ids, with so many of the tool between them."""
         self._generated += seconds
+        self._found = {**self._counts.read(), "sampled": num_sampled, "given": num_given / max(1, self.num_calls)}
 
     def end(self) -> None:
         """End a step."""
@@ -58,21 +82,29 @@ class Watch:
             f"step {self._step}, {what}: {seconds:.2f} s, of that collect {self._generated:.2f}, peak {peak:.1f} GiB",
             flush=True,
         )
+        found = self._found
+        sampled, given = int(found["sampled"]), found["given"]
+        grpo_steps.print_steps(found, num_sampled=sampled, num_given=given, collect_s=self._generated)
         line = {"step": self._step, "seconds/step": seconds, "seconds/collect": self._generated}
         with self._metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._step:
             self.seconds[name].append((seconds, self._generated))
+            self.steps[name].append(self._found)
         self.peaks[name] = max(self.peaks[name], peak)
         self._step += 1
-        if self._step > 1 and name not in self.schedule[self._step :]:
+        if self._step > 1:
             self._print_result(name)
 
     def _print_result(self, name: str) -> None:
-        """Print the medians of a setting at once: the time may be up before the next one ends."""
+        """Print the medians of a setting so far: the time may be up before the next step ends."""
         steps, generation = zip(*self.seconds[name], strict=True)
         step_s, collect_s = statistics.median(steps), statistics.median(generation)
-        print_result("trl", name, step_s=step_s, collect_s=collect_s, peak_gib=self.peaks[name])
+        counts = {key: statistics.median(step[key] for step in self.steps[name]) for key in self.steps[name][0]}
+        rest_s = statistics.median(step - sampled for step, sampled in self.seconds[name])
+        print_result(
+            "trl", name, step_s=step_s, collect_s=collect_s, train_s=rest_s, peak_gib=self.peaks[name], **counts
+        )
 
 
 def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -83,6 +115,7 @@ def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
 
     has_tools = SETTINGS[settings[0]].num_turns > 1
     num_steps = arguments.trl_tool_steps if has_tools else arguments.num_steps
+    grpo_steps.count_steps_here()
     watch = Watch(settings, num_steps, PeakMemory(arguments.device), arguments.output)
     trl_module.parse_response = find_call
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
@@ -96,12 +129,14 @@ def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         args=config,
         train_dataset=Dataset.from_list([{"prompt": prompt_of(n)} for n in range(arguments.problems * 8)]),
         processing_class=tokenizer,
-        tools=[make_tool(watch)] if has_tools else None,
+        tools=[make_tool(watch, arguments)] if has_tools else None,
         callbacks=[make_callback(watch)],
         peft_config=make_lora(arguments.lora) if arguments.lora else None,
     )
     if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
         trainer.vllm_generation.sync_weights = lambda: None
+    if arguments.turns == "long":
+        draw_lengths(trainer.vllm_generation.llm, watch, arguments)
     print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
     trainer.train()
 
@@ -172,24 +207,48 @@ def make_trainer_class(watch: Watch) -> Any:
 
     class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
         def _generate(self, prompts: list[Any]) -> Any:
+            watch.begin_generation()
             started = time.perf_counter()
-            try:
-                return super()._generate(prompts)
-            finally:
-                watch.note_generation(time.perf_counter() - started)
+            generated = super()._generate(prompts)
+            seconds = time.perf_counter() - started
+            completions, tool_masks = generated[1], generated[2]
+            num_ids = sum(map(len, completions))
+            num_sampled = sum(map(sum, tool_masks)) if tool_masks else num_ids
+            watch.note_generation(seconds, num_sampled, num_ids - num_sampled)
+            return generated
 
     return TimedTrainer
 
 
-def make_tool(watch: Watch) -> Any:
-    """Make the tool, which takes as long as that of the other side."""
+def make_tool(watch: Watch, arguments: argparse.Namespace) -> Any:
+    """Make the tool, which takes as long and answers as much as that of the other side. Rows call it in their order."""
+    num_rows = arguments.problems * arguments.group_size // int(os.environ.get("WORLD_SIZE", "1"))
 
     def find_number(name: str) -> str:
         time.sleep(watch.setting.tool_s)
-        return grpo_task.find_number(name)
+        turn, row = divmod(watch.num_calls, num_rows)
+        watch.num_calls += 1
+        return draw_answer(row // arguments.group_size, turn, ragged=arguments.turns != "even")
 
     find_number.__doc__ = grpo_task.find_number.__doc__
     return find_number
+
+
+def draw_lengths(llm: Any, watch: Watch, arguments: argparse.Namespace) -> None:
+    """Let the turns of `llm` end after as many ids as those of the other side at the same place of a step."""
+    generate = llm.generate
+
+    def generate_drawn(prompts: Sequence[Any], sampling_params: Any, **options: Any) -> Any:
+        each = []
+        for row in range(len(prompts)):
+            problem, sibling = divmod(row, arguments.group_size)
+            own = sampling_params.clone()
+            own.max_tokens = draw_length(arguments, problem=problem, sibling=sibling, turn=watch.num_turns)
+            each.append(own)
+        watch.num_turns += 1
+        return generate(prompts, sampling_params=each, **options)
+
+    llm.generate = generate_drawn
 
 
 def find_call(tokenizer: Any, ids: Any, **_: Any) -> dict[str, Any]:

@@ -15,11 +15,20 @@ from unbroken.rollout.env import Continue, Done, EnvStart, Outcome, Reply
 class Words:
     """The turns of a problem; the reward is the share of words that begin with an a."""
 
-    def __init__(self, number: int, *, num_turns: int, draw_tool_s: Callable[[], float]) -> None:
-        """`draw_tool_s` says how many seconds the next call of the tool takes."""
+    def __init__(
+        self,
+        number: int,
+        *,
+        num_turns: int,
+        draw_tool_s: Callable[[], float],
+        draw_answer: Callable[[int], str] = lambda turn: find_number("a"),
+    ) -> None:
+        """`draw_tool_s` says how many seconds the next call of the tool takes, `draw_answer` what it answers."""
         self._number = number
         self._num_turns_left = num_turns
+        self._num_calls = 0
         self._draw_tool_s = draw_tool_s
+        self._draw_answer = draw_answer
 
     async def start(self) -> EnvStart:
         """See `Env`."""
@@ -32,7 +41,9 @@ class Words:
         if self._num_turns_left == 0:
             return Done()
         await asyncio.sleep(self._draw_tool_s())
-        return Continue(messages=[{"role": "tool", "name": "find_number", "content": find_number("a")}])
+        answer = self._draw_answer(self._num_calls)
+        self._num_calls += 1
+        return Continue(messages=[{"role": "tool", "name": "find_number", "content": answer}])
 
     async def reward(self, messages: Sequence[Any]) -> float:
         """See `Env`."""
