@@ -79,8 +79,8 @@ def print_steps(found: dict[str, float], *, num_sampled: int, num_given: float, 
         f"{found['mixed']:.0f} mixed, {found['only_prompts']:.0f} of prompts alone; CPU s: engine's process "
         f"{found['engine_cpu_s']:.2f} (schedule {schedule_s:.2f}, update {update_s:.2f}), this process "
         f"{found['own_cpu_s']:.2f}\n"
-        f"    {found['prompts']:.0f} prompts in {found['admissions']:.0f} steps; later ones: {found['later_prompt']:.1f} "
-        f"ids, of which {num_given:.1f} are new and {found['later_computed']:.1f} were computed",
+        f"    {found['prompts']:.0f} prompts in {found['admissions']:.0f} steps; later ones: "
+        f"{found['later_prompt']:.1f} ids, of which {num_given:.1f} are new and {found['later_computed']:.1f} were computed",
         flush=True,
     )
 

@@ -86,8 +86,9 @@ def turn_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def draw_length(arguments: argparse.Namespace, *, problem: int, sibling: int, turn: int) -> int:
     """The ids of a turn with a long tail (log-normal, sigma 1), the same on both sides for the same place in a step."""
     rng = np.random.default_rng((arguments.seed, problem % arguments.problems, sibling, turn))
-    length = round(arguments.tokens * float(np.exp(rng.standard_normal() - 0.5)))
-    return max(1, min(length, 4 * int(arguments.tokens)))
+    mean: int = arguments.tokens
+    length = round(mean * float(np.exp(rng.standard_normal() - 0.5)))
+    return max(1, min(length, 4 * mean))
 
 
 def draw_answer(problem: int, turn: int, *, ragged: bool = True) -> str:
