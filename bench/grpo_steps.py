@@ -80,7 +80,8 @@ def print_steps(found: dict[str, float], *, num_sampled: int, num_given: float, 
         f"{found['engine_cpu_s']:.2f} (schedule {schedule_s:.2f}, update {update_s:.2f}), this process "
         f"{found['own_cpu_s']:.2f}\n"
         f"    {found['prompts']:.0f} prompts in {found['admissions']:.0f} steps; later ones: "
-        f"{found['later_prompt']:.1f} ids, of which {num_given:.1f} are new and {found['later_computed']:.1f} were computed",
+        f"{found['later_prompt']:.1f} ids, of which {num_given:.1f} are new and "
+        f"{found['later_computed']:.1f} were computed",
         flush=True,
     )
 
