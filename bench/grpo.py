@@ -42,6 +42,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_steps
 from grpo_task import (
+    DRAWN,
     ENGINE_SIZES,
     SETTINGS,
     SHAPES,
@@ -74,6 +75,7 @@ from words_env import Words
 
 MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}
 TRL = "trl"
+TURNS = ("ragged", "long", "stops", "even")
 
 
 @dataclass(kw_only=True)
@@ -311,7 +313,7 @@ def make_collector(found: RunEngine, folder: Path, arguments: argparse.Namespace
             draw_answer=lambda turn: draw_answer(number % arguments.problems, turn, ragged=arguments.turns != "even"),
         )
     )
-    engine: Any = DrawnLengths(found.engine, arguments) if arguments.turns == "long" else found.engine
+    engine: Any = DrawnLengths(found.engine, arguments) if arguments.turns in DRAWN else found.engine
     sampler = Sampler(engine=engine, renderer=renderer, config=config, problems=problems, seed=(arguments.seed,))
     return Collector(sampler, rank=Rank())
 
@@ -510,9 +512,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument(
         "--turns",
-        choices=("ragged", "long", "even"),
-        default="ragged",
-        help="geometric lengths, log-normal ones that are equal on both sides, or all equal",
+        choices=TURNS,
+        default=TURNS[0],
+        help="lengths that are geometric, or log-normal, and equal on all sides; "
+        "geometric by many stop ids; or all equal",
     )
     parser.add_argument("--tokens", type=int, help="of each turn, or their mean; 256 on a GPU, 24 on a CPU")
     parser.add_argument("--lora", type=int, help="train adapters of this rank over a base in the engine's dtype")

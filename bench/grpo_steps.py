@@ -27,11 +27,10 @@ FIELDS = (
 
 
 def open_counts(path: str | Path) -> Any:
-    """The numbers in a file, by the names of FIELDS."""
+    """The numbers in a file, in the order of FIELDS."""
     if not Path(path).exists():
         np.zeros(len(FIELDS), np.int64).tofile(path)
-    memory = np.memmap(path, dtype=np.dtype([(name, np.int64) for name in FIELDS]), mode="r+", shape=(1,))
-    return memory[0]
+    return np.memmap(path, dtype=np.int64, mode="r+", shape=(len(FIELDS),))
 
 
 class Steps:
@@ -43,13 +42,13 @@ class Steps:
 
     def restart(self) -> None:
         """Begin to count."""
-        self._before = self._counts.copy()
+        self._before = self._read()
         self._cpu = self._engine_cpu_s(), time.process_time()
 
     def read(self) -> dict[str, float]:
         """The numbers since `restart`; `engine_cpu_s` is this process's too if the engine is in it."""
-        now = self._counts.copy()
-        found = {name: int(now[name] - self._before[name]) for name in FIELDS[:-2]}
+        now = self._read()
+        found = {name: now[name] - self._before[name] for name in FIELDS[:-2]}
         engine_cpu_s, own_cpu_s = self._engine_cpu_s() - self._cpu[0], time.process_time() - self._cpu[1]
         steps, later = max(1, found["steps"]), max(1, found["later_prompts"])
         return {
@@ -61,8 +60,11 @@ class Steps:
             "own_cpu_s": own_cpu_s,
         }
 
+    def _read(self) -> dict[str, int]:
+        return dict(zip(FIELDS, self._counts.tolist(), strict=True))
+
     def _engine_cpu_s(self) -> float:
-        pid = int(self._counts["pid"])
+        pid = self._read()["pid"]
         if not pid or not psutil.pid_exists(pid):
             return 0.0
         times = psutil.Process(pid).cpu_times()
@@ -110,7 +112,8 @@ def count_steps_here() -> None:
 
 def count_steps(scheduler: Any) -> None:
     """Count the steps of one scheduler."""
-    counts = open_counts(os.environ[VARIABLE])
+    memory = open_counts(os.environ[VARIABLE])
+    counts = dict.fromkeys(FIELDS, 0)
     counts["pid"] = os.getpid()
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
@@ -125,12 +128,14 @@ def count_steps(scheduler: Any) -> None:
         began = time.thread_time_ns()
         outputs = update(*arguments, **options)
         counts["update_us"] += (time.thread_time_ns() - began) // 1000
+        memory[:] = tuple(counts.values())
         return outputs
 
+    memory[:] = tuple(counts.values())
     scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
 
 
-def count_step(counts: Any, planned: Any) -> None:
+def count_step(counts: dict[str, int], planned: Any) -> None:
     """Count a step by vLLM's plan of it."""
     num_sequences, num_ids = len(planned.num_scheduled_tokens), planned.total_num_scheduled_tokens
     if not num_ids:
@@ -144,7 +149,7 @@ def count_step(counts: Any, planned: Any) -> None:
     counts["admissions"] += bool(planned.scheduled_new_reqs)
     for request in planned.scheduled_new_reqs:
         length = len(request.prompt_token_ids)
-        shortest = int(counts["shortest"]) or length
+        shortest = counts["shortest"] or length
         counts["shortest"] = min(shortest, length)
         counts["prompts"] += 1
         if length > shortest + 8:  # first prompts differ by the digits of a number

@@ -49,6 +49,8 @@ CONTEXT_LENGTH = 5120
 """For four turns of at most 1,024 ids each, and three results of the tool of at most 184."""
 ENGINE_SIZES = ("--max-model-len", str(CONTEXT_LENGTH), "--max-num-seqs", "512")
 """The same for all engines of ours: what vLLM compiles depends on them, and the next one finds it in the cache."""
+DRAWN = ("ragged", "long")
+"""The values of --turns for which `draw_length` draws the lengths."""
 TOOL_ANSWER = "The tool has found number 42. "
 
 
@@ -70,13 +72,13 @@ SETTINGS = {
 def turn_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """How the turns of either side end, as options of their sampling.
 
-    `even`: after exactly `tokens` ids. `ragged`: at one of many stop ids, which the random model samples with a
-    probability of 1 / tokens each time, so that lengths are geometric with that mean, cut at four times of it.
-    `long`: after as many ids as `draw_length` says, at most four times the mean.
+    `even`: after exactly `tokens` ids. `ragged`, `long`: after as many as `draw_length` says. `stops`: at one of many
+    stop ids, which the random model samples with a probability of 1 / tokens each time, so that lengths are geometric;
+    vLLM looks for each id in a list of all of them, which takes it longer than the few stop ids of a real model.
     """
     if arguments.turns == "even":
         return {"max_tokens": arguments.tokens}
-    if arguments.turns == "long":
+    if arguments.turns != "stops":
         return {"max_tokens": 4 * arguments.tokens}
     stride = arguments.tokens | 1  # odd: as many words with an a as with a b
     stops = range(len(build_tokenizer()) + stride, SHAPES[arguments.shape]["vocab_size"], stride)
@@ -84,10 +86,15 @@ def turn_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw_length(arguments: argparse.Namespace, *, problem: int, sibling: int, turn: int) -> int:
-    """The ids of a turn with a long tail (log-normal, sigma 1), the same on both sides for the same place in a step."""
-    rng = np.random.default_rng((arguments.seed, problem % arguments.problems, sibling, turn))
+    """The ids of a turn, the same on both sides for the same place in a step: at most four times the mean, and else
+    geometric (`ragged`), or log-normal with sigma 1 (`long`).
+    """
     mean: int = arguments.tokens
-    length = round(mean * float(np.exp(rng.standard_normal() - 0.5)))
+    rng = np.random.default_rng((arguments.seed, problem % arguments.problems, sibling, turn))
+    if arguments.turns == "ragged":
+        length = int(rng.geometric(1 / mean))
+    else:
+        length = round(mean * float(np.exp(rng.standard_normal() - 0.5)))
     return max(1, min(length, 4 * mean))
 
 

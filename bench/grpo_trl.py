@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
     )
     if arguments.device == "cpu":  # where vLLM cannot load weights a second time by TRL's way
         trainer.vllm_generation.sync_weights = lambda: None
-    if arguments.turns == "long":
+    if arguments.turns in grpo_task.DRAWN:
         draw_lengths(trainer.vllm_generation.llm, watch, arguments)
     print(f"TRL and its engine started in {time.perf_counter() - started:.0f} s", flush=True)
     trainer.train()

@@ -13,10 +13,13 @@ For vLLM >= 0.32, < 0.34, whose scheduler makes the outputs of a step (`Schedule
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,6 +27,8 @@ from vllm.v1.outputs import LogprobsLists
 
 SCHEDULER = f"{__name__}.make_scheduler"
 """The name by which the engine's process finds its scheduler."""
+HOLD = "hold_prompts_ms"
+"""The key of vLLM's `--additional-config` for `PromptHold`."""
 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> Any:
@@ -68,7 +73,8 @@ class StepLogprobs:
                 output.new_logprobs = None
             starts.append(len(places))
         if first is not None:
-            ids, logprobs, ranks = (array[places] for array in self.logprobs[:3])
+            chosen = np.array(places)
+            ids, logprobs, ranks = (array[chosen] for array in self.logprobs[:3])
             first.new_logprobs = LogprobsLists(ids, logprobs, ranks, starts)
 
 
@@ -85,7 +91,40 @@ def split_logprobs(outputs: EngineCoreOutputs) -> None:
         )
 
 
+class PromptHold:
+    """Lets prompts that arrive within some time be computed in one step, while other sequences are sampled.
+
+    Prompts of next turns trickle in, each of which makes a step that is not of one shape, and so no whole CUDA graph.
+    With `--additional-config '{"hold_prompts_ms": 20}'` the first one that waits is held so long, and those that come
+    meanwhile enter with it. None is held while nothing else runs, or while a longer prompt is computed in parts.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def holds(self, scheduler: Any) -> bool:
+        """Whether to hold them in this step."""
+        if not scheduler.waiting or scheduler._inflight_prefills:
+            self._since = None
+            return False
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now - self._since < self._seconds:
+            return True
+        self._since = None
+        return False
+
+
 class _JoiningScheduler(Scheduler):  # type: ignore[misc]  # vLLM may not be installed where types are checked
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._hold = PromptHold(self.vllm_config.additional_config.get(HOLD, 0) / 1000)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        return super().schedule(throttle_prefills or self._hold.holds(self))
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         if model_runner_output.logprobs is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[no-any-return]
