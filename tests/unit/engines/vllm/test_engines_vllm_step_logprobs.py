@@ -130,4 +130,5 @@ def test_vllms_scheduler_has_what_a_hold_needs():
 
     assert "throttle_prefills" in inspect.signature(Scheduler.schedule).parameters
     source = inspect.getsource(Scheduler.__init__)
-    assert "self._inflight_prefills" in source and "self.waiting" in source
+    assert "self._inflight_prefills" in source
+    assert "self.waiting" in source
