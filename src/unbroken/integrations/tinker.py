@@ -1,0 +1,152 @@
+"""Rows of a gateway's session as data of the Tinker SDK, with provenance spans: agents by URL feed a user's own loop.
+
+    rows = client.sessions.samples(session_id, advantage=0.5)
+    data = make_data(session_id, rows, client.sessions.tree(session_id))
+    training_client.forward_backward(data, "importance_sampling")
+
+Each sampled node of the session's tree is a sequence, named `SESSION/NODE`. Worked example, a row of two turns:
+
+    node        0 0 1 1 2 2 3         0 and 2 were given, 1 and 3 sampled
+    token_ids   1 2 3 4 5 6 7
+    input       1 2 3 4 5 6           prompt of S/1 from 0, 2 ids    sampled in S/1, 2    prompt of S/3 from 4, 2
+    targets       2 3 4 5 6 7         prompt of S/1 from 1, 1 id     sampled in S/1, 2    prompt of S/3 from 4, 2
+                                      sampled in S/3, 1
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.types import TrainingSample
+
+_FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Ids of a row that lie in one node."""
+
+    node: int
+    is_sampled: bool
+    start: int
+    stop: int
+
+
+def name_sequence(session_id: str, node: int) -> str:
+    """The name, in spans, of what a sampled node of a session's tree has."""
+    return f"{session_id}/{node}"
+
+
+def split_sequence_name(sequence_id: str) -> tuple[str, int] | None:
+    """The session and the node of `name_sequence`; None for any other name."""
+    session_id, slash, node = sequence_id.rpartition("/")
+    return (session_id, int(node)) if slash and session_id and node.isascii() and node.isdecimal() else None
+
+
+def make_data(session_id: str, rows: Sequence[TrainingSample], tree: Mapping[str, Any]) -> list[Any]:
+    """One `tinker.Datum` for each row of a session, with `target_tokens`, `logprobs` and `advantages`; `tree` is the
+    answer of `client.sessions.tree`. What is not trained has the advantage 0, and what was not sampled the logprob 0.
+
+    Raises:
+        InvalidInputError: the SDK is not installed, a row is not of this session, or it has logprobs that no loss of
+            the API computes: at another temperature than 1, or over ids that top-k or top-p kept.
+    """
+    try:
+        sdk: Any = importlib.import_module("tinker")
+    except ImportError as error:
+        raise missing_extra(error, "data of the Tinker SDK need it", "tinker") from error
+    nodes: Sequence[Mapping[str, Any]] = tree["nodes"]
+    return [_make_datum(sdk, session_id, row, nodes, number=number) for number, row in enumerate(rows)]
+
+
+def _make_datum(
+    sdk: Any, session_id: str, row: TrainingSample, nodes: Sequence[Mapping[str, Any]], *, number: int
+) -> Any:
+    if row.temperature != 1:
+        raise InvalidInputError(
+            f"rows[{number}] must be sampled at temperature 1, as the API's losses compute logprobs, got "
+            f"{row.temperature}"
+        )
+    if row.kept_ids is not None:
+        raise InvalidInputError(f"rows[{number}] must be sampled without top_k, top_p and min_p, and it has kept_ids")
+    runs = _find_runs(row, nodes)
+    if runs is None:
+        raise InvalidInputError(f"rows[{number}] is not a row of session {session_id!r}: its tree has no such path")
+    arrays = {
+        "target_tokens": row.token_ids[1:].astype(np.int64),
+        "logprobs": np.where(row.sampled_mask, row.rollout_logprobs, np.float32(0))[1:],
+        "advantages": row.advantages[1:],
+    }
+    inputs = {name: sdk.TensorData.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    datum = sdk.Datum(model_input=_make_input(sdk, row), loss_fn_inputs=inputs)
+    end = len(row.token_ids)
+    return datum.with_provenance(
+        model_input=list(_make_spans(sdk, session_id, runs, range(end - 1))),
+        loss_fn_inputs=list(_make_spans(sdk, session_id, runs, range(1, end))),
+    )
+
+
+def _make_input(sdk: Any, row: TrainingSample) -> Any:
+    """All ids but the last; an image takes the place of its own."""
+    chunks, start = [], 0
+    for image in row.images:
+        data = image.image.data
+        kind = next((name for begin, name in _FORMATS.items() if data.startswith(begin)), None)
+        if kind is None:
+            raise InvalidInputError("images in data of the Tinker SDK must be PNG or JPEG files")
+        chunks.append(sdk.EncodedTextChunk(tokens=row.token_ids[start : image.offset].tolist()))
+        chunks.append(sdk.ImageChunk(data=data, format=kind, expected_tokens=image.length))
+        start = image.stop
+    chunks.append(sdk.EncodedTextChunk(tokens=row.token_ids[start:-1].tolist()))
+    return sdk.ModelInput(chunks=[chunk for chunk in chunks if chunk.length])
+
+
+def _make_spans(sdk: Any, session_id: str, runs: Sequence[_Run], covered: range) -> Iterator[Any]:
+    """Spans of the ids of a row in a range. Given ids are positions of the prompt of the next sampled node."""
+    for number, run in enumerate(runs):
+        start, stop = max(run.start, covered.start), min(run.stop, covered.stop)
+        if start >= stop:
+            continue
+        of = next(later for later in runs[number:] if later.is_sampled)
+        kind = sdk.SampledProvenanceSpan if run.is_sampled else sdk.PromptProvenanceSpan
+        offset = start - run.start if run.is_sampled else start
+        yield kind(sequence_id=name_sequence(session_id, of.node), offset=offset, length=stop - start)
+
+
+def _find_runs(row: TrainingSample, nodes: Sequence[Mapping[str, Any]]) -> list[_Run] | None:
+    """The nodes that a row is a path of, by its ids and logprobs; None if there are none. It ends with a sampled id."""
+    for path in _list_paths(nodes):
+        runs, start = [], 0
+        for number, length in path:
+            stop = min(start + length, len(row.token_ids))
+            runs.append(_Run(number, nodes[number]["origin"] == "sampled", start, stop))
+            start = stop
+        if start == len(row.token_ids) and all(_has_run(row, run, nodes[run.node]) for run in runs):
+            return [run for run in runs if run.start < run.stop]
+    return None
+
+
+def _has_run(row: TrainingSample, run: _Run, node: Mapping[str, Any]) -> bool:
+    part, length = slice(run.start, run.stop), run.stop - run.start
+    ids, logprobs = node["token_ids"][:length], node["rollout_logprobs"][:length]
+    is_same = np.array_equal(row.token_ids[part], ids) and bool((row.sampled_mask[part] == run.is_sampled).all())
+    return is_same and (not run.is_sampled or np.array_equal(row.rollout_logprobs[part], logprobs))
+
+
+def _list_paths(nodes: Sequence[Mapping[str, Any]]) -> Iterable[list[tuple[int, int]]]:
+    """Of each node, itself and those before it on its path, each with how many of its ids are on the path."""
+    for last, node in enumerate(nodes):
+        path, step = [], (last, len(node["token_ids"]))
+        while True:
+            path.append(step)
+            parent = nodes[step[0]]["parent"]
+            if parent is None:
+                break
+            step = parent["node"], parent["offset"]
+        yield path[::-1]

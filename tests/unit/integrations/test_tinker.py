@@ -1,0 +1,109 @@
+"""Rows of real sessions as data of the Tinker SDK: spans tile, and claim what the session's tree has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.gateways import CALL, CHAT, USER, ask, result, running_gateway, scripted
+from support.recorded_sessions import recording_gateway
+from support.servers import listening
+from unbroken import AsyncClient
+from unbroken.errors import InvalidInputError
+from unbroken.integrations.tinker import make_data, name_sequence, split_sequence_name
+
+tinker = pytest.importorskip("tinker", reason="needs tinker", exc_type=ModuleNotFoundError)
+
+
+async def read_session(gateway, created, *, advantage=0.5):
+    async with listening(gateway.app) as url, AsyncClient(url) as client:
+        session_id = created["session_id"]
+        return await client.sessions.samples(session_id, advantage=advantage), await client.sessions.tree(session_id)
+
+
+def find_prompt(nodes, number: int) -> list[int]:
+    """What the engine was given for a sampled node."""
+    ids: list[int] = []
+    parent = nodes[number]["parent"]
+    while parent is not None:
+        node = nodes[parent["node"]]
+        ids = node["token_ids"][: parent["offset"]].tolist() + ids
+        parent = node["parent"]
+    return ids
+
+
+def read_spans(spans, nodes, session_id: str) -> list[int]:
+    """The ids that spans claim."""
+    ids: list[int] = []
+    for span in spans:
+        of, number = split_sequence_name(span.sequence_id)
+        assert of == session_id
+        assert nodes[number]["origin"] == "sampled"
+        is_sampled = isinstance(span, tinker.SampledProvenanceSpan)
+        source = nodes[number]["token_ids"].tolist() if is_sampled else find_prompt(nodes, number)
+        assert span.length >= 1
+        assert span.offset + span.length <= len(source)
+        ids += source[span.offset : span.offset + span.length]
+    return ids
+
+
+def check_data(data, rows, tree, session_id: str) -> None:
+    assert len(data) == len(rows)
+    for datum, row in zip(data, rows, strict=True):
+        inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
+        assert inputs["target_tokens"].tolist() == row.token_ids[1:].tolist()
+        assert datum.model_input.length == len(row.token_ids) - 1
+        assert read_spans(datum.model_input_spans, tree["nodes"], session_id) == row.token_ids[:-1].tolist()
+        assert read_spans(datum.loss_fn_input_spans, tree["nodes"], session_id) == row.token_ids[1:].tolist()
+        of_target = np.concatenate(
+            [[isinstance(span, tinker.SampledProvenanceSpan)] * span.length for span in datum.loss_fn_input_spans]
+        )
+        np.testing.assert_array_equal(of_target, row.sampled_mask[1:])
+        np.testing.assert_array_equal(inputs["logprobs"][of_target], row.rollout_logprobs[1:][of_target])
+        assert not inputs["logprobs"][~of_target].any()
+        np.testing.assert_array_equal(inputs["advantages"] != 0, row.loss_mask[1:])
+        assert {tensor.dtype for tensor in datum.loss_fn_inputs.values()} == {"int64", "float32"}
+
+
+async def test_rows_of_tools_forks_and_sub_agents_become_data_with_true_spans(tmp_path):
+    async with recording_gateway(tmp_path) as (gateway, created):
+        rows, tree = await read_session(gateway, created)
+    data = make_data(created["session_id"], rows, tree)
+    assert len(rows) >= 3
+    assert any(np.diff(row.sampled_mask.astype(int)).tolist().count(1) > 1 for row in rows), "a row of several turns"
+    assert any((row.sampled_mask & ~row.loss_mask).any() for row in rows), "an id that another row trains"
+    check_data(data, rows, tree, created["session_id"])
+
+
+async def test_conversations_that_are_alike_are_told_apart_by_their_logprobs(tmp_path):
+    async with running_gateway(scripted(f"I look.{CALL}", "It is 17.<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        message = await ask(agent, [USER])
+        await ask(agent, [USER, message, result(message)])
+        await ask(agent, [USER])
+        rows, tree = await read_session(gateway, created, advantage=-1.0)
+    check_data(make_data(created["session_id"], rows, tree), rows, tree, created["session_id"])
+
+
+async def test_a_row_of_another_session_or_distribution_is_refused(tmp_path):
+    async with recording_gateway(tmp_path) as (gateway, created):
+        other = await gateway.create()
+        await gateway.agent(other).post(CHAT, json={"messages": [{"role": "user", "content": "Something else"}]})
+        other_tree = await gateway.look(other, "/tree")
+        rows, tree = await read_session(gateway, created)
+    with pytest.raises(InvalidInputError, match=r"rows\[0\] is not a row of session"):
+        make_data(other["session_id"], rows, other_tree)
+    changed = replace(rows[0], token_ids=np.append(rows[0].token_ids[:-1], rows[0].token_ids[-1] + 1))
+    with pytest.raises(InvalidInputError, match=r"rows\[1\] is not a row of session"):
+        make_data(created["session_id"], [rows[0], changed], tree)
+    with pytest.raises(InvalidInputError, match=r"rows\[0\] must be sampled at temperature 1, .*, got 0.7"):
+        make_data(created["session_id"], [replace(rows[0], temperature=0.7)], tree)
+
+
+def test_names_of_sequences_are_read_back():
+    assert split_sequence_name(name_sequence("a/b", 12)) == ("a/b", 12)
+    for other in ("", "abc", "/3", "abc/", "abc/x", "abc/-1", "abc/٣"):
+        assert split_sequence_name(other) is None
