@@ -27,6 +27,7 @@ from unbroken.runs.command import add_sampler_parser, add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
+from unbroken.tinker.options import add_tinker_arguments, read_tinker_options
 from unbroken.viewer.command import add_view_parser
 
 
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_serve_arguments(serve)
     add_session_arguments(serve)
+    add_tinker_arguments(serve)
     serve.set_defaults(run=_serve)
     gateway = commands.add_parser(
         "gateway",
@@ -94,7 +96,12 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     options = read_options(arguments, arguments.engine_options)
     sessions = read_session_options(arguments)
+    tinker = read_tinker_options(arguments)
     try:
+        if tinker is not None:
+            from unbroken.tinker.server import serve_tinker
+
+            return serve_tinker(options, tinker)
         from unbroken.gateway.serve import serve_with_sessions
         from unbroken.server.process import serve
     except ModuleNotFoundError as error:

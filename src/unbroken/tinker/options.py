@@ -1,0 +1,84 @@
+"""The options of `unbroken serve --tinker`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from unbroken.errors import InvalidInputError
+from unbroken.server.options import OptionGroup
+
+
+class ProvenancePolicy(StrEnum):
+    """What happens to a span that is not true."""
+
+    REFUSE = "refuse"
+    """The request is an error, and nothing of it is trained."""
+    COUNT = "count"
+    """It is trained, and counted in the answer's metrics."""
+    OFF = "off"
+    """Nothing is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerOptions:
+    """The Tinker API: a client's own loop samples from the model and trains adapters of it (docs/tinker.md)."""
+
+    tinker_store: Path = Path("runs/tinker")
+    """Folder for checkpoints and sampled sequences."""
+    tinker_provenance: ProvenancePolicy = ProvenancePolicy.REFUSE
+    """What happens to provenance spans that are not true: refuse is an error that names the position, count trains the
+    data and counts them in the answer's metrics, off compares nothing."""
+    tinker_keys: Path | None = None
+    """File with one key of a client a line (the SDK asks for the prefix tml-): each sees its own models, and no others
+    are let in. Without it, every key is let in that the server lets in, and still sees its own models only."""
+    tinker_idle_s: float = 300.0
+    """Seconds after which a client that gives no sign of life has its models freed; the SDK gives one every 10 s."""
+    tinker_max_models: int = 8
+    """Maximum number of models that one key trains at a time."""
+
+    def __post_init__(self) -> None:
+        if not self.tinker_idle_s > 0:
+            raise InvalidInputError(f"--tinker-idle-s must be > 0, got {self.tinker_idle_s}")
+        if self.tinker_max_models < 1:
+            raise InvalidInputError(f"--tinker-max-models must be >= 1, got {self.tinker_max_models}")
+
+    def read_keys(self) -> frozenset[bytes] | None:
+        """The keys of the file; None without one."""
+        if self.tinker_keys is None:
+            return None
+        try:
+            keys = frozenset(line.strip() for line in self.tinker_keys.read_bytes().splitlines() if line.strip())
+        except OSError as error:
+            raise InvalidInputError(f"--tinker-keys cannot be read: {error}") from None
+        if not keys:
+            raise InvalidInputError(f"--tinker-keys {self.tinker_keys} must have at least one key, got none")
+        return keys
+
+
+def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `TinkerOptions`."""
+    group = OptionGroup(parser, "Tinker API", TinkerOptions, description=TinkerOptions.__doc__)
+    parser.add_argument("--tinker", action="store_true", help="Serve the Tinker API too, and train.")
+    group.add("tinker_store", type=Path, metavar="FOLDER")
+    group.add("tinker_provenance", type=ProvenancePolicy, metavar="{refuse,count,off}")
+    group.add("tinker_keys", type=Path, metavar="FILE")
+    group.add("tinker_idle_s", type=float, metavar="SECONDS")
+    group.add("tinker_max_models", type=int, metavar="NUMBER")
+
+
+def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
+    """Convert the options; None without `--tinker`. Raises `InvalidInputError` for an invalid value."""
+    if not arguments.tinker:
+        for name in ("store", "keys"):
+            if getattr(arguments, f"tinker_{name}") != getattr(TinkerOptions(), f"tinker_{name}"):
+                raise InvalidInputError(f"--tinker-{name} needs --tinker")
+        return None
+    for name, option in (("versions_from", "--versions-from"), ("weights_dir", "--weights-dir")):
+        if getattr(arguments, name, None) is not None:
+            raise InvalidInputError(f"--tinker must not be given together with {option}: it changes the weights itself")
+    if getattr(arguments, "sessions", None) is not None:
+        raise InvalidInputError("--tinker must not be given together with --sessions: start a server for each")
+    return TinkerOptions(**{name: getattr(arguments, name) for name in TinkerOptions.__slots__})

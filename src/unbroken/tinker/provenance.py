@@ -1,0 +1,228 @@
+"""Compares the provenance of training data with what this server sampled.
+
+    sampled by sequence s1           prompt [5 6 7]    ids [8 9 2]    logprobs [-.1 -.2 -.3]    versions [3 3 4]
+    the datum's model_input          [5 6 7 8 9]       spans: prompt of s1 from 0, 3 ids; sampled in s1 from 0, 2 ids
+    the datum's target_tokens        [6 7 8 9 2]       spans: prompt of s1 from 1, 2 ids; sampled in s1 from 0, 3 ids
+
+Each span is compared id by id, and the spans of a field cover it exactly. `logprobs` given for sampled targets are
+those of the sampling, or they are counted. A datum without spans is looked up by its ids, and counted as unproven if no
+sequence, or more than one, has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.errors import InvalidInputError
+from unbroken.tinker.data import Datum
+from unbroken.tinker.options import ProvenancePolicy
+from unbroken.tinker.store import RecordedSequence, TinkerStore, hash_content
+from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim
+
+_SAMPLED = "sampled"
+
+
+@dataclass(slots=True, kw_only=True)
+class ProvenanceCounts:
+    """What was found in the data of one request; targets are counted in ids."""
+
+    proven: int = 0
+    """Targets that the server sampled, by a span that is true."""
+    matched: int = 0
+    """Targets that the server sampled, found by their ids: there was no span."""
+    unproven: int = 0
+    """Targets of data without spans, or with several targets a position, that were not found."""
+    false_spans: int = 0
+    logprobs_changed: int = 0
+    """Logprobs given with the loss that are not those of the sampling."""
+    logprobs_difference: float = 0.0
+    """The largest difference of such a logprob."""
+    unsampled_trained: int = 0
+    """Targets with an advantage or a weight that spans say were not sampled."""
+    other_model: int = 0
+    """Sampled targets of another training run, or of the base model."""
+    lags: list[int] = field(default_factory=list)
+    """Of each sampled target of this model: how many versions older its weights were."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """The metrics of an answer, named as the SDK adds those of several chunks up."""
+        return {
+            "provenance_proven:sum": self.proven,
+            "provenance_matched:sum": self.matched,
+            "provenance_unproven:sum": self.unproven,
+            "provenance_false_spans:sum": self.false_spans,
+            "provenance_logprobs_changed:sum": self.logprobs_changed,
+            "provenance_logprobs_difference:max": self.logprobs_difference,
+            "provenance_unsampled_trained:sum": self.unsampled_trained,
+            "provenance_other_model:sum": self.other_model,
+            "provenance_version_lag:max": max(self.lags, default=0),
+            "provenance_version_lag:mean": float(np.mean(self.lags)) if self.lags else 0.0,
+        }
+
+
+class ProvenanceCheck:
+    """Checks the data of one request. Blocks: it reads the store."""
+
+    def __init__(
+        self, store: TinkerStore, policy: ProvenancePolicy, *, owner: str, model_id: str, version: int, loss: str
+    ) -> None:
+        """`version` is that of the model `model_id` of `owner`, which is to be trained with `loss`."""
+        self._store = store
+        self._policy = policy
+        self._owner = owner
+        self._model_id = model_id
+        self._version = version
+        self._fills = loss == "stable_reinforce"
+        self._known: dict[str, RecordedSequence] = {}
+        self.counts = ProvenanceCounts()
+
+    def check(self, data: Sequence[ClaimedDatum]) -> tuple[list[Datum], dict[str, float]]:
+        """Check all data; returns what is to be trained, and the metrics of the answer.
+
+        Data for stable_reinforce get the input `sampled`, 1 for each target that spans say was sampled, and the
+        `logprobs` of the sampling if they have none.
+
+        Raises:
+            InvalidInputError: a span is not true, and the policy is to refuse it; the message names datum, span and
+                position, and the id that was sampled there and the id that is given.
+        """
+        checked = []
+        for index, each in enumerate(data):
+            if _SAMPLED in each.datum.inputs:
+                raise InvalidInputError(
+                    f"data[{index}]: loss_fn_inputs[{_SAMPLED!r}] is made from spans, and not given"
+                )
+            if (each.input_claims or each.target_claims) and (self._fills or self._policy is not ProvenancePolicy.OFF):
+                checked.append(self._check_spans(f"data[{index}]", each))
+            else:
+                if self._policy is not ProvenancePolicy.OFF:
+                    self._match(each)
+                checked.append(each.datum)
+        return checked, {} if self._policy is ProvenancePolicy.OFF else self.counts.to_metrics()
+
+    def _check_spans(self, where: str, each: ClaimedDatum) -> Datum:
+        datum = each.datum
+        number = len(datum.input_ids)
+        targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
+        sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
+
+        def take(start: int, claim: ProvenanceClaim, sequence: RecordedSequence) -> None:
+            if claim.sampled:
+                sampled[start : start + claim.length] = 1
+                logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
+                if targets is not None:
+                    self.counts.proven += claim.length
+                    self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
+
+        self._check_field(f"{where}.model_input", datum.input_ids, each.input_claims)
+        self._check_field(f"{where}.loss_fn_inputs", targets, each.target_claims, length=number, take=take)
+        if targets is None:
+            self.counts.unproven += number
+        weights = datum.inputs.get("advantages", datum.inputs.get("weights"))
+        if weights is not None and weights.shape == sampled.shape:
+            self.counts.unsampled_trained += int(((weights != 0) & (sampled == 0)).sum())
+        if not self._fills:
+            return datum
+        return replace(datum, inputs={"logprobs": logprobs, **datum.inputs, _SAMPLED: sampled})
+
+    def _check_field(
+        self,
+        where: str,
+        ids: NDArray[Any] | None,
+        claims: Sequence[ProvenanceClaim],
+        *,
+        length: int | None = None,
+        take: Callable[[int, ProvenanceClaim, RecordedSequence], None] = lambda *_: None,
+    ) -> None:
+        """Check the spans of one field, whose `ids` are None if there are several a position."""
+        length = length if ids is None else len(ids)
+        covered = sum(claim.length for claim in claims)
+        if covered != length:
+            self._refuse(f"{where}: provenance spans must cover the field's {length} positions exactly, got {covered}")
+            return
+        start = 0
+        for number, claim in enumerate(claims):
+            sequence = self._check_claim(f"{where}, span {number}", ids, start, claim)
+            if sequence is not None:
+                take(start, claim, sequence)
+            start += claim.length
+
+    def _check_claim(
+        self, where: str, ids: NDArray[Any] | None, start: int, claim: ProvenanceClaim
+    ) -> RecordedSequence | None:
+        """The sequence of a span that is true; None for a false one that is only counted."""
+        what = "sampled ids" if claim.sampled else "prompt"
+        sequence = self._find(claim.sequence_id)
+        if sequence is None:
+            self._refuse(f"{where}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key")
+            return None
+        source = sequence.ids if claim.sampled else sequence.prompt_ids
+        if claim.offset + claim.length > len(source):
+            self._refuse(
+                f"{where}: the {what} of {claim.sequence_id!r} have {len(source)} positions, and the span claims "
+                f"{claim.length} from {claim.offset}"
+            )
+            return None
+        if ids is not None:
+            wanted, given = source[claim.offset : claim.offset + claim.length], ids[start : start + claim.length]
+            wrong = np.flatnonzero(wanted != given)
+            if len(wrong):
+                place = int(wrong[0])
+                self._refuse(
+                    f"{where}, position {start + place}: the {what} of {claim.sequence_id!r} have id "
+                    f"{int(wanted[place])} at {claim.offset + place}, and id {int(given[place])} was given "
+                    f"({len(wrong)} of the span's {claim.length} ids differ)"
+                )
+                return None
+        return sequence
+
+    def _find(self, sequence_id: str) -> RecordedSequence | None:
+        if sequence_id not in self._known:
+            found = self._store.find_sequence(sequence_id, owner=self._owner)
+            if found is None:
+                return None
+            self._known[sequence_id] = found
+        return self._known[sequence_id]
+
+    def _refuse(self, problem: str) -> None:
+        if self._policy is ProvenancePolicy.REFUSE:
+            raise InvalidInputError(f"{problem}. Nothing of this request was trained (--tinker-provenance refuse)")
+        self.counts.false_spans += 1
+
+    def _match(self, each: ClaimedDatum) -> None:
+        """Look a datum without spans up by its ids."""
+        datum = each.datum
+        if datum.targets is None or datum.targets.ndim != 1:
+            self.counts.unproven += len(datum.input_ids)
+            return
+        last = datum.targets[-1:].astype(np.int32)
+        found = self._store.find_by_content(hash_content(datum.input_ids, last), owner=self._owner)
+        is_shifted = np.array_equal(datum.input_ids[1:], datum.targets[:-1])
+        if len(found) != 1 or not is_shifted:
+            self.counts.unproven += len(datum.targets)
+            return
+        number = min(len(found[0].ids), len(datum.targets))
+        offset = len(found[0].ids) - number
+        self.counts.matched += number
+        self.counts.unproven += len(datum.targets) - number
+        self._compare_logprobs(datum.inputs, len(datum.targets) - number, found[0], offset, number)
+
+    def _compare_logprobs(
+        self, inputs: Mapping[str, NDArray[Any]], start: int, sequence: RecordedSequence, offset: int, length: int
+    ) -> None:
+        """Compare the logprobs of sampled targets with those of the sampling, and look at their versions."""
+        given = inputs.get("logprobs")
+        if given is not None and given.ndim == 1 and start + length <= len(given):
+            difference = np.abs(given[start : start + length] - sequence.logprobs[offset : offset + length])
+            self.counts.logprobs_changed += int((difference > 0).sum())
+            self.counts.logprobs_difference = max(self.counts.logprobs_difference, float(difference.max(initial=0)))
+        if sequence.model_id != self._model_id:
+            self.counts.other_model += length
+            return
+        versions = sequence.versions[offset : offset + length]
+        self.counts.lags.extend((self._version - versions).tolist())

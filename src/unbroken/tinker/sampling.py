@@ -1,0 +1,291 @@
+"""Samples from the weights of many models on one engine, which has those of one at a time.
+
+    requests of model A version 3     A3 A3 ...... A3        the engine is at A3
+    requests of model B version 1         B1 .....  wait until the running ones have ended; then all go together
+
+New weights of a model whose sampler is `inflight` come between two ids of its running requests: each id has a version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from unbroken.engines.base import Engine
+from unbroken.engines.checks import require_scoring, require_updatable
+from unbroken.errors import EngineError, InvalidInputError
+from unbroken.server.context import ServerContext
+from unbroken.server.images import RequestPrompt
+from unbroken.tinker.wire import PromptBody, PromptScores, TensorBody, check_vocabulary
+from unbroken.transfer.adapters import A, B
+from unbroken.transfer.files import FileSource, read_tensors, write_tensors
+from unbroken.types import FinishReason, InFlight, SampledSequence, SamplingParams, ScoredSequence, TokenIds
+from unbroken.weights.folders import atomic_folder
+
+_MAX_SCORES = 2**24
+"""Most logprobs that are computed to find those of given ids: positions times vocabulary."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SamplerWeights:
+    """What a sampler samples from: weights in a folder, or those of the base model."""
+
+    model_id: str = ""
+    """The training run; empty for the base model."""
+    folder: Path | None = None
+    version: int = 0
+    """Of the model, when its weights were written."""
+
+
+class WeightSwitch:
+    """Gives the engine the weights that requests need, one kind of weights at a time."""
+
+    def __init__(self, engine: Engine, *, make_base: Callable[[Path], Path]) -> None:
+        """`make_base` makes the update that restores the base model's weights after one from a folder."""
+        self._engine = engine
+        self._make_base = make_base
+        self._active: SamplerWeights | None = None
+        """None: the base model's, as at the start."""
+        self._loaded_version = 0
+        self._num_running = 0
+        self._waiting: OrderedDict[int, tuple[SamplerWeights, list[asyncio.Future[None]]]] = OrderedDict()
+        self._switching: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._versions: dict[int, int] = {engine.policy_version: 0}
+        """The model's version of each version of the engine."""
+
+    @asynccontextmanager
+    async def use(self, weights: SamplerWeights) -> AsyncIterator[None]:
+        """Enter the block when the engine has these weights; it keeps them until the block ends."""
+        if self._has(weights) and self._switching is None and not self._waiting:
+            self._num_running += 1
+        else:
+            ready = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(id(weights), (weights, []))[1].append(ready)
+            self._begin_switch()
+            try:
+                await ready
+            except asyncio.CancelledError:
+                if ready.done() and not ready.cancelled() and ready.exception() is None:
+                    self._leave()
+                raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def publish(self, weights: SamplerWeights, folder: Path, version: int) -> None:
+        """Give an `inflight` sampler newer weights, also between two ids of its running requests."""
+        async with self._lock:
+            weights.folder, weights.version = folder, version
+            if self._active is weights and self._num_running:
+                await self._load(weights)
+
+    def find_versions(self, sequence: SampledSequence) -> tuple[tuple[int, int, int], ...]:
+        """(start, stop, version) of a completion's ids, by the model's versions."""
+        return tuple((each.start, each.stop, self._versions[each.policy_version]) for each in sequence.version_spans)
+
+    def _has(self, weights: SamplerWeights) -> bool:
+        if weights.folder is None:
+            return self._active is None
+        return self._active is weights and self._loaded_version == weights.version
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._begin_switch()
+
+    def _begin_switch(self) -> None:
+        if self._waiting and not self._num_running and self._switching is None:
+            self._switching = asyncio.create_task(self._switch())
+
+    async def _switch(self) -> None:
+        key = next(iter(self._waiting))
+        weights = self._waiting[key][0]
+        failure: Exception | None = None
+        try:
+            async with self._lock:
+                if not self._has(weights):
+                    await self._load(weights)
+        except Exception as error:
+            failure = error
+        _, futures = self._waiting.pop(key)
+        self._switching = None
+        for future in futures:
+            if future.cancelled():
+                continue
+            if failure is None:
+                self._num_running += 1
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+        self._begin_switch()
+
+    async def _load(self, weights: SamplerWeights) -> None:
+        engine = require_updatable(self._engine)
+        if (folder := weights.folder) is None:
+            assert self._active is not None
+            assert self._active.folder is not None
+            folder = await asyncio.to_thread(self._make_base, self._active.folder)
+        policy_version = engine.policy_version + 1
+        self._versions[policy_version] = weights.version
+        await engine.update_weights(FileSource(folder), policy_version=policy_version, in_flight=InFlight.PAUSE)
+        self._active = None if weights.folder is None else weights
+        self._loaded_version = weights.version
+
+
+def write_base(loaded: Path, target: Path, model: Path) -> Path:
+    """What restores the base model after the update in `loaded`: an adapter of zeros, or the model's own files."""
+    first = next(iter(FileSource(loaded).shapes()))
+    if not first.endswith((A, B)):
+        return model
+    module = first.removesuffix(A).removesuffix(B)
+    with atomic_folder(target) as temporary:
+        zeros = ((name, tensor * 0) for name, tensor in read_tensors(FileSource(loaded).paths()))
+        list(write_tensors(temporary, (each for each in zeros if each[0].startswith(module))))
+    return target
+
+
+class SamplingParamsBody(BaseModel):
+    """How to sample, as the API has it."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+    def to_params(self, *, end_ids: tuple[int, ...], room: int, num_tops: int) -> SamplingParams:
+        """Convert to ours. `end_ids` end a completion unless `stop` is an empty list; `room` is left in the context."""
+        stop = self.stop
+        strings = (stop,) if isinstance(stop, str) else tuple(each for each in stop or () if isinstance(each, str))
+        ids = () if isinstance(stop, str) else tuple(each for each in stop or () if isinstance(each, int))
+        return SamplingParams(
+            max_tokens=max(1, room) if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            seed=None if self.seed is None else self.seed % 2**63,
+            stop_token_ids=tuple(sorted({*ids, *(() if stop == [] else end_ids)})),
+            stop_strings=strings,
+            num_top_logprobs=num_tops,
+        )
+
+
+class SampleBody(BaseModel):
+    """A request for completions of a prompt, or for the prompt's logprobs."""
+
+    prompt: PromptBody
+    sampling_params: SamplingParamsBody
+    num_samples: int = Field(default=1, ge=1)
+    sampling_session_id: str | None = None
+    seq_id: int | None = Field(default=None, ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+async def sample(
+    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: SampleBody
+) -> tuple[list[SampledSequence], PromptScores]:
+    """Sample a request's completions, and score its prompt, under the same weights.
+
+    Raises:
+        InvalidInputError: what is asked for is not valid, or this server does not compute it.
+        EngineError: the engine failed, or the request was aborted.
+    """
+    engine = context.service.engine
+    ids = body.prompt.to_ids(engine.vocab_size)
+    _check(body, len(ids))
+    targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
+    params = body.sampling_params.to_params(
+        end_ids=context.get_stop_token_ids(),
+        room=engine.context_length - len(ids),
+        num_tops=body.topk_sample_logprobs,
+    )
+    prompt = RequestPrompt(token_ids=ids)
+    requests = context.service.make_requests([prompt], params, n=body.num_samples)
+    async with switch.use(weights):
+        (result,) = await context.service.sample(requests)
+        scores = await _score(context, body, ids, targets)
+    if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
+        raise EngineError("the request was aborted")
+    return list(result.sequences), scores
+
+
+def _check(body: SampleBody, length: int) -> None:
+    if body.prompt_alt_tokens_k:
+        raise InvalidInputError(
+            f"prompt_alt_tokens_k must be 0, got {body.prompt_alt_tokens_k}: it is not computed here"
+        )
+    last_n = body.prompt_logprobs_last_n
+    if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < length):
+        raise InvalidInputError(
+            f"prompt_logprobs_last_n must lie in [1, {length}) and come with prompt_logprobs, got {last_n}"
+        )
+    if body.topk_prompt_logprobs and not body.prompt_logprobs:
+        raise InvalidInputError("topk_prompt_logprobs needs prompt_logprobs, which is false")
+
+
+def _read_targets(given: TensorBody | None, length: int, vocab_size: int) -> np.ndarray | None:
+    """The ids whose logprobs are asked for, [T - 1, K], with -1 for none."""
+    if given is None:
+        return None
+    shape = given.shape or []
+    if given.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1 or given.sparse_crow_indices is not None:
+        raise InvalidInputError(
+            f"target_prompt_logprobs must be a dense int64 tensor of shape [{length - 1}, K], got {given.dtype} of "
+            f"shape {shape}{' (sparse)' if given.sparse_crow_indices is not None else ''}"
+        )
+    if shape[1] < 1 or len(given.data) != shape[0] * shape[1]:
+        raise InvalidInputError(f"target_prompt_logprobs of shape {shape} has {len(given.data)} ids")
+    if length * vocab_size > _MAX_SCORES:
+        raise InvalidInputError(
+            f"target_prompt_logprobs needs all logprobs of {length} positions of {vocab_size} ids: at most "
+            f"{_MAX_SCORES} are computed"
+        )
+    ids = np.array(given.data, np.int64).reshape(shape)
+    check_vocabulary(np.maximum(ids, 0), vocab_size, name="target_prompt_logprobs")
+    return ids
+
+
+async def _score(context: ServerContext, body: SampleBody, ids: TokenIds, targets: np.ndarray | None) -> PromptScores:
+    if not body.prompt_logprobs and targets is None:
+        return PromptScores()
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    if len(ids) == 1:
+        return PromptScores(logprobs=logprobs)
+    engine = require_scoring(context.service.engine)
+    num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
+    scored = await engine.score(ids, num_top_logprobs=num_tops)
+    first = len(ids) - body.prompt_logprobs_last_n if body.prompt_logprobs_last_n else 1
+    logprobs[first:] = scored.logprobs[first - 1 :]
+    return PromptScores(
+        logprobs=logprobs if body.prompt_logprobs else None,
+        tops=scored.top_logprobs,
+        num_tops=body.topk_prompt_logprobs,
+        first=first,
+        target_logprobs=None if targets is None else _pick(scored, targets),
+    )
+
+
+def _pick(scored: ScoredSequence, targets: np.ndarray) -> np.ndarray:
+    """The logprobs of given ids at each position, 0 for those of -1."""
+    tops = scored.top_logprobs
+    assert tops is not None
+    by_id = np.empty_like(tops.logprobs)
+    np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
+    picked = np.take_along_axis(by_id, np.maximum(targets, 0), axis=1)
+    return np.where(targets < 0, 0, picked).astype(np.float32)

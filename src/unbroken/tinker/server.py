@@ -1,0 +1,235 @@
+"""`unbroken serve --tinker`: the application, and the paths of the Tinker API."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from unbroken.engines.base import Engine
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.server.app import create_app
+from unbroken.server.config import ServerConfig
+from unbroken.server.context import MakeRenderer
+from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.errors import HttpError, error_response
+from unbroken.server.http.guard import AUTHORIZED, read_keys
+from unbroken.server.http.json import json_response
+from unbroken.server.options import ServeOptions
+from unbroken.server.process import serve
+from unbroken.tinker.api import Answer, TinkerApi, TrainingBackend
+from unbroken.tinker.options import TinkerOptions
+from unbroken.tinker.sampling import SampleBody
+from unbroken.tinker.sessions import Promise, PromiseResult
+from unbroken.tinker.store import TinkerStore
+from unbroken.tinker.wire import (
+    CreateBody,
+    ModelName,
+    NameBody,
+    SamplerBody,
+    SaveBody,
+    SessionBody,
+    StepBody,
+    load_messages,
+)
+
+PREFIX = "/api/v1"
+_MAX_LISTED = 1000
+_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[TinkerApi, str, Any], Awaitable[Answer]]]] = {
+    "create_session": (SessionBody, TinkerApi.create_session),
+    "session_heartbeat": (NameBody, TinkerApi.note_heartbeat),
+    "create_model": (CreateBody, TinkerApi.create_model),
+    "get_info": (ModelName, TinkerApi.describe_model),
+    "optim_step": (StepBody, TinkerApi.optim_step),
+    "save_weights": (SaveBody, TinkerApi.save_weights),
+    "load_weights": (CreateBody, TinkerApi.load_weights),
+    "save_weights_for_sampler": (SaveBody, TinkerApi.save_weights_for_sampler),
+    "create_sampling_session": (SamplerBody, TinkerApi.create_sampler),
+    "join_sampling_session": (NameBody, TinkerApi.join_sampler),
+    "asample": (SampleBody, TinkerApi.sample),
+    "retrieve_future": (NameBody, TinkerApi.retrieve),
+    "cancel_future": (NameBody, TinkerApi.cancel),
+    "weights_info": (NameBody, TinkerApi.describe_weights),
+}
+"""What is called by POST, with its body in JSON."""
+_LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
+    ("GET", "get_server_capabilities"): TinkerApi.describe_server,
+    ("GET", "sessions"): TinkerApi.list_sessions,
+    ("GET", "sessions/{session_id}"): TinkerApi.describe_session,
+    ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
+    ("GET", "samplers/{sampler_id}"): TinkerApi.describe_sampler,
+    ("GET", "sequences/{sequence_id}"): TinkerApi.describe_sequence,
+    ("GET", "training_runs"): TinkerApi.list_runs,
+    ("GET", "training_runs/{model_id}"): TinkerApi.describe_run,
+    ("GET", "training_runs/{model_id}/checkpoints"): TinkerApi.list_checkpoints,
+    ("DELETE", "training_runs/{model_id}/checkpoints/{kind}/{name}"): TinkerApi.delete_checkpoint,
+    ("GET", "checkpoints"): TinkerApi.list_checkpoints,
+}
+"""What is called without a body."""
+_FIXED: Mapping[str, dict[str, Any]] = {
+    "client/config": {"proto_compress_fwdbwd": True, "sample_join_sampling_session": True},
+    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "telemetry": {"status": "accepted"},
+}
+"""What is always answered the same: flags of the SDK, and what it reports is dropped."""
+
+
+def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
+    """Serve a model, with the Tinker API, until a signal. Returns the exit status.
+
+    Raises:
+        InvalidInputError: an option is invalid, or the SDK's message descriptors are not installed.
+        StoreError: the store cannot be opened.
+    """
+    from unbroken.tinker.models import Models
+
+    load_messages()
+    store = TinkerStore(tinker.tinker_store)
+    try:
+        return serve(
+            options,
+            make_app=partial(
+                create_tinker_app,
+                store=store,
+                tinker=tinker,
+                model=options.model,
+                tokenizer=options.tokenizer or options.model,
+                open_backend=lambda: Models(Path(options.model)),
+            ),
+            note=f"; the Tinker API with its store in {tinker.tinker_store}",
+        )
+    finally:
+        store.close()
+
+
+def create_tinker_app(
+    engine: Engine,
+    make_renderer: MakeRenderer,
+    codec: TextCodec,
+    config: ServerConfig,
+    *,
+    store: TinkerStore,
+    tinker: TinkerOptions,
+    model: str,
+    tokenizer: str,
+    open_backend: Callable[[], TrainingBackend],
+    **options: Any,
+) -> FastAPI:
+    """Make the application of a server with the Tinker API.
+
+    `model` and `tokenizer` are folders or hub names; `open_backend` opens the trainer when the first model is made.
+    `options` are those of `create_app`.
+    """
+    app = create_app(engine, make_renderer, codec, config, more_routers=make_routes(), **options)
+    api = TinkerApi(app.state.context, store, tinker, model=model, tokenizer=tokenizer, open_backend=open_backend)
+    app.state.tinker = api
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        async with inner(app):
+            with api.sessions.watching():
+                yield
+
+    app.router.lifespan_context = lifespan
+    if (keys := tinker.read_keys()) is not None:
+        app.add_middleware(KeyGate, keys=keys)
+    return app
+
+
+class KeyGate:
+    """ASGI middleware outside the guard: the Tinker API's paths need one of several keys."""
+
+    def __init__(self, app: ASGIApp, *, keys: frozenset[bytes]) -> None:
+        self._app = app
+        self._keys = {hashlib.sha256(key).digest() for key in keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, as ASGI has it."""
+        if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/"):
+            if not any(hashlib.sha256(key).digest() in self._keys for key in read_keys(scope)):
+                error = HttpError(401, "the key in X-API-Key is none of those in --tinker-keys", code="invalid_api_key")
+                await error_response(error, path=scope["path"])(scope, receive, send)
+                return
+            scope[AUTHORIZED] = True
+        await self._app(scope, receive, send)
+
+
+def make_routes() -> list[Routes]:
+    """The paths of the Tinker API: the one that needs no key, and the others."""
+    routes, open_routes = Routes(Access.CLIENT), Routes(Access.OPEN)
+    open_routes.add_api_route(f"{PREFIX}/healthz", partial(_answer_fixed, {"status": "ok"}), name="healthz")
+    for name, fixed in _FIXED.items():
+        routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
+    for name, (body, call) in _CALLS.items():
+        routes.add_api_route(f"{PREFIX}/{name}", _make_call(body, call), methods=["POST"], name=name)
+    for (method, path), look in _LOOKS.items():
+        takes_page = method == "GET" and path.endswith(("checkpoints", "training_runs"))
+        handle = _make_look(look, takes_page=takes_page)
+        routes.add_api_route(f"{PREFIX}/{path}", handle, methods=[method], name=path)
+    routes.add_api_route(f"{PREFIX}/forward_backward", _forward_backward, methods=["POST"])
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    routes.add_api_route(f"{PREFIX}/{{path:path}}", _refuse, methods=methods, include_in_schema=False)
+    return [open_routes, routes]
+
+
+def _find(request: Request) -> tuple[TinkerApi, str]:
+    """The API, and who asks: a hash of the key, by which a key's own models are known."""
+    key = next(iter(read_keys(request.scope)), b"")
+    return request.app.state.tinker, hashlib.sha256(key).hexdigest()[:32]
+
+
+def _respond(answer: Answer) -> Response:
+    if answer is None:
+        return Response(status_code=204)
+    if isinstance(answer, PromiseResult):
+        return Response(answer.body, media_type=answer.media_type, headers=answer.headers)
+    if isinstance(answer, Promise):
+        fields = {"request_id": answer.request_id, "model_id": answer.model_id or None}
+        return json_response({**fields, "sample_sequence_ids": answer.sequence_ids or None})
+    return json_response(answer)
+
+
+async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
+    return json_response(answer)
+
+
+def _make_call(
+    body_type: type[BaseModel], call: Callable[[TinkerApi, str, Any], Awaitable[Answer]]
+) -> Callable[..., Awaitable[Response]]:
+    async def handle(request: Request, body: Any) -> Response:
+        return _respond(await call(*_find(request), body))
+
+    handle.__annotations__["body"] = body_type
+    return handle
+
+
+def _make_look(look: Callable[..., Awaitable[Answer]], *, takes_page: bool) -> Callable[..., Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return _respond(await look(*_find(request), **request.path_params))
+
+    async def handle_page(request: Request, limit: int = 100, offset: int = 0) -> Response:
+        start = max(offset, 0)
+        page = slice(start, start + min(max(limit, 0), _MAX_LISTED))
+        return _respond(await look(*_find(request), **request.path_params, page=page))
+
+    return handle_page if takes_page else handle
+
+
+async def _forward_backward(request: Request) -> Response:
+    """Its body is protobuf."""
+    api, owner = _find(request)
+    kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "")
+    return _respond(await api.forward_backward(owner, await request.body(), kind, encoding))
+
+
+async def _refuse(request: Request, path: str) -> Response:
+    raise HttpError(404, f"this server has no path {path[:200]!r}: it is the hosted service's, or not of SDK 0.38")

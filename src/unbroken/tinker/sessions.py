@@ -1,0 +1,359 @@
+"""Promises, training runs in order, and sessions with their heartbeats.
+
+POST forward_backward, seq_id 2  ─┐                     every call of a model is a promise: it is answered at once,
+POST optim_step,       seq_id 3   ├─► TrainingRun ─►    and its result is asked for, as often as it takes
+POST forward_backward, seq_id 1  ─┘   1, 2, 3           a seq_id that comes again is the same promise
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from unbroken.errors import EngineError, UnbrokenError
+from unbroken.server.http.errors import HttpError, error_object, to_http_error
+from unbroken.server.http.json import encode_json
+from unbroken.tinker.sampling import SamplerWeights
+from unbroken.tinker.store import ModelFacts
+
+_log = logging.getLogger(__name__)
+MAX_OPEN = 10_000
+"""Most promises of one key that are not answered yet."""
+_MAX_AHEAD = 10_000
+_MAX_REMEMBERED = 20_000
+_KEPT_S = 3600.0
+_MAX_KEPT_BYTES = 512 * 2**20
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromiseResult:
+    """A result as it is sent."""
+
+    body: bytes
+    media_type: str = _JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(value: Any) -> PromiseResult:
+        """A result in JSON."""
+        return PromiseResult(body=encode_json(value))
+
+    @staticmethod
+    def failed(error: Exception) -> PromiseResult:
+        """A failure, in the SDK's categories: `user` for what the caller can mend, `server` for the rest."""
+        if isinstance(error, UnbrokenError) and not isinstance(error, EngineError):
+            return PromiseResult.of({"error": str(error), "category": "user"})
+        http_error = to_http_error(error)
+        category = "user" if http_error.status < 500 else "server"
+        return PromiseResult.of({"error": error_object(http_error)["error"]["message"], "category": category})
+
+
+Work = Callable[[], Awaitable[PromiseResult]]
+_FORGOTTEN = PromiseResult.failed(HttpError(410, f"the result is kept for {_KEPT_S:g} s, and no longer"))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Promise:
+    """A call whose result is asked for later."""
+
+    request_id: str
+    owner: str
+    kind: str
+    model_id: str = ""
+    sequence_ids: list[str] = field(default_factory=list)
+    """Of a sampling call: the ids of its completions."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: PromiseResult | None = None
+    finished_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """End the work, if it is one that can be left."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Promises:
+    """All promises of a server: those that are open, and the results of the last hour."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Promise] = {}
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        """The bytes of each result, the oldest first."""
+        self._num_open: dict[str, int] = {}
+        self._num_bytes = 0
+
+    def open(self, request_id: str, kind: str, *, owner: str, model_id: str = "") -> Promise:
+        """Make a promise; `HttpError` (429) if the owner has too many open ones."""
+        number = self._num_open.get(owner, 0)
+        if number >= MAX_OPEN:
+            raise HttpError(
+                429,
+                f"this key has {number} calls that are not answered yet, the most there may be: wait for some of them",
+                headers={"Retry-After": "1"},
+            )
+        promise = Promise(request_id=request_id, owner=owner, kind=kind, model_id=model_id)
+        self._by_id[request_id] = promise
+        self._num_open[owner] = number + 1
+        return promise
+
+    async def run(self, promise: Promise, work: Work) -> None:
+        """Do the work of a promise, and keep its result."""
+        try:
+            result = await work()
+        except asyncio.CancelledError:
+            self.finish(promise, PromiseResult.failed(HttpError(499, "the call was cancelled")))
+            raise
+        except Exception as error:
+            result = PromiseResult.failed(error)
+        self.finish(promise, result)
+
+    def finish(self, promise: Promise, result: PromiseResult) -> None:
+        """Keep the result of a promise, and tell those who wait for it."""
+        if promise.result is not None:
+            return
+        promise.result, promise.finished_s = result, time.monotonic()
+        promise.done.set()
+        self._num_open[promise.owner] -= 1
+        self._kept[promise.request_id] = len(result.body)
+        self._num_bytes += len(result.body)
+        while self._kept and self._is_over(next(iter(self._kept))):
+            request_id, size = self._kept.popitem(last=False)
+            self._num_bytes -= size
+            self._by_id.pop(request_id).result = _FORGOTTEN
+
+    def _is_over(self, request_id: str) -> bool:
+        age = time.monotonic() - self._by_id[request_id].finished_s
+        return age > _KEPT_S or self._num_bytes > _MAX_KEPT_BYTES
+
+    def find(self, request_id: str, *, owner: str) -> Promise | None:
+        """A promise of this owner."""
+        promise = self._by_id.get(request_id)
+        return promise if promise is not None and promise.owner == owner else None
+
+
+class TrainingRun:
+    """A model that is trained, and its calls in the order of their `seq_id`."""
+
+    def __init__(self, model_id: str, facts: ModelFacts, *, owner: str, promises: Promises, created: Promise) -> None:
+        self.model_id = model_id
+        self.facts = facts
+        self.owner = owner
+        self.version = 0
+        """Rises with each change of the weights."""
+        self.inflight = SamplerWeights(model_id=model_id)
+        """What its `inflight` samplers share."""
+        self.created = created
+        self._promises = promises
+        self._next = 1
+        self._by_seq: dict[int, Promise] = {}
+        self._waiting: dict[int, Work] = {}
+        self._runner: asyncio.Task[None] | None = None
+        self._ended = ""
+
+    def submit(self, seq_id: int | None, kind: str, work: Work) -> Promise:
+        """Take a call, which runs after those with lower numbers; the promise of before, if it comes again.
+
+        Raises:
+            HttpError: the number is not valid, or was that of a call of another kind.
+        """
+        if seq_id is None or seq_id < 1:
+            raise HttpError(400, f"seq_id must be a whole number >= 1, got {seq_id}")
+        known = self._by_seq.get(seq_id)
+        if known is not None:
+            if known.kind != kind:
+                raise HttpError(400, f"seq_id {seq_id} of {self.model_id} was {known.kind}, and came again as {kind}")
+            return known
+        if not self._next <= seq_id < self._next + _MAX_AHEAD:
+            raise HttpError(
+                400,
+                f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + _MAX_AHEAD}), got {seq_id}: calls "
+                "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
+            )
+        request_id = f"{self.model_id}:{seq_id}"
+        promise = self._promises.open(request_id, kind, owner=self.owner, model_id=self.model_id)
+        self._by_seq[seq_id], self._waiting[seq_id] = promise, work
+        self._by_seq.pop(seq_id - _MAX_REMEMBERED, None)
+        if self._ended:
+            self._fail(seq_id, self._ended)
+        elif self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run())
+        return promise
+
+    async def _run(self) -> None:
+        while self._next in self._waiting:
+            number, work = self._next, self._waiting.pop(self._next)
+            self._next += 1
+            await self._promises.run(self._by_seq[number], work)
+
+    def _fail(self, seq_id: int, reason: str) -> None:
+        self._waiting.pop(seq_id, None)
+        failure = HttpError(410, f"model {self.model_id} is gone: {reason}")
+        self._promises.finish(self._by_seq[seq_id], PromiseResult.failed(failure))
+
+    async def end(self, reason: str) -> None:
+        """Take no more calls; those that wait fail, and the one that runs is waited for."""
+        self._ended = reason
+        for seq_id in list(self._waiting):
+            self._fail(seq_id, reason)
+        if self._runner is not None:
+            await asyncio.wait({self._runner})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TinkerSampler:
+    """What a client samples from: a sampling session of the API."""
+
+    sampler_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    weights: SamplerWeights
+    model_path: str | None = None
+    num_clones: int = 0
+    promises: dict[int, Promise] = field(default_factory=dict)
+    """By `seq_id`: those of the last calls."""
+
+    def add(self, seq_id: int, promise: Promise) -> None:
+        """Remember a call."""
+        self.promises[seq_id] = promise
+        if len(self.promises) > _MAX_REMEMBERED:
+            del self.promises[next(iter(self.promises))]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TinkerSession:
+    """One client, which gives signs of life."""
+
+    session_id: str
+    owner: str
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    seen_s: float = field(default_factory=time.monotonic)
+    runs: dict[str, TrainingRun] = field(default_factory=dict)
+    samplers: dict[str, TinkerSampler] = field(default_factory=dict)
+
+
+class TinkerSessions:
+    """The sessions of a server. `end_session` frees what a session has."""
+
+    def __init__(self, *, idle_s: float, end_session: Callable[[TinkerSession, str], Awaitable[None]]) -> None:
+        """`idle_s` is how long a client may be silent."""
+        self.idle_s = idle_s
+        self._end_session = end_session
+        self._by_id: dict[str, TinkerSession] = {}
+        self.runs: dict[str, TrainingRun] = {}
+        self.samplers: dict[str, TinkerSampler] = {}
+
+    def add(self, session: TinkerSession) -> None:
+        """Begin a session."""
+        self._by_id[session.session_id] = session
+
+    def get(self, session_id: str, *, owner: str, status: int = 404) -> TinkerSession:
+        """A session of this owner, whose client is alive; otherwise `HttpError`, by default 404."""
+        session = self._by_id.get(session_id)
+        if session is None or session.owner != owner:
+            raise HttpError(
+                status,
+                f"session {session_id[:100]!r} is not open: it has finished, its client was silent for "
+                f"{self.idle_s:g} s, or the server started again. Make a new ServiceClient",
+            )
+        session.seen_s = time.monotonic()
+        return session
+
+    def list_ids(self, *, owner: str) -> list[str]:
+        """The open sessions of an owner."""
+        return [each.session_id for each in self._by_id.values() if each.owner == owner]
+
+    def add_run(self, session: TinkerSession, run: TrainingRun) -> None:
+        """Add a training run to its session."""
+        session.runs[run.model_id] = self.runs[run.model_id] = run
+
+    def add_sampler(
+        self,
+        session: TinkerSession,
+        seq_id: int,
+        weights: SamplerWeights,
+        *,
+        base_model: str,
+        model_path: str | None = None,
+    ) -> TinkerSampler:
+        """Add a sampler to its session; the one of before, if the number comes again."""
+        sampler_id = f"{session.session_id}:sample:{seq_id}"
+        if sampler_id not in self.samplers:
+            sampler = TinkerSampler(
+                sampler_id=sampler_id,
+                owner=session.owner,
+                session_id=session.session_id,
+                base_model=base_model,
+                weights=weights,
+                model_path=model_path,
+            )
+            session.samplers[sampler_id] = self.samplers[sampler_id] = sampler
+        return self.samplers[sampler_id]
+
+    def drop_run(self, session: TinkerSession, run: TrainingRun) -> None:
+        """Forget a training run whose model could not be made."""
+        session.runs.pop(run.model_id, None)
+        self.runs.pop(run.model_id, None)
+
+    def find_run(self, model_id: str, *, owner: str) -> TrainingRun | None:
+        """A training run of this owner whose model is there."""
+        run = self.runs.get(model_id)
+        if run is None or run.owner != owner:
+            return None
+        self.get(run.facts.session_id, owner=owner)
+        return run
+
+    def get_sampler(self, sampler_id: str, *, owner: str) -> TinkerSampler:
+        """A sampler of this owner; otherwise `HttpError`."""
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise HttpError(
+                410,
+                f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again. "
+                "Make another SamplingClient",
+            )
+        self.get(sampler.session_id, owner=owner)
+        return sampler
+
+    async def end(self, session: TinkerSession, reason: str) -> None:
+        """End a session, and free what it has."""
+        if self._by_id.pop(session.session_id, None) is None:
+            return
+        for model_id in session.runs:
+            self.runs.pop(model_id, None)
+        for sampler_id in session.samplers:
+            self.samplers.pop(sampler_id, None)
+        await self._end_session(session, reason)
+
+    async def end_idle(self) -> None:
+        """End the sessions whose clients are silent."""
+        for session in list(self._by_id.values()):
+            if time.monotonic() - session.seen_s > self.idle_s:
+                await self.end(session, f"its client was silent for {self.idle_s:g} s")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """End idle sessions within the block."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(min(1.0, self.idle_s / 4))
+                try:
+                    await self.end_idle()
+                except Exception:
+                    _log.exception("an idle session could not be ended")
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()

@@ -1,0 +1,378 @@
+"""`unbroken serve --tinker` under the unmodified SDK, and under calls that no SDK makes."""
+
+from __future__ import annotations
+
+import gc
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import zstandard
+from tinker import types
+
+from support.served import Served, save_tiny_model, served
+from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_tensor
+
+pytestmark = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"))
+)
+PROMPT = [1, 2, 3]
+SAMPLING = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks() -> Iterator[None]:
+    """The SDK leaves the connections of its first calls open."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with start(model, tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+def start(model: Path, store: Path, *options: str) -> Any:
+    return served(model, "--tinker", "--tinker-store", str(store), *options, engine="transformers")
+
+
+def connect(server: Served, key: str = KEY) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=server.url, api_key=key)
+
+
+def sample(client: Any, number: int = 1) -> list[types.SampledSequence]:
+    prompt = types.ModelInput.from_ints(PROMPT)
+    return client.sample(prompt, num_samples=number, sampling_params=SAMPLING).result(60).sequences
+
+
+def step(client: tinker.TrainingClient, data: list[types.Datum], loss: str = "importance_sampling") -> dict[str, float]:
+    done = client.forward_backward(data, loss)
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result(60)
+    return done.result(60).metrics
+
+
+def test_the_sdk_runs_a_whole_loop(server):
+    service = connect(server)
+    client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    assert client.get_info().lora_rank == 4
+    assert client.get_tokenizer().encode("a")
+    before = client.save_weights_and_get_sampling_client().result()
+    sequences = sample(before, 4)
+    assert len({each.sequence_id for each in sequences}) == 4
+    done = client.forward_backward([make_datum(PROMPT, each) for each in sequences], "importance_sampling").result(60)
+    sampled = sum(len(each.tokens) for each in sequences)
+    assert done.metrics["provenance_proven:sum"] == sampled
+    assert done.metrics["provenance_logprobs_changed:sum"] == 0
+    assert done.metrics["loss:sum"] == pytest.approx(-sampled, rel=1e-5)
+    for output, each in zip(done.loss_fn_outputs, sequences, strict=True):
+        logprobs = output["logprobs"].to_numpy()[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(logprobs, each.logprobs, atol=1e-4)
+    assert client.optim_step(types.AdamParams(learning_rate=1e-2)).result(60).metrics["grad_norm"] > 0
+    after = client.save_weights_and_get_sampling_client().result()
+    full = types.ModelInput.from_ints([*PROMPT, *sequences[0].tokens])
+    scores = [each.compute_logprobs(full).result(60) for each in (before, after, before)]
+    assert scores[0] == scores[2]
+    np.testing.assert_allclose(scores[0][len(PROMPT) :], sequences[0].logprobs, atol=1e-4)
+    assert sum(scores[1][3:]) > sum(scores[0][3:])  # each advantage was 1
+    base = service.create_sampling_client(base_model="tiny").result().compute_logprobs(full).result(60)
+    np.testing.assert_allclose(base[1:], scores[0][1:], atol=1e-4)
+    path = client.save_state("a").result(60).path
+    named = client.save_weights_for_sampler("b").result(60).path
+    loaded = service.create_training_client_from_state_with_optimizer(path).result()
+    outputs = [
+        each.forward([make_datum(PROMPT, sequences[0])], "importance_sampling") for each in (client, loaded)
+    ]  # fmt: skip
+    logprobs = [each.result(60).loss_fn_outputs[0]["logprobs"].tolist() for each in outputs]
+    assert logprobs[0] == logprobs[1]
+    assert service.create_sampling_client(model_path=named).result().compute_logprobs(full).result(60) == scores[1]
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    assert {path, named} <= {each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints}
+    assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    service.close(status="success").result(60)
+
+
+def test_sampling_parameters(server):
+    client = connect(server).create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    one, two = (client.sample(prompt, 1, SAMPLING, topk_sample_logprobs=2).result(60).sequences[0] for _ in range(2))
+    assert one.tokens == two.tokens  # the same seed
+    assert [len(each) for each in one.topk_logprobs] == [2] * len(one.tokens)
+    stop = types.SamplingParams(max_tokens=8, temperature=0, stop=[client_id := greedy(client, prompt)[2]])
+    stopped = client.sample(prompt, 1, stop).result(60).sequences[0]
+    assert (stopped.tokens[-1], stopped.stop_reason) == (client_id, "stop")
+    targets = types.TensorData.from_numpy(np.array([[6, 9], [-1, 7], [8, -1]], np.int64))
+    answer = client.sample(
+        prompt,
+        1,
+        types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        target_prompt_logprobs=targets,
+        prompt_logprobs_last_n=2,
+    ).result(60)
+    whole = client.compute_logprobs(prompt).result(60)
+    assert answer.prompt_logprobs == [None, None, *whole[2:]]
+    assert [each is None for each in answer.topk_prompt_logprobs] == [True, True, False, False]
+    found = answer.target_prompt_logprobs.to_numpy()
+    np.testing.assert_allclose([found[0, 0], found[1, 1], found[2, 0]], whole[1:], atol=1e-6)
+    assert found[1, 0] == found[2, 1] == 0
+    for refused in ({"prompt_alt_tokens_k": 2}, {"include_prompt_logprobs": False, "topk_prompt_logprobs": 2}):
+        with pytest.raises(tinker.RequestFailedError, match=next(reversed(refused))):
+            client.sample(prompt, 1, SAMPLING, **refused).result(60)
+
+
+def greedy(client: tinker.SamplingClient, prompt: types.ModelInput) -> list[int]:
+    return client.sample(prompt, 1, types.SamplingParams(max_tokens=8, temperature=0)).result(60).sequences[0].tokens
+
+
+def test_a_datum_with_one_id_changed_is_refused_with_the_position(server):
+    client = connect(server).create_lora_training_client(base_model="tiny", rank=4).result()
+    (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
+    good = make_datum(PROMPT, sequence)
+    for change in (0, 4, len(sequence.tokens) - 1):
+        wrong = make_datum(PROMPT, sequence, change=change)
+        with pytest.raises(tinker.RequestFailedError) as refused:
+            client.forward_backward([good, wrong], "importance_sampling").result(60)
+        assert refused.value.category == types.RequestErrorCategory.User
+        given = (sequence.tokens[change] + 1) % 256
+        place = len(PROMPT) + change
+        field = "model_input, span 1" if change < len(sequence.tokens) - 1 else "loss_fn_inputs, span 1"
+        place = place if "model" in field else place - 1
+        assert f"data[1].{field}, position {place}: " in str(refused.value)
+        assert f"id {sequence.tokens[change]} at {change}, and id {given} was given" in str(refused.value)
+    # Nothing of the refused requests was trained.
+    assert client.optim_step(types.AdamParams()).result(60).metrics["grad_norm"] == 0
+
+
+def test_false_spans_are_counted_where_they_are_not_refused(model, tmp_path):
+    with start(model, tmp_path, "--tinker-provenance", "count") as server:
+        client = connect(server).create_lora_training_client(base_model="tiny", rank=4).result()
+        (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
+        metrics = step(client, [make_datum(PROMPT, sequence, change=0)])
+        assert metrics["provenance_false_spans:sum"] == 2
+        plain = types.Datum(**{
+            name: getattr(make_datum(PROMPT, sequence), name) for name in ("model_input", "loss_fn_inputs")
+        })  # fmt: skip
+        metrics = step(client, [plain])
+        assert metrics["provenance_matched:sum"] == len(sequence.tokens)
+        assert metrics["provenance_version_lag:max"] == 1
+
+
+def test_in_flight_weights_have_a_version_for_each_id(server):
+    client = connect(server).create_lora_training_client(base_model="tiny", rank=4).result()
+    sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    prompt, raw = types.ModelInput.from_ints(PROMPT), RawClient(server.url)
+    long = types.SamplingParams(max_tokens=700, temperature=1.0, stop=[])
+    answer = sampler.sample(prompt, 1, long)
+    data = [make_datum(PROMPT, *sample(sampler))]
+    step(client, data)
+    client.save_weights_and_get_sampling_client(kind="inflight").result()
+    sequence = answer.result(120).sequences[0]
+    recorded = raw.http.get(f"sequences/{sequence.sequence_id}").json()
+    assert recorded["completion_ids"] == sequence.tokens
+    assert [version for *_, version in recorded["version_spans"]] == [0, 1]
+    metrics = client.forward([make_datum(PROMPT, sequence)], "importance_sampling").result(60).metrics
+    assert metrics["provenance_version_lag:max"] == 1
+    assert 0 < metrics["provenance_version_lag:mean"] < 1
+
+
+def test_a_key_sees_its_own_models_alone(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("tml-one\ntml-two\n")
+    with start(model, tmp_path / "store", "--tinker-keys", str(keys), "--tinker-max-models", "1") as server:
+        mine = connect(server)
+        client = mine.create_lora_training_client(base_model="tiny", rank=4).result()
+        (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
+        path = client.save_state("a").result(60).path
+        with pytest.raises(tinker.BadRequestError, match="--tinker-max-models"):
+            mine.create_lora_training_client(base_model="tiny", rank=4).result()
+        theirs, raw = connect(server, "tml-two"), RawClient(server.url, "tml-two")
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            theirs.create_training_client_from_state(path).result()
+        for call, body in (
+            ("optim_step", {"model_id": client.model_id, "seq_id": 9}),
+            ("get_info", {"model_id": client.model_id}),
+            ("weights_info", {"tinker_path": path}),
+        ):
+            assert raw.http.post(call, json=body).status_code == 404, call
+        assert raw.http.get("training_runs").json()["training_runs"] == []
+        assert raw.http.get(f"sequences/{sequence.sequence_id}").status_code == 404
+        other = theirs.create_lora_training_client(base_model="tiny", rank=4).result()
+        with pytest.raises(tinker.RequestFailedError, match="has sampled no sequence"):
+            other.forward_backward([make_datum(PROMPT, sequence)], "importance_sampling").result(60)
+        assert RawClient(server.url, "tml-three").http.get("training_runs").status_code == 401
+
+
+def test_calls_run_once_and_in_order_however_they_arrive(server):
+    raw = RawClient(server.url)
+    _, model_id = raw.create_model("tiny")
+    step_two = raw.post("optim_step", model_id=model_id, seq_id=2, adam_params={"learning_rate": 0.1})
+    with pytest.raises(httpx.ReadTimeout):  # it waits for the first, and the connection is lost
+        raw.http.post("retrieve_future", json=step_two, timeout=0.3)
+    first = [raw.send(make_message(model_id, 1)).json() for _ in range(3)]
+    assert len({each["request_id"] for each in first}) == 1
+    outputs = [raw.wait(each) for each in first]
+    assert outputs[0] == outputs[1]
+    again = raw.post("optim_step", model_id=model_id, seq_id=2, adam_params={"learning_rate": 0.1})
+    assert raw.wait(again) == raw.wait(step_two)
+    assert raw.wait(again)["metrics"]["num_steps"] == 1
+    answer = raw.send(make_message(model_id, 2))
+    assert answer.status_code == 400
+    assert "seq_id 2" in answer.text
+
+
+def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path):
+    with ExitStack() as stack:
+        server = stack.enter_context(start(model, tmp_path))
+        service = connect(server)
+        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        data = [make_datum(PROMPT, each) for each in sample(sampler, 2)]
+        step(client, data)
+        path = client.save_state("kept").result(60).path
+        step(client, data)
+        wanted = client.forward(data, "importance_sampling").result(60).loss_fn_outputs
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(timeout=60)
+        port = server.url.rpartition(":")[2]
+        stack.enter_context(start(model, tmp_path, "--port", port))
+        with pytest.raises(tinker.APIStatusError, match=f"the server stopped; its last save_state is {path}"):
+            client.forward(data, "importance_sampling").result(60)
+        with pytest.raises(tinker.APIStatusError, match="is gone: its session has ended, or the server started again"):
+            sample(sampler)
+        loaded = connect(server).create_training_client_from_state_with_optimizer(path).result()
+        assert step(loaded, data)["provenance_proven:sum"] > 0  # of sequences that were sampled before
+        found = loaded.forward(data, "importance_sampling").result(60).loss_fn_outputs
+        assert [each["logprobs"].tolist() for each in found] == [each["logprobs"].tolist() for each in wanted]
+
+
+def test_a_silent_client_has_its_models_freed(model, tmp_path):
+    with start(model, tmp_path, "--tinker-idle-s", "2", "--tinker-max-models", "1") as server:
+        raw = RawClient(server.url)
+        session, model_id = raw.create_model("tiny")
+        for _ in range(6):
+            time.sleep(0.5)
+            raw.post("session_heartbeat", session_id=session)
+        time.sleep(4)
+        gone = raw.http.post("optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}})
+        assert gone.status_code == 410
+        assert "its client was silent for 2 s; nothing of it was saved" in gone.text
+        assert raw.http.post("session_heartbeat", json={"session_id": session}).status_code == 410
+        raw.create_model("tiny")
+
+
+def spoil_targets(message: Any, values: np.ndarray, name: str = "target_tokens") -> None:
+    put_tensor(message.data[0], name, values)
+
+
+def add_span(message: Any) -> None:
+    span = message.data[0].model_input_spans.add().sampled_tokens
+    span.sequence_id, span.length = "x", 2
+
+
+BAD: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "data must have at least one datum": ("", lambda message: message.ClearField("data")),
+    r"target_tokens\[1\] must be an id in \[0, 591\), got 591": (
+        "", partial(spoil_targets, values=np.array([1, 591, 2]))
+    ),
+    r"target_tokens must have shape \[3\]": ("", partial(spoil_targets, values=np.array([1, 2]))),
+    "target_tokens must be int64, got float32": ("", partial(spoil_targets, values=np.ones(3, np.float32))),
+    "must be float32 or int64, got int32": ("", partial(spoil_targets, values=np.ones(3, np.int32), name="weights")),
+    r"loss_fn_inputs\['weights'\]\[0\] must be finite": (
+        "", partial(spoil_targets, values=np.full(3, np.nan, np.float32), name="weights")
+    ),
+    "must cover the field's 3 positions exactly, got 2": ("", add_span),
+    "is made from spans, and not given": (
+        "", partial(spoil_targets, values=np.ones(3, np.float32), name="sampled")
+    ),
+    "logprobs": ("ppo", lambda message: None),
+    "no_such_loss": ("no_such_loss", lambda message: None),
+}  # fmt: skip
+
+
+def test_bad_data_are_user_errors_that_say_where_and_the_model_goes_on(server):
+    raw = RawClient(server.url)
+    _, model_id = raw.create_model("tiny")
+    for number, (problem, (loss, spoil)) in enumerate(BAD.items(), start=1):
+        message = make_message(model_id, number, loss=loss or "cross_entropy")
+        spoil(message)
+        result = raw.wait(raw.send(message).json())
+        assert isinstance(result, dict), problem
+        assert result["category"] == "user", result
+        assert re.search(problem, result["error"]), result
+    assert raw.wait(raw.send(make_message(model_id, len(BAD) + 1)).json()).metrics["loss:sum"] > 0
+
+
+def test_bad_bodies_are_refused(server):
+    raw = RawClient(server.url)
+    session, model_id = raw.create_model("tiny")
+    bomb = zstandard.ZstdCompressor().compress(bytes(2**28))
+    assert len(bomb) < 2**16
+    for body, headers, status in (
+        (b"\xff\xff\xff", {}, 400),
+        (bomb, {"content-encoding": "zstd"}, 413),
+        (b"no zstd", {"content-encoding": "zstd"}, 400),
+        (b"", {"content-encoding": "br"}, 400),
+        (b"{}", {"content-type": "application/json"}, 400),
+        (make_message(model_id, 0), {}, 400),
+        (make_message(model_id, 10**9), {}, 400),
+        (make_message("nobody", 1), {}, 404),
+    ):
+        answer = raw.send(body, **headers)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+    for path, body, status in (
+        ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "other"}, 400),
+        ("create_model", {"session_id": "x", "model_seq_id": 1, "base_model": "tiny"}, 404),
+        ("load_weights", {"path": "tinker://x/weights/y", "session_id": session, "model_seq_id": 3}, 404),
+        ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "model_path": "x"}, 404),
+        ("billing/usage", {}, 404),
+    ):  # fmt: skip
+        assert raw.http.post(path, json=body).status_code == status, path
+    for number, name in enumerate(("../../x", ".hidden", "a/b", "x" * 300), start=1):
+        failed = raw.wait(raw.post("save_weights", model_id=model_id, seq_id=number, path=name))
+        assert failed["category"] == "user"
+    failed = raw.wait(raw.post("optim_step", model_id=model_id, seq_id=5, adam_params={"learning_rate": -1}))
+    assert "learning_rate must be finite and >= 0" in failed["error"]
+
+
+def test_a_small_task_is_learned_by_a_loop_of_the_sdk(server):
+    client = connect(server).create_lora_training_client(base_model="tiny", rank=8, seed=2).result()
+    prompt = types.ModelInput.from_ints([10, 11])
+
+    def reward(sequence: types.SampledSequence) -> float:
+        return sum(each < 128 for each in sequence.tokens) / len(sequence.tokens)
+
+    rewards: list[float] = []
+    for _ in range(40):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        sequences = sampler.sample(
+            prompt, num_samples=16, sampling_params=types.SamplingParams(max_tokens=6, stop=[])
+        ).result(60).sequences  # fmt: skip
+        found = [reward(each) for each in sequences]
+        rewards.append(float(np.mean(found)))
+        data = [make_datum([10, 11], each, one - rewards[-1]) for each, one in zip(sequences, found, strict=True)]
+        client.forward_backward(data, "importance_sampling")
+        client.optim_step(types.AdamParams(learning_rate=2e-2)).result(60)
+        if np.mean(rewards[-3:]) >= 0.95:
+            break
+    assert rewards[0] < 0.6
+    assert np.mean(rewards[-3:]) >= 0.9, rewards

@@ -1,0 +1,249 @@
+"""Promises, training runs and weights of the Tinker API, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unbroken.errors import InvalidInputError, StoreError
+from unbroken.server.http.errors import HttpError
+from unbroken.tinker import sessions
+from unbroken.tinker.data import Datum
+from unbroken.tinker.options import ProvenancePolicy
+from unbroken.tinker.provenance import ProvenanceCheck
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch
+from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
+from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
+from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, load_messages, read_data
+from unbroken.transfer.files import FileSource
+
+FACTS = ModelFacts(base_model="tiny", session_id="s", lora=None)
+SEQUENCE = RecordedSequence(
+    sequence_id="s1",
+    owner="me",
+    model_id="run",
+    prompt_ids=np.array([5, 6, 7], np.int32),
+    ids=np.array([8, 9, 2], np.int32),
+    logprobs=np.array([-0.1, -0.2, -0.3], np.float32),
+    version_spans=((0, 2, 3), (2, 3, 4)),
+)
+
+
+def prompt(length: int, offset: int = 0) -> ProvenanceClaim:
+    return ProvenanceClaim(sampled=False, sequence_id="s1", offset=offset, length=length)
+
+
+def sampled(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
+    return ProvenanceClaim(sampled=True, sequence_id=name, offset=offset, length=length)
+
+
+def claimed(
+    inputs: list[ProvenanceClaim],
+    targets: list[ProvenanceClaim],
+    ids: tuple[int, ...] = (5, 6, 7, 8, 9, 2),
+    **given: Any,
+) -> ClaimedDatum:
+    arrays = {name: np.array(values, np.float32) for name, values in given.items()}
+    datum = Datum(input_ids=np.array(ids[:-1], np.int32), targets=np.array(ids[1:], np.int64), inputs=arrays)
+    return ClaimedDatum(datum=datum, input_claims=tuple(inputs), target_claims=tuple(targets))
+
+
+INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
+
+
+def make_run(promises: Promises) -> TrainingRun:
+    created = promises.open("run:0", "create_model", owner="me")
+    promises.finish(created, PromiseResult.of({}))
+    return TrainingRun("run", FACTS, owner="me", promises=promises, created=created)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    store = TinkerStore(tmp_path / "store")
+    store.add_sequences([SEQUENCE])
+    yield store
+    store.close()
+
+
+def check(
+    store: TinkerStore, data: list[ClaimedDatum], policy: str = "refuse", loss: str = "ppo", owner: str = "me"
+) -> Any:
+    made = ProvenanceCheck(store, ProvenancePolicy(policy), owner=owner, model_id="run", version=5, loss=loss)
+    return made.check(data)
+
+
+def test_true_spans_are_proven_and_versions_and_logprobs_compared(store):
+    data = [claimed(INPUTS, TARGETS, logprobs=[0, 0, -0.1, -0.2, -0.5], advantages=[0, 1, 1, 1, 1])]
+    (datum,), metrics = check(store, data)
+    assert datum is data[0].datum
+    assert metrics["provenance_proven:sum"] == 3
+    assert metrics["provenance_logprobs_changed:sum"] == 1
+    assert metrics["provenance_logprobs_difference:max"] == pytest.approx(0.2)
+    assert metrics["provenance_unsampled_trained:sum"] == 1
+    assert metrics["provenance_version_lag:max"] == 2
+    assert metrics["provenance_version_lag:mean"] == pytest.approx(5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "problem"),
+    [
+        ([prompt(3)], TARGETS, r"data\[0\].model_input: .* cover the field's 5 positions exactly, got 3"),
+        (INPUTS, [], r"data\[0\].loss_fn_inputs: .* cover the field's 5 positions exactly, got 0"),
+        ([prompt(3), sampled(2, 2)], TARGETS, "span 1: the sampled ids of 's1' have 3 positions, .* claims 2 from 2"),
+        ([prompt(3), sampled(2, 1)], TARGETS, "span 1, position 3: .* have id 9 at 1, and id 8 was given .2 of"),
+        ([prompt(3), sampled(2, name="s2")], TARGETS, "has sampled no sequence 's2' for this key"),
+        ([sampled(3), sampled(2)], TARGETS, "span 0, position 0: .* have id 8 at 0, and id 5 was given"),
+    ],
+)
+def test_a_false_span_is_refused_counted_or_not_looked_at(store, inputs, targets, problem):
+    with pytest.raises(InvalidInputError, match=problem):
+        check(store, [claimed(inputs, targets)])
+    metrics = check(store, [claimed(inputs, targets)], "count")[1]
+    assert metrics["provenance_false_spans:sum"] == 1
+    assert check(store, [claimed(inputs, targets)], "off")[1] == {}
+    with pytest.raises(InvalidInputError, match="has sampled no sequence"):
+        check(store, [claimed(INPUTS, TARGETS)], owner="other")
+
+
+def test_data_without_spans_are_found_by_their_ids_if_only_one_sequence_has_them(store):
+    assert check(store, [claimed([], [])])[1]["provenance_matched:sum"] == 3
+    assert check(store, [claimed([], [], ids=(5, 6, 7, 8, 9, 3))])[1]["provenance_unproven:sum"] == 5
+    assert check(store, [claimed([], [])], owner="other")[1]["provenance_unproven:sum"] == 5
+    twin = {name: getattr(SEQUENCE, name) for name in RecordedSequence.__slots__} | {"sequence_id": "s2"}
+    store.add_sequences([RecordedSequence(**twin)])
+    assert check(store, [claimed([], [])])[1]["provenance_unproven:sum"] == 5
+
+
+def test_stable_reinforce_is_told_what_was_sampled(store):
+    (datum,), _ = check(store, [claimed(INPUTS, TARGETS)], loss="stable_reinforce")
+    assert datum.inputs["sampled"].tolist() == [0, 0, 1, 1, 1]
+    np.testing.assert_array_equal(datum.inputs["logprobs"], np.array([0, 0, -0.1, -0.2, -0.3], np.float32))
+
+
+def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
+    messages = load_messages()
+    message = messages.ForwardBackwardRequest()
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dtype = messages.DTYPE_INT64
+    tensor.shape.extend([2, 3])
+    csr = tensor.sparse_csr
+    csr.values, csr.col_indices = np.array([7, 8, 9]).tobytes(), np.array([0, 2, 1]).tobytes()
+    csr.crow_indices = np.array([0, 2, 3]).tobytes()
+    assert read_data(message, 10, 100)[0].datum.targets.tolist() == [[7, 0, 8], [0, 9, 0]]
+    for rows, columns in (([0, 2, 4], [0, 2, 1]), ([0, 3], [0, 2, 1]), ([0, 2, 3], [0, 3, 1]), ([0, 2, 1], [0, 1, 2])):
+        csr.crow_indices, csr.col_indices = np.array(rows).tobytes(), np.array(columns).tobytes()
+        with pytest.raises(InvalidInputError, match=r"data\[0\]: .*_indices must"):
+            read_data(message, 10, 100)
+    tensor.shape[1] = 2**40
+    with pytest.raises(InvalidInputError, match="at most 67108864 cells"):
+        read_data(message, 10, 100)
+
+
+async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
+    promises = Promises()
+    monkeypatch.setattr(sessions, "MAX_OPEN", 3)
+    held = [promises.open(str(number), "sample", owner="me") for number in range(3)]
+    with pytest.raises(HttpError, match="3 calls that are not answered yet"):
+        promises.open("4", "sample", owner="me")
+    promises.open("5", "sample", owner="other")
+    promises.finish(held[0], PromiseResult.of({"number": 1}))
+    assert promises.find("0", owner="me").result == PromiseResult.of({"number": 1})
+    assert promises.find("0", owner="other") is None
+    monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 20)
+    promises.finish(held[1], PromiseResult.of({"number": 2}))
+    assert promises.find("0", owner="me") is None
+    assert promises.find("1", owner="me") is not None
+
+
+async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
+    promises, done = Promises(), []
+    run = make_run(promises)
+
+    def work(number: int) -> Any:
+        async def act() -> PromiseResult:
+            await asyncio.sleep(0)
+            done.append(number)
+            if number == 2:
+                raise InvalidInputError("two is wrong")
+            return PromiseResult.of({"number": number})
+
+        return act
+
+    held = [run.submit(number, "optim_step", work(number)) for number in (3, 2, 4, 2, 1, 1)]
+    for each in held:
+        await each.done.wait()
+    assert done == [1, 2, 3, 4]
+    assert held[1].result == PromiseResult.of({"error": "two is wrong", "category": "user"})
+    waiting = run.submit(6, "optim_step", work(6))
+    await run.end("the end")
+    assert b"model run is gone: the end" in waiting.result.body
+
+
+class CountedEngine:
+    """An engine that only takes weights."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def update_weights(self, source: FileSource, *, policy_version: int, **_: Any) -> None:
+        await asyncio.sleep(0.001)
+        self.policy_version = policy_version
+        self.loaded.append(source.folder.name)
+
+
+async def test_requests_for_the_same_weights_go_together(monkeypatch):
+    monkeypatch.setattr("unbroken.tinker.sampling.require_updatable", lambda engine: engine)
+    engine = CountedEngine()
+    switch = WeightSwitch(engine, make_base=lambda _: Path("base"))
+    base, one, two = SamplerWeights(), SamplerWeights(folder=Path("one")), SamplerWeights(folder=Path("two"))
+    inside: set[SamplerWeights] = set()
+
+    async def use(weights: SamplerWeights) -> None:
+        async with switch.use(weights):
+            inside.add(weights)
+            assert inside == {weights}
+            await asyncio.sleep(0.01)
+            inside.discard(weights)
+
+    await asyncio.gather(*(use(each) for each in (base, one, two, one, base, two, one)))
+    assert engine.loaded == ["one", "two", "base"]  # the second of the base came while others waited
+    left = asyncio.create_task(use(two))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait({left})
+    await asyncio.wait_for(use(one), 1)
+
+
+def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
+    store = TinkerStore(tmp_path)
+    with pytest.raises(StoreError, match="is in use by another server"):
+        TinkerStore(tmp_path)
+    store.put_model("run", FACTS, owner="me")
+    path = "tinker://run/weights/a"
+    store.put_checkpoint(
+        Checkpoint(path=path, model_id="run", base_model="tiny", lora={"rank": 4}, version=3, num_bytes=1), owner="me"
+    )
+    store.folder_of(path).mkdir(parents=True)
+    store.close()
+    store = TinkerStore(tmp_path)
+    assert store.find_model("run", owner="me").ended == "the server stopped"
+    assert store.find_model("run", owner="other") is None
+    found = store.find_checkpoint(path, owner="me")
+    assert (found.version, found.lora, found.is_for_training) == (3, {"rank": 4}, True)
+    assert store.find_checkpoint(path, owner="other") is None
+    store.delete_checkpoint(found, owner="me")
+    assert not store.folder_of(path).exists()
+    expired = Checkpoint(
+        path=path, model_id="run", base_model="tiny", lora=None, version=0, num_bytes=1, expires=found.made
+    )
+    store.put_checkpoint(expired, owner="me")
+    assert store.find_checkpoint(path, owner="me") is None
+    store.close()
