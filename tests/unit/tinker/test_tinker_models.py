@@ -13,12 +13,15 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from support.adapted import untied_qwen3
+from support.image_rows import Vision
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
+from support.vision import FAMILIES, picture
 from unbroken.errors import CheckpointError, InvalidInputError, TrainingError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec
 from unbroken.tinker.models import Models
 from unbroken.training.config import TrainerConfig
+from unbroken.training.trainer import Trainer
 
 EXACT = 1e-6
 ADAPTER = LoraSpec(rank=3, seed=7)
@@ -507,3 +510,46 @@ def test_names_and_numbers_of_models_are_checked(folder):
     models.create("b", ADAPTER)
     with pytest.raises(InvalidInputError, match=r"trainer.compile must be left out"):
         Models(folder, config=TrainerConfig(compile=True), accelerator=Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_with_images_have_the_logprobs_of_our_trainer(family, tmp_path):
+    """A new adapter changes nothing; nothing predicts an id of an image, whose logprob is 0."""
+    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+    vision = Vision.make(tmp_path, family)
+    rows = [
+        vision.row("see ", picture(56, 56), "this", (5, 6, 7), advantage=0.5),
+        vision.row("two ", picture(28, 84, seed=1), "and", (9, 8), picture(56, 28, seed=2), (4,), advantage=-1.0),
+        vision.row("none", (5, 6), advantage=1.0),
+    ]
+    data = [
+        Datum(
+            input_ids=row.token_ids[:-1],
+            targets=row.token_ids[1:].astype(np.int64),
+            inputs={
+                "logprobs": np.where(row.sampled_mask, row.rollout_logprobs, np.float32(0))[1:],
+                "advantages": row.advantages[1:],
+            },
+            images=row.images,
+        )
+        for row in rows
+    ]
+    expected = Trainer(vision.model(), TrainerConfig(), images=vision.images).logprobs(rows)
+    models = Models(tmp_path, accelerator=Accelerator(cpu=True), images=vision.images)
+    models.create("a", LoraSpec(rank=2, train_unembed=False))
+    output = models.forward_backward("a", data, "ppo", {}, backward=True)
+    for found, row, wanted in zip(output.logprobs, rows, expected, strict=True):
+        np.testing.assert_allclose(found[row.sampled_mask[1:]], wanted[row.sampled_mask], atol=1e-5)
+        inside = np.zeros(len(row.token_ids), dtype=np.bool_)
+        for span in row.images:
+            inside[span.offset : span.stop] = True
+        assert (found[inside[1:]] == 0).all()
+        assert (found[~inside[1:]] < 0).all()
+    assert models.optim_step("a", AdamParams())["grad_norm"] > 0
+    assert not any("visual" in name or "vision" in name for name, _ in models.adapter("a"))
+    start = rows[0].images[0].offset
+    wrong = {name: values.copy() for name, values in data[0].inputs.items()}
+    wrong["advantages"][start] = 1
+    datum = Datum(input_ids=data[0].input_ids, targets=data[0].targets, inputs=wrong, images=data[0].images)
+    with pytest.raises(InvalidInputError, match=rf"data\[0\] must have no weight .*, and position {start} has some"):
+        models.forward_backward("a", [datum], "ppo", {}, backward=True)
