@@ -1,22 +1,24 @@
-"""Compare our server with offline vLLM (the limit) and vLLM's own OpenAI server, on one model, in one run.
+"""Compare our server with offline vLLM (the limit) and vLLM's own OpenAI server, on one model, one after the other.
 
-    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/server.py            # tiny model, CPU build
-    python bench/server.py --shape 0.6b --dtype bfloat16 --tokens 256 --limit-s 240                          # one GPU
+    OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 python bench/server.py -- --block-size 32 --enforce-eager     # on a CPU
+    python bench/server.py --shape 0.6b --dtype bfloat16 --prompts 512 --tokens 256 --folder FOLDER          # one GPU
 
-Two loads: a batch of 64 prompts x n=4 in one request, and 64 concurrent single requests. Every side returns ids and
-logprobs, as training needs them. Sampling is random with a fixed length: stop ids are ignored. Offline runs once with
-logprobs and once without.
+Two loads: `batch`, all prompts x n in one request, and `requests`, one request for each prompt x n at the same time.
+Every side returns ids and logprobs, as training needs them. Sampling is random with a fixed length: stop ids are
+ignored. Offline vLLM is measured with logprobs, and without.
 
-All three engines run at once and the rounds alternate, so that other load affects all sides alike. Ratios are medians
-of the rounds' ratios to offline with logprobs. Options after `--` go to vLLM on every side. The offline engine starts
-first and compiles; the servers then start together, from its cache. Rounds are printed as they end, and none begins
-after the time limit.
+Each side has the whole machine while it runs: it starts, makes a small round of each load to warm up, then the rounds,
+and ends. The model is made once (`--folder` keeps it), and the later sides find what the first has compiled. A line is
+printed after each round, and the table so far after each side; a side may begin no round once its third of the time
+limit is over. CPU seconds are those of a server's HTTP process, of the engine's processes, and of the client (for
+offline vLLM: of the process with `LLM`, of the engine's). Options after `--` go to vLLM on every side.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import socket
@@ -25,12 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from unbroken.client import AsyncClient
 from unbroken.client.calls import Connections
@@ -76,31 +80,32 @@ def save_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 @contextmanager
-def run_server(command: list[str]) -> Iterator[Callable[[str], None]]:
-    """Run a server process for the block, which gets a function that waits until /health of a URL answers."""
+def run_server(command: list[str], url: str) -> Iterator[psutil.Process]:
+    """Run a server process for the block, which begins when /health of its URL answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-        def wait(url: str) -> None:
+        try:
             until = time.monotonic() + 300
-            while True:
+            while not answers(url):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise SystemExit(f"{command[:4]} does not serve:\n{log.read()[-3000:]}")
-                try:
-                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                        return
-                except httpx.HTTPError:
-                    time.sleep(0.5)
-
-        try:
-            yield wait
+                time.sleep(0.2)
+            yield psutil.Process(process.pid)
         finally:
             process.terminate()
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def free_port() -> int:
@@ -115,49 +120,52 @@ def open_client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=600, transport=Connections())
 
 
-class Loads:
-    """The two loads on each side. Every method returns the number of ids in the answers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What each side samples. Every method returns the number of ids in the answers."""
 
-    def __init__(self, *, num_prompts: int, n: int, num_tokens: int) -> None:
-        rng = random.Random(0)
-        self.prompts = [[rng.randrange(256) for _ in range(rng.randrange(20, 60))] for _ in range(num_prompts)]
-        self.n = n
-        self.num_tokens = num_tokens
+    prompts: list[list[int]]
+    n: int
+    num_tokens: int
 
-    def offline(self, llm: Any, *, n: int, logprobs: bool) -> int:
+    @property
+    def num_ids(self) -> int:
+        """How many ids the answers have."""
+        return len(self.prompts) * self.n * self.num_tokens
+
+    def offline(self, llm: Any, *, logprobs: bool) -> int:
         """`LLM.generate` in this process."""
         from vllm import SamplingParams as VllmSamplingParams
 
         params = VllmSamplingParams(
-            n=n, max_tokens=self.num_tokens, ignore_eos=True, logprobs=0 if logprobs else None, detokenize=False
+            n=self.n, max_tokens=self.num_tokens, ignore_eos=True, logprobs=0 if logprobs else None, detokenize=False
         )
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in self.prompts], params, use_tqdm=False)
         return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
     async def ours_batch(self, client: AsyncClient) -> int:
         """One request to our server."""
-        results = await client.generate(self.prompts, SamplingParams(max_tokens=self.num_tokens), n=self.n)
+        return await self._generate(client, self.prompts)
+
+    async def ours_requests(self, client: AsyncClient) -> int:
+        """One request to our server for each prompt."""
+        return sum(await asyncio.gather(*(self._generate(client, [ids]) for ids in self.prompts)))
+
+    async def vllm_batch(self, http: httpx.AsyncClient) -> int:
+        """One completion request to vLLM's server."""
+        return await self._complete(http, self.prompts)
+
+    async def vllm_requests(self, http: httpx.AsyncClient) -> int:
+        """One completion request to vLLM's server for each prompt."""
+        return sum(await asyncio.gather(*(self._complete(http, [ids]) for ids in self.prompts)))
+
+    async def _generate(self, client: AsyncClient, prompts: list[list[int]]) -> int:
+        results = await client.generate(prompts, SamplingParams(max_tokens=self.num_tokens), n=self.n)
         return sum(len(sequence.completion_ids) for result in results for sequence in result.sequences)
 
-    async def ours_single(self, client: AsyncClient) -> int:
-        """One request to our server for each prompt."""
-        params = SamplingParams(max_tokens=self.num_tokens)
-        answers = await asyncio.gather(*(client.generate([ids], params) for ids in self.prompts))
-        return sum(len(results[0].sequences[0].completion_ids) for results in answers)
-
-    async def vllm_batch(self, url: str) -> int:
-        """One completion request to vLLM's server."""
-        async with open_client(url) as http:
-            return await self._complete(http, self.prompts, self.n)
-
-    async def vllm_single(self, url: str) -> int:
-        """One completion request to vLLM's server for each prompt."""
-        async with open_client(url) as http:
-            return sum(await asyncio.gather(*(self._complete(http, [ids], 1) for ids in self.prompts)))
-
-    async def _complete(self, http: httpx.AsyncClient, prompts: list[list[int]], n: int) -> int:
+    async def _complete(self, http: httpx.AsyncClient, prompts: list[list[int]]) -> int:
         body = {
-            "model": NAME, "prompt": prompts, "n": n, "max_tokens": self.num_tokens, "ignore_eos": True,
+            "model": NAME, "prompt": prompts, "n": self.n, "max_tokens": self.num_tokens, "ignore_eos": True,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True, "temperature": 1.0,
         }  # fmt: skip
         answer = await http.post("/v1/completions", json=body)
@@ -165,39 +173,84 @@ class Loads:
         return sum(len(choice["token_ids"]) for choice in answer.json()["choices"])
 
 
-def time_run(run: Callable[[], int], expected: int) -> float:
-    start = time.perf_counter()
-    found = run()
-    elapsed = time.perf_counter() - start
-    assert found == expected, f"got {found} ids, expected {expected}"
-    return elapsed
+def make_load(num_prompts: int, n: int, num_tokens: int) -> Load:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(rng.randrange(20, 60))] for _ in range(num_prompts)]
+    return Load(prompts=prompts, n=n, num_tokens=num_tokens)
 
 
-def measure(loads: Loads, sides: dict[str, dict[str, Callable[[], int]]], num_rounds: int, until: float) -> None:
-    """Run all sides of each load in turn and print the tables; no round begins after `until` unless it is the first."""
-    num_prompts = len(loads.prompts)
-    for title, runs in sides.items():
-        expected = num_prompts * loads.num_tokens * (loads.n if "batch" in title else 1)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        print(f"\n{title}: {expected} ids", flush=True)
-        for round_number in range(num_rounds + 1):
-            if round_number > 1 and time.monotonic() > until:
-                print(f"the time is up after {round_number - 1} rounds")
-                break
-            taken = {name: time_run(run, expected) for name, run in runs.items()}
-            shown = ", ".join(f"{name} {elapsed:.2f}" for name, elapsed in taken.items())
-            print(f"round {round_number or 'to warm up'}: {shown}", flush=True)
-            if round_number:
-                for name, elapsed in taken.items():
-                    times[name].append(elapsed)
-        limit = times["offline LLM, with logprobs"]
-        print(f"{'':34}{'median s':>10}{'ids/s':>10}{'of offline':>12}{'of vLLM server':>16}")
-        theirs = times["vLLM's own server"]
-        for name, own in times.items():
-            median = statistics.median(own)
-            of_limit = statistics.median(a / b for a, b in zip(limit, own, strict=True))
-            of_theirs = statistics.median(a / b for a, b in zip(theirs, own, strict=True))
-            print(f"{name:34}{median:>10.3f}{expected / median:>10,.0f}{of_limit:>12.2f}{of_theirs:>16.2f}", flush=True)
+OFFLINE, WITHOUT, THEIRS, OURS = "offline LLM", "offline, no logprobs", "vLLM's own server", "unbroken serve"
+Runs = Mapping[tuple[str, str], Callable[[Load], int]]
+"""The functions to time, by side and load."""
+
+
+class Results:
+    """The rounds of all sides, printed as they end."""
+
+    def __init__(self, load: Load, file: Path | None) -> None:
+        self._load = load
+        self._file = file
+        self._rounds: dict[tuple[str, str], list[dict[str, float]]] = {}
+
+    def measure(self, runs: Runs, front: psutil.Process, *, num_rounds: int, until: float) -> None:
+        """Warm up and run the rounds of one side; of each load at least one."""
+        for run in runs.values():
+            run(make_load(16, self._load.n, min(16, self._load.num_tokens)))
+        for number in range(num_rounds):
+            for (side, name), run in runs.items():
+                if number and time.monotonic() > until:
+                    print("the time is up", flush=True)
+                    return
+                self.add(side, name, time_run(run, self._load, front))
+
+    def add(self, side: str, name: str, found: dict[str, float]) -> None:
+        """Keep and print a round."""
+        self._rounds.setdefault((name, side), []).append(found)
+        shown = ", ".join(f"{key} {value:.2f}" for key, value in found.items())
+        print(f"{name}, {side}: {shown}", flush=True)
+        if self._file is not None:
+            with self._file.open("a") as lines:
+                lines.write(json.dumps({"load": name, "side": side, **found}) + "\n")
+
+    def print_table(self) -> None:
+        """Print the medians of the rounds so far."""
+        num_requests, num_ids = len(self._load.prompts), self._load.num_ids
+        print(f"\n{num_requests} prompts x n={self._load.n} x {self._load.num_tokens} ids: medians; CPU of the front a "
+              "prompt, of all processes per id")  # fmt: skip
+        print(f"{'load':10}{'side':22}{'s':>8}{'ids/s':>10}{'/ offline':>10}{'/ vLLM':>8}{'front ms':>10}{'all us':>8}")
+        medians = {
+            key: {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+            for key, rounds in self._rounds.items()
+        }
+        for (name, side), found in sorted(medians.items()):
+
+            def ratio(other: str, name: str = name, own: float = found["s"]) -> str:
+                theirs = medians.get((name, other))
+                return "-" if theirs is None else f"{own / theirs['s']:.2f}"
+
+            cpu_s = found["front_cpu_s"] + found["engine_cpu_s"] + found["client_cpu_s"]
+            print(f"{name:10}{side:22}{found['s']:>8.2f}{num_ids / found['s']:>10,.0f}{ratio(OFFLINE):>10}"
+                  f"{ratio(THEIRS):>8}{1e3 * found['front_cpu_s'] / num_requests:>10.2f}{1e6 * cpu_s / num_ids:>8.1f}",
+                  flush=True)  # fmt: skip
+
+
+def time_run(run: Callable[[Load], int], load: Load, front: psutil.Process) -> dict[str, float]:
+    """Seconds of a round, and the CPU seconds of the front, its child processes, and this process if it is another."""
+    before, start = read_cpu(front), time.perf_counter()
+    found = run(load)
+    seconds, after = time.perf_counter() - start, read_cpu(front)
+    assert found == load.num_ids, f"got {found} ids, expected {load.num_ids}"
+    return {"s": seconds, **{name: after[name] - before[name] for name in after}}
+
+
+def read_cpu(front: psutil.Process) -> dict[str, float]:
+    def read(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    children = sum(read(child) for child in front.children(recursive=True))
+    client = 0.0 if front.pid == os.getpid() else time.process_time()
+    return {"front_cpu_s": read(front), "engine_cpu_s": children, "client_cpu_s": client}
 
 
 def main() -> None:
@@ -207,85 +260,106 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loads", default="batch,requests")
+    parser.add_argument("--sides", default="offline,vllm,ours")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="no round begins after it")
+    parser.add_argument("--results", type=Path, help="add each round to this file, as JSON")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="of all sides together, their starts included")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments, vllm_options = parser.parse_known_args()
-    until = time.monotonic() + arguments.limit_s
     vllm_options = [option for option in vllm_options if option != "--"]
-    loads = Loads(num_prompts=arguments.prompts, n=arguments.n, num_tokens=arguments.tokens)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    common = ["--dtype", arguments.dtype, "--max-model-len", "2048", *same_sizes(), *vllm_options]
+    results = Results(make_load(arguments.prompts, arguments.n, arguments.tokens), arguments.results)
+    if arguments.until is not None:
+        run_offline(arguments, common, results)
+        return
     with ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started = time.monotonic()
         save_model(folder, arguments.shape, arguments.dtype)
-        print(f"model written after {time.monotonic() - started:.0f} s", flush=True)
-        common = ["--dtype", arguments.dtype, "--max-model-len", "2048", *same_sizes(), *vllm_options]
-        sides = start_sides(stack, folder, common, loads)
-        measure(loads, sides, arguments.rounds, until)
+        print(f"model there after {time.monotonic() - started:.0f} s", flush=True)
+        sides = arguments.sides.split(",")
+        for number, side in enumerate(sides, start=1):
+            until = started + arguments.limit_s * number / len(sides)
+            began = time.monotonic()
+            if side == "offline":
+                start_offline(folder, until, results)
+            else:
+                run_side(side, folder, common, results, arguments=arguments, until=until)
+            print(f"{side} took {time.monotonic() - began:.0f} s with its start", flush=True)
+            results.print_table()
 
 
 def same_sizes() -> list[str]:
-    """On a GPU: sizes that would differ by side, and with them what is compiled, and each side's part of the memory.
-
-    Engines that start together cannot measure what is free.
-    """
+    """On a GPU: sizes that would differ by side, and with them what is compiled."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    return [
-        "--max-num-seqs", "256", "--max-num-batched-tokens", "8192",
-        "--gpu-memory-utilization", "0.28", "--kv-cache-memory-bytes", str(24 * 2**30),
-    ]  # fmt: skip
+    return ["--max-num-seqs", "256", "--max-num-batched-tokens", "8192"] if torch.cuda.is_available() else []
 
 
-def start_sides(
-    stack: ExitStack, folder: Path, common: list[str], loads: Loads
-) -> dict[str, dict[str, Callable[[], int]]]:
-    """Start both servers and the offline engine. Returns the functions to time, by load and side."""
+def start_offline(folder: Path, until: float, results: Results) -> None:
+    """Measure offline vLLM in a process of its own, whose memory is free afterwards."""
+    options = sys.argv[1:]
+    own = [sys.executable, __file__, "--until", str(until), "--folder", str(folder), *options]
+    with subprocess.Popen(own, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ROUND "):
+                name, side, found = json.loads(line.removeprefix("ROUND "))
+                results.add(side, name, found)
+    if process.returncode:
+        raise SystemExit(f"offline vLLM ended with {process.returncode}")
+
+
+def run_offline(arguments: argparse.Namespace, common: list[str], results: Results) -> None:
+    """Measure offline vLLM, and print each round for the process that started this one."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    ports = free_port(), free_port()
-    ours_url, theirs_url = (f"http://127.0.0.1:{port}" for port in ports)
-    model = ["--model", str(folder), "--served-model-name", NAME]
-    ours = [sys.executable, "-m", "unbroken", "serve", *model, "--engine", "vllm", "--port", str(ports[0]), *common]
-    theirs = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", *model, "--host", "127.0.0.1",
-        "--port", str(ports[1]), "--logprobs-mode", "processed_logprobs", *common,
-    ]  # fmt: skip
-    started = time.monotonic()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     args = EngineArgs.from_cli_args(
-        parser.parse_args(["--model", str(folder), "--logprobs-mode", "processed_logprobs", *common])
+        parser.parse_args(["--model", str(arguments.folder), "--logprobs-mode", "processed_logprobs", *common])
     )
     llm = LLM.from_engine_args(args)
-    stack.callback(llm.llm_engine.engine_core.shutdown)  # or the interpreter's exit would wait for its process
-    print(f"the offline engine is there after {time.monotonic() - started:.0f} s", flush=True)
-    wait_for_theirs = stack.enter_context(run_server(theirs))
-    wait_for_ours = stack.enter_context(run_server(ours))
-    wait_for_theirs(theirs_url)
-    wait_for_ours(ours_url)
-    print(f"both servers are there after {time.monotonic() - started:.0f} s", flush=True)
-    runner = stack.enter_context(asyncio.Runner())
-    client = AsyncClient(ours_url)
-    stack.callback(lambda: runner.run(client.close()))
-    return {
-        f"batch, {len(loads.prompts)} prompts x n={loads.n} in one request": {
-            "offline LLM, with logprobs": lambda: loads.offline(llm, n=loads.n, logprobs=True),
-            "offline LLM, without": lambda: loads.offline(llm, n=loads.n, logprobs=False),
-            "vLLM's own server": lambda: runner.run(loads.vllm_batch(theirs_url)),
-            "unbroken serve": lambda: runner.run(loads.ours_batch(client)),
-        },
-        f"{len(loads.prompts)} concurrent single requests": {
-            "offline LLM, with logprobs": lambda: loads.offline(llm, n=1, logprobs=True),
-            "offline LLM, without": lambda: loads.offline(llm, n=1, logprobs=False),
-            "vLLM's own server": lambda: runner.run(loads.vllm_single(theirs_url)),
-            "unbroken serve": lambda: runner.run(loads.ours_single(client)),
-        },
-    }
+    runs: dict[tuple[str, str], Callable[[Load], int]] = {}
+    for name in arguments.loads.split(","):  # offline there is one way, but each load has its line
+        runs[OFFLINE, name] = lambda load: load.offline(llm, logprobs=True)
+    runs[WITHOUT, arguments.loads.split(",")[0]] = lambda load: load.offline(llm, logprobs=False)
+    results.add = lambda side, name, found: print(f"ROUND {json.dumps([name, side, found])}", flush=True)  # type: ignore[method-assign]
+    results.measure(runs, psutil.Process(), num_rounds=arguments.rounds, until=arguments.until)
+    llm.llm_engine.engine_core.shutdown()  # or the interpreter's exit would wait for its process
+
+
+def run_side(
+    side: str, folder: Path, common: list[str], results: Results, *, arguments: argparse.Namespace, until: float
+) -> None:
+    """Start a server and measure it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    model = ["--model", str(folder), "--served-model-name", NAME, "--port", str(port)]
+    loads = arguments.loads.split(",")
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        if side == "ours":
+            command = [sys.executable, "-m", "unbroken", "serve", *model, "--engine", "vllm", *common]
+            client = AsyncClient(url)
+            stack.callback(lambda: runner.run(client.close()))
+            ours = {"batch": Load.ours_batch, "requests": Load.ours_requests}
+            runs = {(OURS, name): lambda load, name=name: runner.run(ours[name](load, client)) for name in loads}
+        else:
+            command = [
+                sys.executable, "-m", "vllm.entrypoints.openai.api_server", *model, "--host", "127.0.0.1",
+                "--logprobs-mode", "processed_logprobs", *common,
+            ]  # fmt: skip
+            http = open_client(url)
+            stack.callback(lambda: runner.run(http.aclose()))
+            theirs = {"batch": Load.vllm_batch, "requests": Load.vllm_requests}
+            runs = {(THEIRS, name): lambda load, name=name: runner.run(theirs[name](load, http)) for name in loads}
+        front = stack.enter_context(run_server(command, url))
+        results.measure(runs, front, num_rounds=arguments.rounds, until=until)
 
 
 if __name__ == "__main__":
