@@ -16,15 +16,15 @@ from pathlib import Path
 
 import httpx
 
-from server import NAME, Loads, free_port, run_server, save_model
+from server import NAME, Load, free_port, make_load, run_server, save_model
 from unbroken.client import AsyncClient
 
 
-async def probe(url: str, loads: Loads) -> list[float]:
+async def probe(url: str, load: Load) -> list[float]:
     """Measure the seconds of each probe during one batch."""
     times: list[float] = []
     async with AsyncClient(url) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        batch = asyncio.create_task(loads.ours_batch(client))
+        batch = asyncio.create_task(load.ours_batch(client))
         while not batch.done():
             start = time.perf_counter()
             (await http.get("/health")).raise_for_status()
@@ -36,7 +36,7 @@ async def probe(url: str, loads: Loads) -> list[float]:
 
 def main() -> None:
     """Print the percentiles of three batches."""
-    loads = Loads(num_prompts=64, n=4, num_tokens=256)
+    load = make_load(64, 4, 256)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
@@ -45,10 +45,9 @@ def main() -> None:
             sys.executable, "-m", "unbroken", "serve", "--model", folder, "--served-model-name", NAME, "--engine",
             "vllm", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
         ]  # fmt: skip
-        with run_server(command) as wait:
-            wait(url)
+        with run_server(command, url):
             for number in range(3):
-                times = asyncio.run(probe(url, loads))
+                times = asyncio.run(probe(url, load))
                 p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
                 print(
                     f"batch {number}: {len(times)} probes, median {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, "
