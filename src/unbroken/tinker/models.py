@@ -276,8 +276,10 @@ class Models:
         return self._get_backend().policy.model
 
     def _open(self, model: Any) -> TrainerBackend:
-        """The backend of a model."""
-        return TrainerBackend(model, self._config, accelerator=self._accelerator, images=self._images)
+        """The backend of a model, which alone keeps it: an accelerator keeps all that it has prepared."""
+        backend = TrainerBackend(model, self._config, accelerator=self._accelerator, images=self._images)
+        self._accelerator.free_memory()
+        return backend
 
     def _add_adapter(self, lora: LoraSpec) -> tuple[LoraSpec, str]:
         """Add an adapter and make it active; what it trains, and its name."""
@@ -298,14 +300,13 @@ class Models:
         settings = peft.LoraConfig(
             r=lora.rank, lora_alpha=ALPHA, target_modules=modules, task_type=peft.TaskType.CAUSAL_LM
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(secrets.randbits(63) if lora.seed is None else lora.seed)
-            if base is not None:
-                self._backend = self._open(peft.get_peft_model(base, settings, adapter_name=name))
-            else:
-                self._get_model().add_adapter(name, settings)
+        if base is not None:
+            self._backend = self._open(peft.get_peft_model(base, settings, adapter_name=name))
+        else:
+            self._get_model().add_adapter(name, settings)
         self._get_model().set_adapter(name)
         fuse_adapters(self._get_model())
+        _draw_first_weights(self._get_model(), secrets.randbits(63) if lora.seed is None else lora.seed)
         return lora, name
 
     def _averages(self, model: _Model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -329,6 +330,16 @@ class Models:
             return load_file(folder / _ADAPTER)
         dtype = causal_lm(self._get_model()).dtype
         return dict(_load_model(str(folder), dtype, self._images is not None).named_parameters())
+
+
+@torch.no_grad()
+def _draw_first_weights(model: Any, seed: int) -> None:
+    """Draw A of the active adapter anew, in PEFT's way, but by a generator that no other thread draws from; B is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_A." in name:
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
 
 
 def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:

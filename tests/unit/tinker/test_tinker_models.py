@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 
 import numpy as np
 import peft
@@ -438,10 +440,16 @@ def test_all_weights_of_one_model_can_be_trained(folder, tmp_path):
         InvalidInputError, match=r"'b' cannot have an adapter .rank 3. while model 'a' trains all weights"
     ):
         models.create("b", ADAPTER)
+    place = dict(models.adapter("a"))["lm_head.weight"].data_ptr()
+    parameters = (each for each in gc.get_objects() if type(each) is torch.nn.Parameter)
+    trained = weakref.ref(next(each for each in parameters if each.data_ptr() == place))
+    del parameters
     models.delete("a")
     models.create("b", ADAPTER)
     fresh = models.forward_backward("b", data, "cross_entropy", {}, backward=False)
     assert fresh.metrics["loss:sum"] == pytest.approx(first.metrics["loss:sum"], rel=1e-5)
+    gc.collect()
+    assert trained() is None, "the base that was trained is gone"
     with pytest.raises(InvalidInputError, match=r"'c' cannot train all weights .rank 0. while model 'b' is an adapter"):
         models.create("c", None)
 
