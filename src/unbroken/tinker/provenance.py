@@ -119,13 +119,16 @@ class ProvenanceCheck:
                     self.counts.proven += claim.length
                     self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
 
+        used = datum.inputs.get("advantages", datum.inputs.get("weights"))
+        used = used if used is not None and used.shape == sampled.shape else None
+        # Loops write 0 for targets that the loss does not use.
+        is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)
         self._check_field(f"{where}.model_input", datum.input_ids, each.input_claims)
-        self._check_field(f"{where}.loss_fn_inputs", targets, each.target_claims, length=number, take=take)
+        self._check_field(f"{where}.loss_fn_inputs", targets, each.target_claims, number, is_blank=is_blank, take=take)
         if targets is None:
             self.counts.unproven += number
-        weights = datum.inputs.get("advantages", datum.inputs.get("weights"))
-        if weights is not None and weights.shape == sampled.shape:
-            self.counts.unsampled_trained += int(((weights != 0) & (sampled == 0)).sum())
+        if used is not None:
+            self.counts.unsampled_trained += int(((used != 0) & (sampled == 0)).sum())
         if not self._fills:
             return datum
         return replace(datum, inputs={"logprobs": logprobs, **datum.inputs, _SAMPLED: sampled})
@@ -135,11 +138,15 @@ class ProvenanceCheck:
         where: str,
         ids: NDArray[Any] | None,
         claims: Sequence[ProvenanceClaim],
+        length: int = 0,
         *,
-        length: int | None = None,
+        is_blank: NDArray[np.bool_] | None = None,
         take: Callable[[int, ProvenanceClaim, RecordedSequence], None] = lambda *_: None,
     ) -> None:
-        """Check the spans of one field, whose `ids` are None if there are several a position."""
+        """Check the spans of one field, whose `ids` are None if there are several a position.
+
+        Where `is_blank`, a span of a prompt says nothing of the id.
+        """
         length = length if ids is None else len(ids)
         covered = sum(claim.length for claim in claims)
         if covered != length:
@@ -147,16 +154,24 @@ class ProvenanceCheck:
             return
         start = 0
         for number, claim in enumerate(claims):
-            sequence = self._check_claim(f"{where}, span {number}", ids, start, claim)
+            place = slice(start, start + claim.length)
+            given = None if ids is None else ids[place]
+            blank = None if claim.sampled or is_blank is None else is_blank[place]
+            sequence = self._check_claim(f"{where}, span {number}", claim, given, start, blank)
             if sequence is not None:
                 take(start, claim, sequence)
             start += claim.length
 
     def _check_claim(
-        self, where: str, ids: NDArray[Any] | None, start: int, claim: ProvenanceClaim
+        self,
+        where: str,
+        claim: ProvenanceClaim,
+        given: NDArray[Any] | None,
+        start: int,
+        blank: NDArray[np.bool_] | None,
     ) -> RecordedSequence | None:
         """The sequence of a span that is true; None for a false one that is only counted."""
-        what = "sampled ids" if claim.sampled else "prompt"
+        what = "sampled ids" if claim.sampled else "prompt ids"
         sequence = self._find(claim.sequence_id)
         if sequence is None:
             self._refuse(f"{where}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key")
@@ -168,9 +183,9 @@ class ProvenanceCheck:
                 f"{claim.length} from {claim.offset}"
             )
             return None
-        if ids is not None:
-            wanted, given = source[claim.offset : claim.offset + claim.length], ids[start : start + claim.length]
-            wrong = np.flatnonzero(wanted != given)
+        if given is not None:
+            wanted = source[claim.offset : claim.offset + claim.length]
+            wrong = np.flatnonzero((wanted != given) if blank is None else (wanted != given) & ~blank)
             if len(wrong):
                 place = int(wrong[0])
                 self._refuse(
@@ -202,11 +217,10 @@ class ProvenanceCheck:
             return
         last = datum.targets[-1:].astype(np.int32)
         found = self._store.find_by_content(hash_content(datum.input_ids, last), owner=self._owner)
-        is_shifted = np.array_equal(datum.input_ids[1:], datum.targets[:-1])
-        if len(found) != 1 or not is_shifted:
+        number = min(len(found[0].ids), len(datum.targets)) if len(found) == 1 else 0
+        if not number or not np.array_equal(found[0].ids[-number:], datum.targets[-number:]):
             self.counts.unproven += len(datum.targets)
             return
-        number = min(len(found[0].ids), len(datum.targets))
         offset = len(found[0].ids) - number
         self.counts.matched += number
         self.counts.unproven += len(datum.targets) - number

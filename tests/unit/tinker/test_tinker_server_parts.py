@@ -109,6 +109,19 @@ def test_a_false_span_is_refused_counted_or_not_looked_at(store, inputs, targets
         check(store, [claimed(INPUTS, TARGETS)], owner="other")
 
 
+def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store):
+    """As cookbook's rl_loop writes them."""
+    data = claimed(INPUTS, TARGETS, advantages=[0, 0, 1, 1, 1])
+    data.datum.targets[:2] = 0
+    assert check(store, [data])[1]["provenance_proven:sum"] == 3
+    data.datum.inputs["advantages"][1] = 1
+    with pytest.raises(InvalidInputError, match=r"loss_fn_inputs, span 0, position 1: .* have id 7 at 2, and id 0 was"):
+        check(store, [data])
+    plain = claimed([], [])
+    plain.datum.targets[:2] = 0
+    assert check(store, [plain])[1]["provenance_matched:sum"] == 3
+
+
 def test_data_without_spans_are_found_by_their_ids_if_only_one_sequence_has_them(store):
     assert check(store, [claimed([], [])])[1]["provenance_matched:sum"] == 3
     assert check(store, [claimed([], [], ids=(5, 6, 7, 8, 9, 3))])[1]["provenance_unproven:sum"] == 5
