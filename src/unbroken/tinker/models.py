@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,8 @@ class Models:
 
         def add_files(aside: Path) -> None:
             if optimizer:
-                save_file({name: each.cpu().contiguous() for name, each in self._averages(model)}, aside / _OPTIMIZER)
+                averages = name_averages(model.optimizer, tuple(model.parameters))
+                save_file({name: each.cpu().contiguous() for name, each in averages.items()}, aside / _OPTIMIZER)
             described = {
                 "format": _FORMAT,
                 "base": self._base,
@@ -309,9 +310,6 @@ class Models:
         _draw_first_weights(self._get_model(), secrets.randbits(63) if lora.seed is None else lora.seed)
         return lora, name
 
-    def _averages(self, model: _Model) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from name_averages(model.optimizer, tuple(model.parameters)).items()
-
     def _check_fits(self, folder: Path, state: Mapping[str, Any], model: _Model) -> None:
         """Raise `CheckpointError` unless a folder is of this base and of a model like this one."""
         stored = None if state["lora"] is None else LoraSpec(**state["lora"])
@@ -359,7 +357,8 @@ def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
             if kind is not None and not any(part in name for part in (".lora_A.", ".lora_B.")):
                 found[kind].append(name)
     is_tied = model.config.get_text_config().tie_word_embeddings
-    lora = replace(lora, train_unembed=lora.train_unembed and not is_tied) if _is_more(lora) else lora
+    if lora.train_attn or lora.train_mlp:
+        lora = replace(lora, train_unembed=lora.train_unembed and not is_tied)
     if lora.train_unembed and is_tied:
         raise InvalidInputError(
             f"lora_config.train_unembed must not be all that is trained of {type(model).__name__}, whose input and "
@@ -377,10 +376,6 @@ def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
             )
     unembed = [names[id(head)]] if lora.train_unembed else []
     return lora, [name for kind, modules in found.items() if getattr(lora, kind) for name in modules] + unembed
-
-
-def _is_more(lora: LoraSpec) -> bool:
-    return lora.train_attn or lora.train_mlp
 
 
 def _find_kind(name: str) -> str | None:
