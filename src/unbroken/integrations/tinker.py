@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from unbroken.errors import InvalidInputError, missing_extra
-from unbroken.types import TrainingSample
+from unbroken.ledger.records import StoredSession
+from unbroken.ledger.tree import TokenTree
+from unbroken.types import SampledSequence, TokenIds, TrainingSample
 
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
 
@@ -47,6 +49,16 @@ def split_sequence_name(sequence_id: str) -> tuple[str, int] | None:
     """The session and the node of `name_sequence`; None for any other name."""
     session_id, slash, node = sequence_id.rpartition("/")
     return (session_id, int(node)) if slash and session_id and node.isascii() and node.isdecimal() else None
+
+
+def read_turns(stored: StoredSession) -> dict[int, tuple[TokenIds, SampledSequence]]:
+    """The prompt and the completion of each sampled node of a session."""
+    tree, turns = TokenTree(), {}
+    for turn in stored.turns:
+        if turn.given is not None:
+            tree.add_given(turn.given.token_ids, turn.given.origin, parent=turn.given.parent)
+        turns[tree.add_sampled(turn.sequence, parent=turn.parent).node] = tree.token_ids(turn.parent), turn.sequence
+    return turns
 
 
 def make_data(session_id: str, rows: Sequence[TrainingSample], tree: Mapping[str, Any]) -> list[Any]:

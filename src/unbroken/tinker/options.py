@@ -31,6 +31,9 @@ class TinkerOptions:
     tinker_provenance: ProvenancePolicy = ProvenancePolicy.REFUSE
     """What happens to provenance spans that are not true: refuse is an error that names the position, count trains the
     data and counts them in the answer's metrics, off compares nothing."""
+    tinker_sessions: str | None = None
+    """Store of a gateway over this server, a folder or a postgresql:// URL: spans may then name the turns of its
+    sessions, as unbroken.integrations.tinker makes them. Every key may name them all."""
     tinker_keys: Path | None = None
     """File with one key of a client a line (the SDK asks for the prefix tml-): each sees its own models, and no others
     are let in. Without it, every key is let in that the server lets in, and still sees its own models only."""
@@ -64,6 +67,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tinker", action="store_true", help="Serve the Tinker API too, and train.")
     group.add("tinker_store", type=Path, metavar="FOLDER")
     group.add("tinker_provenance", type=ProvenancePolicy, metavar="{refuse,count,off}")
+    group.add("tinker_sessions", metavar="STORE")
     group.add("tinker_keys", type=Path, metavar="FILE")
     group.add("tinker_idle_s", type=float, metavar="SECONDS")
     group.add("tinker_max_models", type=int, metavar="NUMBER")
@@ -72,7 +76,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
 def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
     """Convert the options; None without `--tinker`. Raises `InvalidInputError` for an invalid value."""
     if not arguments.tinker:
-        for name in ("store", "keys"):
+        for name in ("store", "sessions", "keys"):
             if getattr(arguments, f"tinker_{name}") != getattr(TinkerOptions(), f"tinker_{name}"):
                 raise InvalidInputError(f"--tinker-{name} needs --tinker")
         return None

@@ -92,7 +92,7 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
     from unbroken.tinker.models import Models
 
     load_messages()
-    store = TinkerStore(tinker.tinker_store)
+    store = TinkerStore(tinker.tinker_store, sessions=tinker.tinker_sessions)
     try:
         return serve(
             options,

@@ -26,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.types import Logprobs, TokenIds
+from unbroken.integrations.tinker import read_turns, split_sequence_name
+from unbroken.ledger.store import open_store_reader
+from unbroken.types import Logprobs, SampledSequence, TokenIds
 
 DATABASE = "tinker.sqlite3"
 _SCHEMA = """
@@ -162,14 +164,18 @@ def hash_content(*parts: TokenIds) -> bytes:
 class TinkerStore:
     """The folder of one server. Blocks: the server calls it in a thread of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder, which is made if it is missing.
+    def __init__(self, folder: Path, *, sessions: str | None = None) -> None:
+        """Open the folder, which is made if it is missing. `sessions` is where a gateway stores its sessions, whose
+        turns are then sequences too, of every owner.
 
         Raises:
             InvalidInputError: it cannot be written.
             StoreError: another server uses it, or it is damaged.
         """
         self.folder = folder
+        self._sessions = sessions
+        self._last_session: tuple[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = "", {}
+        """The turns of the gateway's session that was read last; turns never change."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("a")
@@ -235,8 +241,35 @@ class TinkerStore:
         )  # fmt: skip
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
-        """A sequence that was sampled for this owner."""
-        return next(iter(self._find_sequences("s.id", sequence_id, owner)), None)
+        """A sequence that was sampled for this owner, or a turn of a gateway's session.
+
+        Raises:
+            StoreError: the gateway's store cannot be read.
+        """
+        found = next(iter(self._find_sequences("s.id", sequence_id, owner)), None)
+        return found if found is not None or self._sessions is None else self._find_turn(sequence_id, owner)
+
+    def _find_turn(self, sequence_id: str, owner: str) -> RecordedSequence | None:
+        """A turn by its name, read from the gateway's store, which is not changed."""
+        name = split_sequence_name(sequence_id)
+        if name is None or self._sessions is None:
+            return None
+        session_id, node = name
+        if self._last_session[0] != session_id or node not in self._last_session[1]:
+            stored = open_store_reader(self._sessions).load(session_id)
+            self._last_session = session_id, {} if stored is None else read_turns(stored)
+        if node not in self._last_session[1]:
+            return None
+        prompt_ids, sequence = self._last_session[1][node]
+        return RecordedSequence(
+            sequence_id=sequence_id,
+            owner=owner,
+            model_id="",  # the gateway does not know whose weights its engine had
+            prompt_ids=prompt_ids,
+            ids=sequence.completion_ids,
+            logprobs=sequence.rollout_logprobs,
+            version_spans=tuple((span.start, span.stop, span.policy_version) for span in sequence.version_spans),
+        )
 
     def find_by_content(self, content: bytes, *, owner: str) -> list[RecordedSequence]:
         """The sequences, two at most, whose prompt and completion together are these ids."""

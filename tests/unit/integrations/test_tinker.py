@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tinker
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from support.gateways import CALL, CHAT, USER, ask, result, running_gateway, scripted
 from support.recorded_sessions import recording_gateway
@@ -13,8 +16,10 @@ from support.servers import listening
 from unbroken import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.tinker import make_data, name_sequence, split_sequence_name
-
-tinker = pytest.importorskip("tinker", reason="needs tinker", exc_type=ModuleNotFoundError)
+from unbroken.tinker.options import ProvenancePolicy
+from unbroken.tinker.provenance import ProvenanceCheck
+from unbroken.tinker.store import TinkerStore
+from unbroken.tinker.wire import read_data
 
 
 async def read_session(gateway, created, *, advantage=0.5):
@@ -101,6 +106,37 @@ async def test_a_row_of_another_session_or_distribution_is_refused(tmp_path):
         make_data(created["session_id"], [rows[0], changed], tree)
     with pytest.raises(InvalidInputError, match=r"rows\[0\] must be sampled at temperature 1, .*, got 0.7"):
         make_data(created["session_id"], [replace(rows[0], temperature=0.7)], tree)
+
+
+async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
+    """Through the SDK's own message; one id that was changed is refused with its position."""
+    async with recording_gateway(tmp_path / "sessions") as (gateway, created):
+        rows, tree = await read_session(gateway, created)
+    data = make_data(created["session_id"], rows, tree)
+    store = TinkerStore(tmp_path / "store", sessions=str(tmp_path / "sessions"))
+
+    def check(given):
+        body = ForwardBackwardInput(data=given, loss_fn="stable_reinforce")
+        request = ForwardBackwardRequest(model_id="a", seq_id=1, forward_backward_input=body)
+        claimed = read_data(forward_backward_request_to_proto(request), vocab_size=10**6, context_length=10**6)
+        options = {"owner": "key", "model_id": "a", "version": 3, "loss": "stable_reinforce"}
+        return ProvenanceCheck(store, ProvenancePolicy.REFUSE, **options).check(claimed)
+
+    checked, metrics = check(data)
+    assert metrics["provenance_proven:sum"] == sum(int(row.sampled_mask.sum()) for row in rows)
+    assert metrics["provenance_logprobs_changed:sum"] == metrics["provenance_false_spans:sum"] == 0
+    for datum, row in zip(checked, rows, strict=True):
+        np.testing.assert_array_equal(datum.inputs["sampled"] != 0, row.sampled_mask[1:])
+    targets = data[0].loss_fn_inputs["target_tokens"].to_numpy().copy()
+    targets[-1] += 1
+    inputs = {**data[0].loss_fn_inputs, "target_tokens": tinker.TensorData.from_numpy(targets)}
+    with pytest.raises(InvalidInputError, match=rf"span \d+, position {len(targets) - 1}: the sampled ids of"):
+        check([replace(data[0], loss_fn_inputs=inputs)])
+    store.close()
+    store = TinkerStore(tmp_path / "store")
+    with pytest.raises(InvalidInputError, match="this server has sampled no sequence"):
+        check(data)
+    store.close()
 
 
 def test_names_of_sequences_are_read_back():
