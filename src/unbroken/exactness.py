@@ -7,19 +7,31 @@ beside. vLLM chooses them once, by its context (`max_model_len`), and so does `f
     dynamic                         the config's own base, for rows of up to `max_position_embeddings`
 
 Attention by `sdpa` leaves out soft caps and sinks without a word: `choose_attention` finds the models that have them.
+
+With exact numerics (`Numerics.EXACT`) a row has the same bits in any pass: ids one by one with a cache, or all at once,
+alone or beside other rows. The sums are the same in any case, but kernels add them in an order that depends on shapes.
+On a CPU two rules are enough, for any model, without code for one:
+
+1.  Products have a multiple of `find_row_multiple` rows, which is 4 so far: what is left over goes to other kernels.
+2.  Attention (`attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
+    behind the last key adds exactly nothing.
+
+Norms, rotary embeddings, activations and log_softmax treat each row by itself anyway, with one thread or two: torch
+computes the last numbers of a thread's part by other code, and with more threads parts end anywhere.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -33,6 +45,12 @@ _LONGROPE, _DYNAMIC = ("short longrope", "long longrope"), "NTK of a fixed lengt
 _LEFT_OUT = {"softcap": "soft cap (attn_logit_softcapping)", "s_aux": "sinks"}
 """What models ask of their attention and `sdpa` does not do, by the name of the argument."""
 _PROBE = "unbroken_probe"
+EXACT_ATTENTION = "unbroken_exact"
+"""The name for `set_attn_implementation`."""
+BLOCK = 64
+_MAX_THREADS = 2
+_NUM_SUMMED = 96
+"""Factors of each sum in the probe for rule 1."""
 _logger = logging.getLogger(__name__)
 
 
@@ -99,6 +117,150 @@ def choose_attention(model: Any) -> None:
         model.set_attn_implementation("eager")
         names = " and ".join(_LEFT_OUT[name] for name in sorted(asked))
         _logger.warning("%s attends by eager, because sdpa would leave out its %s", type(model).__name__, names)
+
+
+def attend_exactly(model: Any) -> None:
+    """Switch a model to attention by rule 2, and check that a row then has the same bits beside another. Idempotent.
+
+    Raises:
+        InvalidInputError: it has not, with the name of the module; or the model is not in float32 on a CPU, or is a
+            mixture of experts; or torch computes with more than two threads.
+    """
+    name = type(model).__name__
+    if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+        raise InvalidInputError(f"numerics must be fast for {name}: experts compute as many ids at once as chose them")
+    if (num_threads := torch.get_num_threads()) > _MAX_THREADS:
+        raise InvalidInputError(
+            f"numerics must be fast with {num_threads} threads: exact needs {_MAX_THREADS} at most, as with "
+            f"OMP_NUM_THREADS={_MAX_THREADS}"
+        )
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        raise InvalidInputError(
+            f"numerics must be fast for {name} on {model.device} in {model.dtype}: exact needs a CPU, and float32"
+        )
+    AttentionInterface.register(EXACT_ATTENTION, attend)
+    AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
+    try:
+        model.set_attn_implementation(EXACT_ATTENTION)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"numerics must be fast for {name}, whose attention cannot be chosen: {error}"
+        ) from error
+    if (module := find_other_bits(model)) is not None:
+        raise InvalidInputError(f"numerics must be fast for {name}: {module} has other bits beside a longer row")
+
+
+@torch.no_grad()
+def find_other_bits(model: Any) -> str | None:
+    """The first module whose output has other bits for a row in a pass with a longer one; None if there is none."""
+    multiple = find_row_multiple(model.dtype)
+    length = max(choose_long_length(model) // multiple, 2) * multiple
+    ids = (torch.arange(length) + 1).remainder(len(model.get_input_embeddings().weight))
+    short = ids[:multiple].flip(0)
+    alone: dict[str, list[torch.Tensor]] = {}
+    found: list[str] = []
+
+    def record(name: str, output: torch.Tensor) -> None:
+        alone.setdefault(name, []).append(output[0])
+
+    def compare(name: str, output: torch.Tensor) -> None:
+        if not torch.equal(output[0, : len(short)], alone[name].pop(0)):
+            found.append(name)
+
+    _run_hooked(model, short[None], record)
+    both = torch.stack([pad(short, (0, length - len(short))), ids])
+    _run_hooked(model, both, compare)
+    return found[0] if found else None
+
+
+def _run_hooked(model: Any, ids_BT: torch.Tensor, see: Callable[[str, torch.Tensor], None]) -> None:
+    """Run a model, and show each output [B, T, ...] of a module, in the order in which they are computed."""
+
+    def hook(name: str, _module: Any, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else getattr(output, "logits", output)
+        if isinstance(first, torch.Tensor) and first.shape[:2] == ids_BT.shape:
+            see(name or "the model", first)
+
+    handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in model.named_modules()]
+    try:
+        model(input_ids=ids_BT, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [B, H, T, D] over `key` and `value` [B, G, L, D], as [B, T, H, D], by rule 2.
+
+    The mask is [B, 1, T, L], true or 0 where an id attends; without one, the last id attends to all keys. Shapes: B
+    rows, T ids of each, L keys, H query heads, G key-value heads, D head size, N blocks, Q queries that share keys.
+    """
+    if s_aux is not None:
+        raise ValueError(f"numerics must be fast for {type(module).__name__}, whose attention has sinks")
+    num_rows, num_heads, num_ids, size = query.shape
+    num_groups, num_keys = key.shape[1], key.shape[2]
+    shared = num_heads // num_groups * num_ids
+    num_blocks = -(-num_keys // BLOCK)
+    if attention_mask is None:
+        hidden_BTL = torch.ones(num_ids, num_keys, dtype=torch.bool).triu(num_keys - num_ids + 1)[None]
+    elif attention_mask.dtype == torch.bool:
+        hidden_BTL = ~attention_mask[:, 0, :, :num_keys]
+    else:
+        hidden_BTL = attention_mask[:, 0, :, :num_keys] < 0
+    missing_keys, missing_queries = num_blocks * BLOCK - num_keys, -shared % find_row_multiple(query.dtype)
+    if missing_keys:
+        key, value = (pad(states, (0, 0, 0, missing_keys)) for states in (key, value))
+        hidden_BTL = pad(hidden_BTL, (0, missing_keys), value=True)
+    hidden_BGQL = hidden_BTL[:, None].expand(-1, num_heads // num_groups, -1, -1).flatten(1, 2)[:, None]
+    query = query.reshape(num_rows, num_groups, shared, size)
+    if missing_queries:
+        query = pad(query, (0, 0, 0, missing_queries))
+        hidden_BGQL = pad(hidden_BGQL, (0, 0, 0, missing_queries))
+
+    scores = query @ key.transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(hidden_BGQL, float("-inf"))
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+    of_blocks_BGNQL = weights.view(*weights.shape[:3], num_blocks, BLOCK).transpose(2, 3)
+    sums = (of_blocks_BGNQL @ value.reshape(num_rows, num_groups, num_blocks, BLOCK, -1)).unbind(2)
+    totals = of_blocks_BGNQL.sum(-1, keepdim=True).unbind(2)
+    states = functools.reduce(torch.add, sums) / functools.reduce(torch.add, totals)
+    states_BHTD = states[:, :, :shared].reshape(num_rows, num_heads, num_ids, value.shape[-1])
+    return states_BHTD.transpose(1, 2).contiguous(), None
+
+
+def find_row_multiple(dtype: torch.dtype) -> int:
+    """The number such that a product of any multiple of it has the same bits in each row, with the threads of now.
+
+    Raises:
+        InvalidInputError: on this machine there is none.
+    """
+    return _find_row_multiple(dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _find_row_multiple(dtype: torch.dtype, num_threads: int) -> int:
+    most = 32 * num_threads
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(number, _NUM_SUMMED, generator=generator, dtype=dtype) for number in (8 * most, 80))
+    together = linear(rows, weight)
+    for multiple in (4 << k for k in range(most.bit_length())):
+        numbers = range(multiple, 4 * most + 1, multiple)
+        if all(torch.equal(linear(rows[:number], weight), together[:number]) for number in numbers):
+            return multiple
+    raise InvalidInputError(f"numerics must be fast on this machine: products of up to {4 * most} rows all differ")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from unbroken.runs.profiler import parse_steps
 from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
-from unbroken.types import InFlight, SamplingParams, check_reproducible
+from unbroken.types import InFlight, Numerics, SamplingParams, check_reproducible
 
 if TYPE_CHECKING:
     from unbroken.training.objective.online_dpo import OnlineDpo
@@ -506,6 +507,8 @@ class RunConfig:
             raise InvalidInputError("export.merged must be false without lora, got true: there is nothing to merge")
         if self.trainer.lora_updates is LoraUpdates.ADAPTER and self.lora is None:
             raise InvalidInputError("trainer.lora_updates must be merged without lora, got adapter")
+        if self.trainer.numerics is Numerics.EXACT:
+            self._check_exact()
         objective = self.objective
         objective.check_config(self.training)
         if self.loop.replaces_groups and not objective.can_lack_variance(self.training):
@@ -519,6 +522,17 @@ class RunConfig:
                 f"rollouts.group_size must be >= {least}, got {self.rollouts.group_size}: a trajectory is compared "
                 "with the others in its group (only reinforce_plus_plus compares those of all problems)"
             )
+
+    def _check_exact(self) -> None:
+        refused = {
+            "precision": self.precision is not Precision.FLOAT32,
+            "engine.kind": self.engine.kind is EngineKind.COLOCATED,
+            "engine.reuse_kv": self.engine.reuse_kv,
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                value = attrgetter(name)(self)
+                raise InvalidInputError(f"trainer.numerics must be fast with {name} = {value}, got exact")
 
     @property
     def adapter_rank(self) -> int | None:

@@ -49,6 +49,7 @@ from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.waits import log_waiting
+from unbroken.types import Numerics
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 from unbroken.weights.in_process import InProcessPublisher
 
@@ -94,13 +95,15 @@ async def open_engine(
     image_processor: ImageProcessor | None = None,
     adapter_rank: int | None = None,
     records_routing: bool = False,
+    numerics: Numerics = Numerics.FAST,
     name: str = "engine",
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
-    as updates. With `records_routing`, they record the experts that compute each id; servers that run already must.
+    as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
+    and have these `numerics`.
     `name` is that of `config` in error messages.
 
     Raises:
@@ -112,7 +115,11 @@ async def open_engine(
     vocab_size = len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            embedded = replace(config.embedded, records_routing=config.embedded.records_routing or records_routing)
+            embedded = replace(
+                config.embedded,
+                records_routing=config.embedded.records_routing or records_routing,
+                numerics=config.embedded.numerics if numerics is Numerics.FAST else numerics,
+            )
             engine = _make_embedded(embedded, model, device, image_processor)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
@@ -124,7 +131,7 @@ async def open_engine(
             servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
             if config.kind is EngineKind.STARTED:
                 server = start_server(
-                    _serve_command(config, source, weights, adapter_rank, records_routing),
+                    _serve_command(config, source, weights, adapter_rank, records_routing, numerics),
                     output / "server.log",
                     wait_s=config.wait_s,
                 )
@@ -378,12 +385,14 @@ def _serve_command(
     weights: Path,
     adapter_rank: int | None = None,
     records_routing: bool = False,
+    numerics: Numerics = Numerics.FAST,
 ) -> list[str]:
     lora = _lora_options(adapter_rank) if _serves_vllm(config.serve_options) else []
+    exact = [] if numerics is Numerics.FAST else ["--numerics", numerics]
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *lora,
-        *_routing_options(records_routing), *config.serve_options,
+        *_routing_options(records_routing), *exact, *config.serve_options,
     ]  # fmt: skip
 
 

@@ -227,7 +227,12 @@ async def _open_engines(
         image_processor=processor,
     )
     engine = await stack.enter_async_context(
-        open_one(config.engine, adapter_rank=config.adapter_rank, records_routing=config.trainer.routing_replay)
+        open_one(
+            config.engine,
+            adapter_rank=config.adapter_rank,
+            records_routing=config.trainer.routing_replay,
+            numerics=config.trainer.numerics,
+        )
     )
     evaluation_engine: RunEngine | None = None
     if config.evaluation.engine is not None:

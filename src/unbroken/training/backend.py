@@ -602,6 +602,7 @@ class TrainerBackend:
             routers=routers,
             shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
             counts_choices=counts,
+            numerics=self._config.numerics,
         )
 
     def _choose_pass_size(self) -> int:

@@ -16,7 +16,7 @@ from unbroken.training.model.adapters import check_adapter_alone, check_adapters
 from unbroken.training.model.sharding import check_sharding, get_part
 from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
-from unbroken.types import TrainingSample
+from unbroken.types import Numerics, TrainingSample
 
 
 def check_parts(
@@ -37,6 +37,11 @@ def check_parts(
     """
     objective.check_config(config)
     check_accelerator(accelerator)
+    if config.numerics is Numerics.EXACT and accelerator.mixed_precision != "no":
+        raise InvalidInputError(
+            f"numerics must be fast with mixed_precision {accelerator.mixed_precision!r}, got exact: its products are "
+            "rounded"
+        )
     check_adapters(model)
     if config.lora_updates is LoraUpdates.ADAPTER:
         check_adapter_alone(model)

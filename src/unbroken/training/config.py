@@ -24,6 +24,7 @@ from unbroken.training.loss_config import (
     check_fields,
     is_positive,
 )
+from unbroken.types import Numerics
 
 
 class OldLogprobs(StrEnum):
@@ -289,6 +290,9 @@ class TrainerConfig:
     processes wait for each other in every pass)."""
     packing: Packing = Packing.AUTO
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
+    numerics: Numerics = Numerics.FAST
+    """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
+    the sampler's, by the same weights."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
@@ -353,6 +357,7 @@ class TrainerConfig:
                 math.isfinite(self.router_loss_weight) and self.router_loss_weight >= 0,
                 "finite and >= 0",
             ),
+            numerics=(isinstance(self.numerics, Numerics), "a Numerics"),
             shared_prefixes=(
                 self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
                 "auto or never with router_loss_weight above 0, which counts the ids of each row",
@@ -370,6 +375,21 @@ class TrainerConfig:
             image_cache_bytes=(self.image_cache_bytes >= 0, ">= 0"),
             seed=(self.seed >= 0, ">= 0"),
         )
+        if self.numerics is Numerics.EXACT and (name := self._find_inexact()) is not None:
+            raise InvalidInputError(f"numerics must be fast with {name} = {getattr(self, name)}, got exact")
+
+    def _find_inexact(self) -> str | None:
+        """The first setting that exact numerics do not go with."""
+        refused = {
+            "packing": self.packing is Packing.ONE_LANE,
+            "shared_prefixes": self.shared_prefixes is SharedPrefixes.ALWAYS,
+            "compile": self.compile,
+            "routing_replay": self.routing_replay,
+            "router_loss_weight": self.router_loss_weight > 0,
+            "parallel": self.parallel != ParallelConfig(),
+            "lora_updates": self.lora_updates is LoraUpdates.ADAPTER,
+        }
+        return next((name for name, is_refused in refused.items() if is_refused), None)
 
     @property
     def chosen_correction(self) -> Correction:

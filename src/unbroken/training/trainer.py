@@ -32,6 +32,7 @@ from unbroken.training.backend import TrainerBackend
 from unbroken.training.checks import check_lengths, check_parts, check_trainable, check_units
 from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
 from unbroken.training.loss_config import ZeroVarianceRows
+from unbroken.training.metrics.mismatch import check_same_bits
 from unbroken.training.metrics.stats import ProcessStats, StepStats, UpdateStats, merge_stats
 from unbroken.training.model.batch import Batch, ScoredRow
 from unbroken.training.model.pretrained import AddFiles, ModelForm
@@ -42,7 +43,7 @@ from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json
 from unbroken.transfer.sources import WeightStream
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.types import Logprobs, Numerics, TrainingSample
 
 T = TypeVar("T")
 
@@ -300,8 +301,9 @@ class Trainer:
             self._update(
                 [scored_units[i] for i in numbers if i < len(units)],
                 [idle[i - len(units)] for i in numbers if i >= len(units)],
+                has_new_weights=index > 0,
             )
-            for numbers in dealt
+            for index, numbers in enumerate(dealt)
         )
         return tuple(update for update in updates if update is not None)
 
@@ -331,9 +333,11 @@ class Trainer:
         order: list[int] = self._rng.permutation(num_units).tolist()
         return [order[k :: self._config.num_minibatches] for k in range(self._config.num_minibatches)]
 
-    def _update(self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int]) -> UpdateStats | None:
+    def _update(
+        self, units: Sequence[Sequence[ScoredRow]], idle: Sequence[int], *, has_new_weights: bool
+    ) -> UpdateStats | None:
         """One optimizer update on all processes' units of one minibatch; None where no process has any. Units without
-        gradient, of which `idle` has the numbers of loss tokens, count in its size.
+        gradient, of which `idle` has the numbers of loss tokens, count in its size. `has_new_weights` after an update.
         """
         rows = [row for unit in units for row in unit]
         num_tokens = sum(row.num_loss_tokens for row in rows) + sum(idle)
@@ -355,6 +359,9 @@ class Trainer:
         self._adapt_entropy_weight(loss)
         learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
         computed = [rows[index].sample for index in passes.rows]
+        if config.numerics is Numerics.EXACT and not has_new_weights:
+            with self.fail_together():
+                check_same_bits(computed, passes.logprobs, self.policy_version)
         rollout_logprobs = [sample.rollout_logprobs[sample.loss_mask] for sample in computed]
         return UpdateStats(
             loss=loss,

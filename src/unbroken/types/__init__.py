@@ -18,6 +18,7 @@ from unbroken.types.recorded import (
 )
 from unbroken.types.sampling import (
     TEMPERATURE_RANGE,
+    Numerics,
     SampleRequest,
     SamplingParams,
     StructuredOutput,
@@ -46,6 +47,7 @@ __all__ = [
     "InFlight",
     "KeptIds",
     "Logprobs",
+    "Numerics",
     "RoutedExperts",
     "SampleChunk",
     "SampleRequest",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from unbroken.errors import SamplingError
@@ -19,6 +20,16 @@ MAX_STOP_STRINGS = 256
 """All are searched after every id, while the other rows wait."""
 MAX_STRUCTURE = 2**20
 """Most characters of a structured output. A grammar of 60 MB would occupy an engine for minutes."""
+
+
+class Numerics(StrEnum):
+    """How sampler and trainer compute logprobs."""
+
+    FAST = "fast"
+    """Each by its fastest kernels: logprobs of the same weights differ by rounding."""
+    EXACT = "exact"
+    """Logprobs of the same weights have the same bits (`unbroken.exactness`): from an embedded engine, on a CPU, in
+    float32. Each row then has a lane of its own, and a step whose logprobs differ ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unbroken.errors import InvalidInputError
+from unbroken.types import Numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class TransformersEngineConfig:
     records_routing: bool = False
     """Record the experts that compute each id, for requests with `return_routed_experts`: L * K bytes for each id that
     a slot holds. Only for a model whose routers can be found (`unbroken.routing`)."""
+    numerics: Numerics = Numerics.FAST
+    """With exact, logprobs have the bits of any other pass over the same row with exact numerics."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "context_length", "max_prefill_tokens"):

@@ -49,6 +49,7 @@ from unbroken.transfer.sources import ReceivedWeights, TensorSource, WeightSourc
 from unbroken.types import (
     ImageSpan,
     InFlight,
+    Numerics,
     SampleChunk,
     SampleRequest,
     SampleResult,
@@ -97,6 +98,7 @@ class TransformersEngine:
             context_length=self.context_length,
             processor=image_processor,
             records_routing=config.records_routing,
+            numerics=config.numerics,
         )
         self.takes_images = image_processor is not None
         self._preparing: dict[str, bool] = {}
@@ -407,6 +409,7 @@ def _load_engine(options: EngineOptions) -> TransformersEngine:
     parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
     parser.add_argument("--context-length", "--max-model-len", type=int)
     parser.add_argument("--enable-return-routed-experts", action="store_true")
+    parser.add_argument("--numerics", type=Numerics, default=Numerics.FAST)
     arguments = parser.parse_args(list(options.words))
     auto: Any = AutoModelForCausalLM if options.image_processor is None else AutoModelForImageTextToText
     model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
@@ -416,6 +419,7 @@ def _load_engine(options: EngineOptions) -> TransformersEngine:
             max_batch=arguments.max_batch,
             context_length=arguments.context_length,
             records_routing=arguments.enable_return_routed_experts,
+            numerics=arguments.numerics,
         ),
         decode=options.decode,
         image_processor=options.image_processor,

@@ -11,6 +11,7 @@ key-value heads, D head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,7 +30,16 @@ from transformers.masking_utils import sdpa_mask
 from unbroken.engines.transformers.images import ImageFeatures, ImageModel, PlainInputs
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
-from unbroken.exactness import attending_by, choose_attention, find_length_dependence, fix_rotary
+from unbroken.exactness import (
+    BLOCK,
+    EXACT_ATTENTION,
+    attend_exactly,
+    attending_by,
+    choose_attention,
+    find_length_dependence,
+    find_row_multiple,
+    fix_rotary,
+)
 from unbroken.images.decoder import encode_picture
 from unbroken.images.embeddings import replace_sampled_placeholders
 from unbroken.images.placeholders import expand_placeholders
@@ -37,6 +48,7 @@ from unbroken.routing import Routers
 from unbroken.types import (
     EncodedImage,
     Logprobs,
+    Numerics,
     RoutedExperts,
     TokenIds,
     TopLogprobs,
@@ -46,7 +58,7 @@ from unbroken.types import (
 
 GROUPED_SDPA = "unbroken_grouped_sdpa"
 """The name for `set_attn_implementation`."""
-_MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA)
+_MASKABLE_ATTENTION = ("sdpa", "eager", GROUPED_SDPA, EXACT_ATTENTION)
 _PROBE_LENGTH = 12
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.2
@@ -66,12 +78,19 @@ class SlotForward:
         context_length: int,
         processor: ImageProcessor | None = None,
         records_routing: bool = False,
+        numerics: Numerics = Numerics.FAST,
     ) -> None:
         _check_attention(model.config, context_length)
         self.model = model.eval()
         fix_rotary(model, context_length)
         choose_attention(model)
-        if model.config._attn_implementation == "sdpa":
+        self.is_exact, self._row_multiple = numerics is Numerics.EXACT, 1
+        if self.is_exact:
+            if processor is not None:
+                raise InvalidInputError(f"numerics must be fast with images, which {type(model).__name__} takes here")
+            attend_exactly(model)
+            self._row_multiple = find_row_multiple(model.dtype)
+        elif model.config._attn_implementation == "sdpa":
             use_grouped_sdpa(model)
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -128,7 +147,7 @@ class SlotForward:
         """Return [R, V] logits after the last id of each row; stores keys and values as `prefill` does."""
         with without_cudnn(), self._recording(positions_RT.shape):
             logits: torch.Tensor = self.model(**self._inputs(slots_R, positions_RT, ids_RT, image_features)).logits
-        return logits[:, -1]
+        return logits[: len(slots_R), -1]
 
     @torch.inference_mode()
     def score(
@@ -162,13 +181,15 @@ class SlotForward:
         with self.routers.recording() as chosen:
             yield
         routed_NLK = self.routers.stack(chosen).cpu().numpy().astype(get_expert_dtype(self.routers.num_experts))
-        self.routed_experts = routed_NLK.reshape(*shape, *routed_NLK.shape[1:])
+        self.routed_experts = routed_NLK[: math.prod(shape)].reshape(*shape, *routed_NLK.shape[1:])
 
     def _run_plain(self, ids_1T: torch.Tensor, image_inputs: PlainInputs | None) -> torch.Tensor:
         """[1, T, V] logits of a pass without a cache."""
         logits: torch.Tensor
         if image_inputs is None:
-            logits = self.model(input_ids=ids_1T, use_cache=False).logits
+            num_ids = ids_1T.shape[1]
+            filled_1T = pad(ids_1T, (0, -num_ids % self._row_multiple))
+            logits = self.model(input_ids=filled_1T, use_cache=False).logits[:, :num_ids]
         else:
             with replace_sampled_placeholders(self.model, ids_1T, image_inputs.token_types_1T) as fed_1T:
                 logits = self.model(input_ids=fed_1T, use_cache=False, **image_inputs.tensors).logits
@@ -182,7 +203,15 @@ class SlotForward:
         image_features: Mapping[int, ImageFeatures],
     ) -> dict[str, Any]:
         """Aim the cache and make the model's inputs: a row sees its slot up to its own position."""
+        if missing := -len(slots_R) % (self._row_multiple // math.gcd(positions_RT.shape[1], self._row_multiple)):
+            repeated = np.pad(np.arange(len(slots_R)), (0, missing), mode="edge")
+            slots_R, positions_RT, ids_RT = slots_R[repeated], positions_RT[repeated], ids_RT[repeated]
+            of_last = image_features.get(len(slots_R) - missing - 1)
+            more = {} if of_last is None else dict.fromkeys(range(len(slots_R) - missing, len(slots_R)), of_last)
+            image_features = {**image_features, **more}
         length = int(positions_RT.max()) + 1
+        if self.is_exact:  # whole blocks, which attention then takes as they lie
+            length = min(length + -length % BLOCK, self.cache.capacity)
         positions = torch.from_numpy(positions_RT).to(self.device)
         consecutive = bool((np.diff(slots_R) == 1).all())
         self.cache.aim(torch.from_numpy(slots_R).to(self.device), positions, length=length, consecutive=consecutive)
@@ -266,7 +295,10 @@ def _check_agreement(forward: SlotForward) -> None:
         found_RV = forward.decode(slots, last, ids_T[last])
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise InvalidInputError(f"{name} does not run with a cache of slots: {error}") from error
-    _refuse_difference(forward, found_RV, expected_TV[torch.from_numpy(last[:, -1]).to(forward.device)])
+    places = torch.from_numpy(last[:, -1]).to(forward.device)
+    _refuse_difference(forward, found_RV, expected_TV[places])
+    if forward.is_exact and not torch.equal(found_RV, forward._run_plain(ids_1T, None)[0, places]):
+        raise InvalidInputError(f"numerics must be fast for {name}: with a cache it computes other bits than without")
 
 
 @torch.inference_mode()
@@ -391,6 +423,11 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __init__(self, num_layers: int) -> None:
         self._aim = _Aim()
         super().__init__(layers=[_SlotLayer(self._aim) for _ in range(num_layers)])
+
+    @property
+    def capacity(self) -> int:
+        """Positions of each slot."""
+        return self._aim.capacity
 
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Grow to at least `num_slots` slots of `capacity` positions each; if memory is too small, stay as before."""

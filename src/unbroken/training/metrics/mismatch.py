@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, InvariantError
 from unbroken.types import Logprobs, TrainingSample
 
 LAGS = ("0", "1", "2_plus")
@@ -28,6 +28,8 @@ class Mismatch:
     contribute most of it."""
     max_abs: float
     """Largest absolute difference of two logprobs."""
+    equal_share: float
+    """Share of tokens whose two logprobs are the same number."""
     share_off_20pct: float
     """Share of tokens whose ratio is below 0.8 or above 1.2."""
 
@@ -55,6 +57,7 @@ def mismatch(logprobs: NDArray[Any], rollout_logprobs: NDArray[Any]) -> Mismatch
         num_tokens=len(log_ratio),
         k3=float(np.mean(np.expm1(log_ratio) - log_ratio)),
         max_abs=float(np.abs(log_ratio).max()),
+        equal_share=float(np.mean(trainer == sampler)),
         share_off_20pct=float(np.mean(np.abs(np.expm1(log_ratio)) > OFF_SHARE)),
     )
 
@@ -74,6 +77,27 @@ def k3_by_lag(
         name: mismatch(logprobs[chosen], rollout_logprobs[chosen]).k3 if chosen.any() else None
         for name, chosen in groups
     }
+
+
+def check_same_bits(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs], policy_version: int) -> None:
+    """Check that the trainer's logprobs of loss tokens, one array per row, are those of the sampler, to the bit, for
+    ids that were sampled with the weights of `policy_version`, which are the trainer's.
+
+    Raises:
+        InvariantError: one is not, with its row and position.
+    """
+    for row, (sample, trained) in enumerate(zip(samples, logprobs, strict=True)):
+        positions = np.flatnonzero(sample.loss_mask)
+        sampled = sample.rollout_logprobs[positions]
+        differ = (sampled != trained) & (sample.policy_versions[positions] == policy_version)
+        if differ.any():
+            first = int(np.flatnonzero(differ)[0])
+            raise InvariantError(
+                f"numerics are exact, but {int(differ.sum())} of {len(positions)} logprobs of row {row} differ: at "
+                f"position {positions[first]}, id {sample.token_ids[positions[first]]} has {sampled[first]!r} from the "
+                f"sampler and {trained[first]!r} from the trainer, both by policy version {policy_version}. "
+                "Does the sampler have exact numerics too?"
+            )
 
 
 def mismatch_of_rows(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> Mismatch:

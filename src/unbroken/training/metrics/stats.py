@@ -191,6 +191,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "mismatch/k3": stats.mismatch.k3,
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
         "mismatch/max_abs": stats.mismatch.max_abs,
+        "mismatch/equal_share": stats.mismatch.equal_share,
         "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
         "mismatch/routing_differs": None if stats.routing is None else stats.routing.different_share,
         "mismatch/routing_live_share": None if stats.routing is None else stats.routing.live_share,

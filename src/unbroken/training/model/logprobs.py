@@ -22,10 +22,17 @@ from torch.nn.functional import linear, pad
 from torch.nn.modules.dropout import _DropoutNd
 
 from unbroken.errors import InvalidInputError
-from unbroken.exactness import attending_by, choose_attention, find_length_dependence, get_tolerance
+from unbroken.exactness import (
+    attend_exactly,
+    attending_by,
+    choose_attention,
+    find_length_dependence,
+    find_row_multiple,
+    get_tolerance,
+)
 from unbroken.routing import LIVE, Routers
 from unbroken.training.config import Packing, SharedPrefixes
-from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_residual_exact
+from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_residual_exact, merge_in_passes
 from unbroken.training.model.backbone import (
     accepted_inputs,
     fuse_norms,
@@ -71,6 +78,7 @@ from unbroken.training.model.sharding import is_split, make_root
 from unbroken.training.model.tree import Ids, TreeInputs
 from unbroken.training.model.tree_attention import MaskKind, count_filling, make_mask
 from unbroken.training.model.varlen import attention_by_rows, can_attend_by_rows
+from unbroken.types import Numerics
 
 _logger = logging.getLogger(__name__)
 NUM_PROBE_IDS = 8
@@ -89,11 +97,13 @@ class PolicyLogprobs(nn.Module):
         routers: Routers | None = None,
         shared_prefixes: SharedPrefixes = SharedPrefixes.NEVER,
         counts_choices: bool = False,
+        numerics: Numerics = Numerics.FAST,
     ) -> None:
         """Check on a few ids, and on a picture if there are `images`, that the logits are those of `model.forward` with
         `eager` attention, which a model gets whose config `sdpa` does not follow. The model is left in training mode,
         which gradient checkpointing requires, without dropout. `routers` are the model's, to replay recorded experts.
-        `counts_choices` says whether passes count how often experts are chosen.
+        `counts_choices` says whether passes count how often experts are chosen. With exact `numerics` each row has a
+        lane of its own and shares no ids, and adapters are merged in each pass, as the sampler has them.
 
         Raises:
             InvalidInputError: the model has no output embeddings, changes its logits in an unknown way, has other
@@ -122,22 +132,28 @@ class PolicyLogprobs(nn.Module):
                 f"{type(causal).__name__} must have output embeddings that are a matrix alone with trainer.parallel"
             )
         choose_attention(causal)
+        is_exact, self._row_multiple = numerics is Numerics.EXACT, 1
+        if is_exact and images is not None:
+            raise InvalidInputError(f"numerics must be fast with images, which {type(causal).__name__} takes here")
+        if is_exact:
+            attend_exactly(causal)
+            self._row_multiple = find_row_multiple(causal.dtype)
         self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:
             raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
         fuse_norms(causal)
-        fuse_adapters(model)
+        merge_in_passes(model) if is_exact else fuse_adapters(model)
         keep_residual_exact(model)
         self._packing = packing
         self.routers = routers
-        self._shared_prefixes = shared_prefixes
+        self._shared_prefixes = SharedPrefixes.NEVER if is_exact else shared_prefixes
         self._has_images = images is not None
         self._has_tried_trees = False
         self.tree_mask: MaskKind | None = None
         """What the nodes of a tree are attended with; None: each row is computed whole."""
         self.sequence: SequenceGroup | None = None
         """The processes that share the ids of each lane; None: each has its own rows."""
-        self.layout = _choose_layout(causal, packing, has_images=images is not None)
+        self.layout = RowLayout.PADDED if is_exact else _choose_layout(causal, packing, has_images=images is not None)
 
     @property
     def causal(self) -> Any:
@@ -177,6 +193,8 @@ class PolicyLogprobs(nn.Module):
             places: tuple[torch.Tensor, ...] = (torch.zeros_like(tree.nodes_U), tree.nodes_U)
             scores = self._score_at(hidden_BTD, places, tree.targets_U, temperature, entropy, kept).pick(tree.places_N)
         else:
+            if missing := (1 - token_ids_BT.shape[1]) % self._row_multiple:  # the last id is not fed
+                token_ids_BT, mask_BT = pad(token_ids_BT, (0, missing)), pad(mask_BT, (0, missing))
             picked_BT = mask_BT[:, 1:]
             with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
@@ -415,6 +433,8 @@ class PolicyLogprobs(nn.Module):
 
     def _logits(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 even if the rest is computed in bfloat16, which would round a logit of 20 by up to 0.06."""
+        if missing := -hidden_ND.shape[-2] % self._row_multiple:
+            return self._logits(pad(hidden_ND, (0, 0, 0, missing)), weight_VD)[..., :-missing, :]
         head, kind = self.causal.get_output_embeddings(), hidden_ND.device.type
         is_exact = self._is_float32 or torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False):

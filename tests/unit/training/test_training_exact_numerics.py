@@ -1,0 +1,187 @@
+"""`Numerics.EXACT`: the trainer's logprobs have the sampler's bits, for any dense model, and each step proves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from support.adapted import with_lora
+from support.architectures import VOCAB_SIZE, tiny_model
+from support.gradients import SUBTRACT_GRADIENT
+from support.models import tiny_qwen3
+from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.training.config import LoraUpdates, Packing, SharedPrefixes, TrainerConfig
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.trainer import Trainer
+from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
+from unbroken.weights.in_process import InProcessPublisher
+
+DENSE = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2")
+PARAMS = SamplingParams(max_tokens=48, temperature=0.9)
+NUM_AGENTS, NUM_TURNS = 9, 3
+
+
+def make_engine(model: Any) -> TransformersEngine:
+    return TransformersEngine(
+        model, config=TransformersEngineConfig(numerics=Numerics.EXACT, max_batch=6, max_prefill_tokens=64)
+    )
+
+
+def make_trainer(model: Any, **config: Any) -> Trainer:
+    config = {"optimizer": SUBTRACT_GRADIENT, "numerics": Numerics.EXACT, "tokens_per_micro_batch": 400, **config}
+    return Trainer(model, TrainerConfig(**config), accelerator=Accelerator())
+
+
+async def sample_rows(
+    engine: TransformersEngine, params: SamplingParams = PARAMS, *, seed: int = 0
+) -> list[TrainingSample]:
+    """Rows of several turns that agents of many speeds sample at once, so that batches, and what is cached, differ."""
+
+    async def play(number: int) -> TrainingSample:
+        rng = np.random.default_rng([seed, number])
+        tree, end, ids = TokenTree(), None, token_ids([])
+        for turn in range(NUM_TURNS):
+            await asyncio.sleep(float(rng.exponential(0.01)))
+            given = token_ids(rng.integers(0, VOCAB_SIZE, int(rng.geometric(0.06))))
+            ids = token_ids([*ids, *given])
+            own = replace(params, seed=int(rng.integers(2**31)), max_tokens=int(rng.integers(1, params.max_tokens)))
+            name = f"{seed}/{number}/{turn}"
+            (sequence,) = (await engine.sample(SampleRequest(request_id=name, prompt_ids=ids, params=own))).sequences
+            origin = Origin.BRIDGE if turn else Origin.PROMPT
+            end = tree.add_sampled(sequence, parent=tree.add_given(given, origin, parent=end))
+            ids = token_ids([*ids, *sequence.completion_ids])
+        (row,) = export_samples(tree, float(rng.normal()))
+        return row
+
+    return await asyncio.gather(*map(play, range(NUM_AGENTS)))
+
+
+async def sample_and_train(model: Any, trained: Any, *, num_steps: int = 2, **config: Any) -> list[dict[str, Any]]:
+    """The metrics of steps on rows that an engine samples, which gets the weights of each."""
+    engine, trainer = make_engine(model), make_trainer(trained, **config)
+    publisher, metrics = InProcessPublisher(engine), []
+    for step in range(num_steps):
+        rows = await sample_rows(engine, seed=step)
+        metrics.append(step_metrics(await asyncio.to_thread(trainer.step, rows)))
+        await publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    await engine.close()
+    return metrics
+
+
+def check_equal(metrics: list[dict[str, Any]]) -> None:
+    for of_step in metrics:
+        assert of_step["mismatch/num_tokens"] > 200
+        assert of_step["mismatch/max_abs"] == 0.0
+        assert of_step["mismatch/k3"] == 0.0
+        assert of_step["mismatch/equal_share"] == 1.0
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+async def test_all_logprobs_are_equal_to_the_bit_at_every_step(architecture):
+    check_equal(await sample_and_train(tiny_model(architecture), tiny_model(architecture)))
+
+
+async def test_without_exact_numerics_some_differ():
+    model = tiny_model("llama")
+    engine, trainer = TransformersEngine(model), make_trainer(tiny_model("llama"), numerics=Numerics.FAST)
+    metrics = step_metrics(trainer.step(await sample_rows(engine)))
+    await engine.close()
+    assert 0 < metrics["mismatch/max_abs"] < 1e-4
+    assert metrics["mismatch/equal_share"] < 1
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+async def test_they_are_equal_with_one_thread_and_with_two(threads, num_threads):
+    threads(num_threads)
+    sizes = {"hidden_size": 256, "intermediate_size": 512}  # so that two threads share the functions of one pass
+    check_equal(await sample_and_train(tiny_model("llama", **sizes), tiny_model("llama", **sizes), num_steps=1))
+
+
+def test_more_threads_are_refused(threads):
+    threads(3)
+    with pytest.raises(InvalidInputError, match=r"numerics must be fast with 3 threads: .* OMP_NUM_THREADS=2"):
+        make_engine(tiny_qwen3())
+
+
+def test_half_precision_is_refused(fresh_accelerate):
+    accelerator = Accelerator(mixed_precision="bf16")
+    with pytest.raises(InvalidInputError, match="numerics must be fast with mixed_precision 'bf16', got exact"):
+        Trainer(tiny_qwen3(), TrainerConfig(numerics=Numerics.EXACT), accelerator=accelerator)
+
+
+async def test_adapters_that_the_sampler_has_merged_are_equal():
+    check_equal(await sample_and_train(with_lora(tiny_qwen3()).merge_and_unload(), with_lora(tiny_qwen3())))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 7}, {"top_p": 0.8, "temperature": 0.6}], ids=str)
+async def test_cut_distributions_are_equal(cut):
+    engine, trainer = make_engine(tiny_model("llama")), make_trainer(tiny_model("llama"))
+    rows = await sample_rows(engine, replace(PARAMS, return_kept_ids=True, **cut))
+    await engine.close()
+    check_equal([step_metrics(trainer.step(rows))])
+
+
+async def test_one_bit_of_difference_ends_the_step_with_the_position_and_both_numbers():
+    engine, trainer = make_engine(tiny_qwen3()), make_trainer(tiny_qwen3())
+    rows = await sample_rows(engine)
+    await engine.close()
+    logprobs = rows[4].rollout_logprobs.copy()
+    position = int(np.flatnonzero(rows[4].loss_mask)[3])
+    right, wrong = logprobs[position], np.nextafter(logprobs[position], np.float32(0))
+    logprobs[position] = wrong
+    rows[4] = replace(rows[4], rollout_logprobs=logprobs)
+    before = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    with pytest.raises(
+        InvariantError, match=rf"at position {position}, id {rows[4].token_ids[position]} has"
+    ) as raised:
+        trainer.step(rows)
+    assert repr(wrong) in str(raised.value)
+    assert repr(right) in str(raised.value)
+    assert trainer.policy_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_weights())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"packing": Packing.ONE_LANE},
+        {"shared_prefixes": SharedPrefixes.ALWAYS},
+        {"compile": True},
+        {"routing_replay": True},
+        {"lora_updates": LoraUpdates.ADAPTER},
+    ],
+    ids=str,
+)
+def test_settings_that_change_sums_are_refused(setting):
+    (name,) = setting
+    with pytest.raises(InvalidInputError, match=f"numerics must be fast with {name} = "):
+        TrainerConfig(numerics=Numerics.EXACT, **setting)
+
+
+@pytest.mark.parametrize("make", [make_engine, make_trainer])
+def test_mixtures_of_experts_are_refused(make):
+    with pytest.raises(InvalidInputError, match="numerics must be fast for Qwen3MoeForCausalLM: experts"):
+        make(tiny_model("qwen3_moe"))
+
+
+def test_an_engine_in_half_precision_is_refused():
+    with pytest.raises(InvalidInputError, match=r"numerics must be fast for LlamaForCausalLM on cpu in torch\.bfloat16"):
+        make_engine(tiny_model("llama").bfloat16())
