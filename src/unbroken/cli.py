@@ -23,7 +23,7 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
-from unbroken.runs.command import add_sampler_parser, add_train_parser
+from unbroken.runs.command import add_numerics_parser, add_sampler_parser, add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_sampler_parser(commands)
     add_cluster_parser(commands)
     add_export_parser(commands)
+    add_numerics_parser(commands)
     serve = commands.add_parser(
         "serve",
         help="serve a model: raw ids in, exact ids out",

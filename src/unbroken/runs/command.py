@@ -1,18 +1,20 @@
-"""The commands `unbroken train RECIPE`, or `--env NAME` for the built-in recipe, and `unbroken sampler`."""
+"""The commands `unbroken train RECIPE`, or `--env NAME` for the built-in recipe, `unbroken sampler` and `numerics`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
-from unbroken.runs.signals import run_command
+from unbroken.runs.signals import run_command, run_until_terminated
 
 SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
 """The environment variable with the key of a sampler that gets no file."""
@@ -49,6 +51,45 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.add_argument("--exit-with-parent", action="store_true", help="leave signals, and the end, to the parent")
     _add_recipe(sampler)
     sampler.set_defaults(run=run_sampler, parser=sampler)
+
+
+def add_numerics_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    numerics = commands.add_parser(
+        "numerics",
+        help="compare the bits of sampler and trainer for a model on this machine",
+        description="Samples conversations of random ids with the embedded engine on a CPU, scores them as the trainer "
+        'does, and compares the logprobs, with trainer.numerics "fast" and "exact". The status is 0 if all are equal '
+        'with "exact", else 1.',
+        allow_abbrev=False,
+    )
+    add = numerics.add_argument
+    add("model", metavar="MODEL", help="a folder or a hub's name")
+    add("--rows", type=int, default=32, metavar="N", help="conversations that are sampled together (32)")
+    add("--max-tokens", type=int, default=64, metavar="N", help="maximum ids of a turn; the mean is half of it (64)")
+    add("--seed", type=int, default=0, metavar="S")
+    add("--json", action="store_true", help="print the report as JSON")
+    numerics.set_defaults(run=run_numerics, parser=numerics)
+
+
+def run_numerics(arguments: argparse.Namespace) -> int:
+    """Compare, and print the report; returns 0 if all logprobs are equal with exact numerics."""
+    if min(arguments.rows, arguments.max_tokens) < 1:
+        arguments.parser.error("--rows and --max-tokens must be >= 1")
+    try:
+        from unbroken.runs.models import load_model
+        from unbroken.runs.numerics import compare_numerics, describe
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "numerics needs the train extra", "train") from error
+
+    model = load_model(arguments.model)
+    sizes = {"num_rows": arguments.rows, "max_tokens": arguments.max_tokens, "seed": arguments.seed}
+    reports = run_until_terminated(compare_numerics(model, **sizes))
+    if arguments.json:
+        print(json.dumps([asdict(report) for report in reports], indent=2, allow_nan=False))
+    else:
+        print(describe(model, reports))
+    return 0 if all(report.is_exact for report in reports if report.numerics == "exact") else 1
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
