@@ -1,0 +1,85 @@
+"""`unbroken numerics`, and runs with exact numerics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.architectures import tiny_model
+from support.letters_recipe import Config
+from support.served import save_tiny_model
+from unbroken.cli import main
+from unbroken.errors import InvalidInputError
+from unbroken.runs.config import EngineConfig, EngineKind, Precision
+from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.types import Numerics
+
+RECIPE = Path(__file__).parents[2] / "support" / "letters_recipe.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_dense_model_is_exact_here_and_the_report_says_what_fast_costs(model, capsys):
+    assert main(["numerics", str(model), "--rows", "6", "--max-tokens", "24"]) == 0
+    report = capsys.readouterr().out
+    fast, exact = ([line for line in report.splitlines() if line.startswith(kind)] for kind in ("fast", "exact"))
+    assert len(fast) == len(exact) == 3
+    assert all("100.0 %" in line for line in exact)
+    assert any("100.0 %" not in line for line in fast)
+    assert report.rstrip().endswith('verdict: exact, with trainer.numerics = "exact"')
+
+
+def test_a_model_that_cannot_be_exact_is_named_with_the_reason(tmp_path, capsys):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["numerics", str(tmp_path), "--rows", "2", "--max-tokens", "8", "--json"]) == 1
+    fast, exact = json.loads(capsys.readouterr().out)
+    assert fast["ways"]["together"]["num_tokens"] > 0
+    assert exact["ways"] == {}
+    assert "experts" in exact["refused"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--engine.kind=started", '--engine.serve-options=["--engine","transformers"]', "--loop.max-staleness=2"],
+        ["--lora.rank=4", "--rollouts.sampling.top-k=5", "--rollouts.sampling.temperature=0.7"],
+    ],
+    ids=["embedded", "started, ahead", "lora and top-k"],
+)
+def test_every_step_of_a_run_has_no_difference_at_all(model, tmp_path, options):
+    output = tmp_path / "run"
+    arguments = [str(RECIPE), f"--model={model}", f"--output={output}", "--loop.num-steps=4"]
+    assert main(["train", *arguments, "--trainer.numerics=exact", *options]) == 0
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        assert line["mismatch/k3_lag_0"] in (0.0, None)
+    assert lines[0]["mismatch/equal_share"] == 1.0
+    assert lines[0]["mismatch/max_abs"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"engine": EngineConfig(kind=EngineKind.COLOCATED)},
+        {"engine": EngineConfig(reuse_kv=True)},
+        {"precision": Precision.BFLOAT16},
+    ],
+    ids=["engine.kind", "engine.reuse_kv", "precision"],
+)
+def test_runs_that_cannot_be_exact_are_refused(request, tmp_path, setting):
+    name = request.node.callspec.id
+    with pytest.raises(InvalidInputError, match=rf"trainer\.numerics must be fast with {name} = .*, got exact"):
+        Config(
+            output=tmp_path,
+            model=tmp_path,
+            loop=LoopConfig(num_steps=1),
+            trainer=TrainerConfig(numerics=Numerics.EXACT),
+            **setting,
+        )
