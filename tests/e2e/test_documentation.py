@@ -144,6 +144,7 @@ NOT_RUN = {
     ("docs/rollouts.md", "OUTPUT/rollouts/"): DIAGRAM,
     ("docs/rollouts.md", '{"token_ids": [1, 2, 3, 4, 5, 6]'): DIAGRAM,
     ("docs/training.md", "echo http://10.0.0.1:8000"): "tests/e2e/test_engines_come_and_go.py does it",
+    ("docs/training.md", "unbroken numerics path"): "tests/unit/runs/test_runs_numerics.py does it",
     ("docs/training.md", "openssl rand"): "tests/unit/runs/test_runs_samplers.py does it",
     ("docs/training.md", "model = get_peft_model"): PART,
     ("docs/training.md", "VLLM_SERVER_DEV_MODE=1"): "tests/e2e/test_weights_to_stock_vllm.py starts such a server",
