@@ -183,5 +183,7 @@ def test_mixtures_of_experts_are_refused(make):
 
 
 def test_an_engine_in_half_precision_is_refused():
-    with pytest.raises(InvalidInputError, match=r"numerics must be fast for LlamaForCausalLM on cpu in torch\.bfloat16"):
+    with pytest.raises(
+        InvalidInputError, match=r"numerics must be fast for LlamaForCausalLM on cpu in torch\.bfloat16"
+    ):
         make_engine(tiny_model("llama").bfloat16())
