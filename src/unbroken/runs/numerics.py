@@ -90,9 +90,8 @@ def describe(model: Any, reports: Sequence[NumericsReport]) -> str:
                 f"{report.numerics:8}{way:12}{found.num_tokens:>8}{share:>9}{found.max_abs:>20.2g}{found.k3:>10.1e}"
             )
         if report.ways:
-            lines.append(
-                f"{'':8}{report.ids_per_cpu_s:,.0f} ids a CPU second sampled, {report.trained_ids_per_cpu_s:,.0f} trained"
-            )
+            sampled, trained = f"{report.ids_per_cpu_s:,.0f}", f"{report.trained_ids_per_cpu_s:,.0f}"
+            lines.append(f"{'':8}{sampled} ids a CPU second sampled, {trained} trained")
     if (module := find_other_bits(model)) is not None:
         lines += ["", f"the first module that has other bits for a row beside a longer one: {module}"]
     exact = next(report for report in reports if report.numerics is Numerics.EXACT)
