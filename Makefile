@@ -46,7 +46,7 @@ test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
 	$(PYTEST) -m "e2e and not alone and not gpu and not clients" $(SUITE)
-	$(PYTEST) -m "e2e and alone and not gpu and not clients"
+	$(PYTEST) -m "e2e and alone and not gpu and not clients" --durations 10 --durations-min 5 tests/e2e
 
 coverage: $(ALL)  ## lines and branches that `make test` and `make e2e` run; `make coverage TESTS=tests/unit/ledger`
 	rm -f .coverage .coverage.*

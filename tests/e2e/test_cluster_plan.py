@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.clusters import RECIPE
-from support.forks import run_python
+from support.forks import commands_as_forks, run_python
 from support.packed_sender import free_port
 from support.served import save_tiny_model
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.alone]  # its ports must stay free un
 
 def test_the_commands_of_a_plan_train_as_they_are_printed(tmp_path):
     model = save_tiny_model(tmp_path / "model")
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    variables = {**commands_as_forks(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     plan = run_python(
         "unbroken", "cluster", "plan", RECIPE, "--trainers", "1x2", "--engines", "2", "--cpu", "--hosts", "127.0.0.1",
         "--port", str(free_port()), "--engine.options=--engine transformers",

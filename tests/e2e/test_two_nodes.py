@@ -7,13 +7,14 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from support.architectures import tiny_model
-from support.forks import ForkedPython
+from support.forks import ForkedPython, forks_with
 from support.packed_sender import free_port
 from support.servers import server_tokenizer
 from unbroken.training.checkpoints import find_checkpoints
@@ -44,7 +45,7 @@ async def run(config):
 class Nodes:
     """The agents of two nodes, which start a process each."""
 
-    def __init__(self, output: Path, model: Path) -> None:
+    def __init__(self, output: Path, model: Path, forks: dict[str, str]) -> None:
         self.output = output
         self.logs, self.errors = (
             [output.with_name(f"{output.name}-{kind}-{node}") for node in range(2)] for kind in ("log", "errors")
@@ -58,8 +59,8 @@ class Nodes:
             "trainer.parallel.expert": 2, "trainer.optimizer.learning-rate": 1e-2, "trainer.optimizer.eps": 1e-2,
         }  # fmt: skip
         variables = {
-            "PYTHONPATH": os.pathsep.join([str(NEWER), *sys.path]), "ACCELERATE_USE_CPU": "true",
-            "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+            **forks, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self.agents = [
             ForkedPython(
@@ -102,6 +103,8 @@ def is_alive(pid: int) -> bool:
 
 def kill_rank(nodes: Nodes, lost: int, *, num_steps: int) -> None:
     """Kill -9 a rank once the run has made some steps; all end within seconds, and say which one was lost."""
+    held = nodes.output.with_name(f"{nodes.output.name}.held")  # the recipe waits, however fast it is
+    held.write_text(str(num_steps + 1))
     deadline_s = time.monotonic() + LONGEST_S
     try:
         while nodes.num_steps() < num_steps:
@@ -115,23 +118,30 @@ def kill_rank(nodes: Nodes, lost: int, *, num_steps: int) -> None:
         assert time.monotonic() - killed_s < 20
     finally:
         nodes.kill()
+        held.unlink()
     assert codes == [1, 1]
     assert not any(map(is_alive, pids))
     error = f"unbroken: rank {lost} of 2 (process {pids[lost]} on "
     assert [error in errors.read_text() for errors in nodes.errors].count(True) == 1  # that of the rank that is left
 
 
-def test_two_nodes_that_lose_a_rank_end_with_its_name_and_continue_from_the_newest_checkpoint(tmp_path):
+@pytest.fixture(scope="module")
+def forks() -> Iterator[dict[str, str]]:
+    with forks_with(NEWER) as variables:
+        yield variables
+
+
+def test_two_nodes_that_lose_a_rank_end_with_its_name_and_continue_from_the_newest_checkpoint(tmp_path, forks):
     model, output = save_model(tmp_path / "model"), tmp_path / "run"
-    undisturbed = Nodes(tmp_path / "undisturbed", model)
+    undisturbed = Nodes(tmp_path / "undisturbed", model, forks)
     undisturbed.finish()
-    nodes, starts = Nodes(output, model), []
+    nodes, starts = Nodes(output, model, forks), []
     for lost, num_steps in ((1, 3), (0, 6)):
         kill_rank(nodes, lost, num_steps=num_steps)
         made = max(find_checkpoints(output / "checkpoints"))
         assert num_steps - 1 <= made < NUM_STEPS
         starts.append(made)
-        nodes = Nodes(output, model)
+        nodes = Nodes(output, model, forks)
     nodes.finish()
     steps = [int(step) for log in nodes.logs for step in re.findall(r"^step (\d+) ", log.read_text(), re.MULTILINE)]
     assert steps == list(range(starts[-1] - 1, NUM_STEPS))  # the last step of the checkpoint is shown again

@@ -6,15 +6,22 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -24,6 +31,8 @@ from unittest.mock import patch
 
 LONGEST_S = 60.0
 _IMPORTED, _FROZEN = "support.imported", "support.frozen"
+_SERVER = "UNBROKEN_TESTS_FORK_SERVER"
+"""The variable with the address of the fork server, for commands that are to be forks."""
 _preloaded = [_IMPORTED]
 _started: list[int | None] = []
 """The ids of the servers that this module has started."""
@@ -52,7 +61,10 @@ def fork_server() -> ForkServerContext:
 
 
 class ForkedPython:
-    """`python FILE` or `python -m MODULE` in a fork, with `subprocess.Popen`'s methods; its output goes into files."""
+    """`python FILE` or `python -m MODULE` in a fork, with `subprocess.Popen`'s methods; its output goes into files.
+
+    Commands of ours that it starts are forks too.
+    """
 
     def __init__(
         self,
@@ -73,12 +85,13 @@ class ForkedPython:
             environment: Variables beside those of this process.
             new_session: Whether the process leads a session of its own.
         """
-        context = fork_server()
+        context, forks = fork_server(), commands_as_forks()
+        output.write_bytes(b"")
         with _starting:  # `patch.dict` empties `os.environ` for a moment
-            variables = {**os.environ, **(environment or {})}
+            variables = {**os.environ, **forks, **(environment or {})}
         self._process = context.Process(
             target=_run,
-            args=(program, list(map(str, arguments)), output, errors, variables, new_session, _server_address()),
+            args=(program, list(map(str, arguments)), output, errors or output, variables, new_session),
         )
         self._process.start()
 
@@ -122,6 +135,57 @@ def run_python(
         return CompletedProcess(str(program), process.wait(), output.read_text(), errors.read_text())
 
 
+def commands_as_forks() -> dict[str, str]:
+    """Variables with which `python -m unbroken ...`, started by anybody, is a fork."""
+    fork_server()
+    server: Any = multiprocessing.forkserver._forkserver
+    path = [str(Path(__file__).with_name("commands")), *sys.path]
+    return {"PYTHONPATH": os.pathsep.join(path), _SERVER: server._forkserver_address}
+
+
+@contextmanager
+def forks_with(folder: Path) -> Iterator[dict[str, str]]:
+    """Variables as those of `commands_as_forks`, for forks that have imported modules of this folder before others."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    command = [sys.executable, "-m", "support.forks"]
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield json.loads(server.stdout.readline())
+        server.kill()
+
+
+def run_command_in_fork() -> None:
+    """Have a fork do what this process was started for (`commands/sitecustomize.py`), and end as it does.
+
+    The fork gets SIGTERM from this process, and SIGKILL once this process is gone, however that ended.
+    """
+    if _SERVER not in os.environ:
+        return
+    status = 1
+    try:
+        _use_server(os.environ[_SERVER])
+        program, *arguments = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
+        outputs = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2)]
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_run, args=(program, arguments, *outputs, dict(os.environ), True, True)
+        )
+        process.start()
+        assert process.pid is not None
+        signal.signal(signal.SIGTERM, lambda number, _: os.kill(process.pid or 0, number))
+        process.join()
+        assert process.exitcode is not None
+        status = process.exitcode
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def call(function: Callable[..., Any], *, limit_s: float = LONGEST_S, **arguments: Any) -> int:
     """Call a function in a fork and kill it after `limit_s`; its exit code, or minus the signal that ended it."""
     process = fork_server().Process(target=_call, args=(function, arguments))
@@ -143,20 +207,22 @@ def _run(
     program: str | Path,
     arguments: list[str],
     output: Path,
-    errors: Path | None,
+    errors: Path,
     variables: dict[str, str],
     new_session: bool,
-    server_address: str,
+    ends_with_parent: bool = False,
 ) -> None:
     _check_preloaded()
-    _share_server(server_address)
+    _share_server()
     if new_session:
         os.setsid()
+    if ends_with_parent:
+        _end_with_parent()
     # A shell ignores SIGINT in what it starts in the background, and so do the processes of such a test run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
-    with output.open("wb") as file, (errors or output).open("ab") as error_file:
+    with output.open("ab") as file, errors.open("ab") as error_file:
         os.dup2(file.fileno(), 1)
         os.dup2(error_file.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -168,16 +234,37 @@ def _run(
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def _server_address() -> str:
-    address: str = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-    return address
+def _end_with_parent() -> None:
+    """Have the kernel kill this process and what it has started when the parent's end of a pipe is closed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    pipe = parent.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:
+        os._exit(1)  # it was closed before
 
 
-def _share_server(address: str) -> None:
+def _share_server() -> None:
     """Have the context `forkserver` of this fork use the server that forked it; Python would start another one."""
     server: Any = multiprocessing.forkserver._forkserver
-    server._forkserver_address, server.ensure_running = address, lambda: None
+    server.ensure_running = lambda: None
+
+
+def _use_server(address: str) -> None:
+    """Have the context `forkserver` of this process use another one's server, and no tracker of resources."""
+    server: Any = multiprocessing.forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    server._forkserver_address, server._forkserver_alive_fd, tracker._fd = address, nobody, nobody
+    _share_server()
 
 
 def _check_preloaded() -> None:
     assert _IMPORTED in sys.modules, f"the fork server did not find {_IMPORTED} in {sys.path}"
+
+
+if __name__ == "__main__":  # of `forks_with`: the fork server lives as long as this process
+    print(json.dumps(commands_as_forks()), flush=True)
+    sys.stdin.read()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unbroken.rollout.env import EnvStart
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import RolloutConfig, RunConfig
 from unbroken.runs.training import train_model
+from unbroken.threads import run_in_daemon_thread
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.types import SamplingParams
 
@@ -33,10 +37,32 @@ class Config(RunConfig):
 async def run(config: Config) -> None:
     """Train."""
 
+    held = config.output.with_name(f"{config.output.name}.held")
+
     def env(number: int) -> ToolEnv:
         return ToolEnv([{"role": "user", "content": f"Write {number}."}], [], share_of_letters)
 
-    await train_model(config, model=config.model, train_on=Problems(env=env), evaluate_on=Problems(env=env))
+    def train_env(number: int) -> ToolEnv:
+        return _wait_before_start(env(number), number // config.rollouts.problems_per_step, held)
+
+    await train_model(config, model=config.model, train_on=Problems(env=train_env), evaluate_on=Problems(env=env))
+
+
+def _wait_before_start(env: ToolEnv, step: int, held: Path) -> ToolEnv:
+    """Have a problem of the step that stands in a file, or of a later one, wait while the file is there."""
+    start = env.start
+
+    def wait() -> None:
+        with suppress(FileNotFoundError):
+            while step >= int(held.read_text()):
+                time.sleep(0.05)
+
+    async def wait_and_start() -> EnvStart:
+        await run_in_daemon_thread(wait)
+        return await start()
+
+    env.start = wait_and_start  # type: ignore[method-assign]
+    return env
 
 
 def share_of_letters(messages) -> float:
