@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ from safetensors.numpy import load_file
 from support.forks import ForkedPython
 from support.packed_sender import free_port
 from support.served import save_tiny_model
+from support.watched_run import read_lines, read_problems
 from unbroken.runs.records.files import find_records, read_records
 
 pytestmark = pytest.mark.e2e
@@ -79,9 +79,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
     port = free_port()
 
     def lines() -> list[dict]:
-        path = output / "metrics" / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return read_lines(output / "metrics" / "metrics.jsonl")
 
     train = Supervisor(
         tmp_path / "trainer.log", "train", str(RECIPE), f"--model={model}", f"--output={output}",
@@ -112,12 +110,7 @@ def test_a_run_whose_trainer_and_server_are_killed_has_each_step_and_problem_onc
         assert line["counters/dropped_rows"] == 0
         assert line["staleness/max"] <= max_staleness
         assert line["mismatch/k3_lag_0"] is None or line["mismatch/k3_lag_0"] < 1e-8
-    groups = [
-        {record["group"] for record in read_records(path) if record["kind"] == "trajectory"}
-        for path in find_records(output / "rollouts").values()
-    ]
-    problems = sorted(int(name.rpartition("-")[2]) for of_step in groups for name in of_step)
-    assert problems == list(range(2 * NUM_STEPS))
+    assert sorted(read_problems(output)) == list(range(2 * NUM_STEPS))
 
 
 NUM_KILLS = 10
@@ -174,7 +167,7 @@ def train_gated(folder: Path, model: Path, *, samplers: int) -> tuple[Path, Fork
     return output, trainer
 
 
-def read_problems(output: Path) -> list[tuple[str, list[int]]]:
+def read_ids(output: Path) -> list[tuple[str, list[int]]]:
     """The ids of each rollout that was trained."""
     return sorted(
         (record["trajectory"], [row["token_ids"] for row in record["rows"]])
@@ -182,10 +175,6 @@ def read_problems(output: Path) -> list[tuple[str, list[int]]]:
         for record in read_records(path)
         if record["kind"] == "trajectory"
     )
-
-
-def count_lines(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def test_samplers_that_are_killed_ten_times_lose_nothing_and_sample_nothing_twice(tmp_path):
@@ -204,7 +193,7 @@ def test_samplers_that_are_killed_ten_times_lose_nothing_and_sample_nothing_twic
                 """Whether the steps that may end have ended, and a sampler that has opened samples the next one."""
                 assert trainer.poll() is None, log.read_text()
                 ready = sum(path.read_text().count("is ready") for path in (output / "samplers").glob("*.log"))
-                return ready > number and count_lines(output / "metrics" / "metrics.jsonl") >= number
+                return ready > number and len(read_lines(output / "metrics" / "metrics.jsonl")) >= number
 
             wait_until(is_ready)
             time.sleep(rng.uniform(0.0, 0.3))
@@ -215,8 +204,8 @@ def test_samplers_that_are_killed_ten_times_lose_nothing_and_sample_nothing_twic
         assert find_samplers(trainer.pid) == []
     finally:
         trainer.kill()
-    assert read_problems(output) == read_problems(undisturbed)
-    assert len(read_problems(output)) == 2 * 8 * (NUM_KILLS + 1)
+    assert read_ids(output) == read_ids(undisturbed)
+    assert len(read_ids(output)) == 2 * 8 * (NUM_KILLS + 1)
     ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (output, undisturbed))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)

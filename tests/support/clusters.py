@@ -6,17 +6,15 @@ import json
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.forks import ForkedPython
-from unbroken.runs.records.files import find_records, read_records
+from support.forks import commands_as_forks
+from support.watched_run import LONGEST_S, WatchedRun, read_lines
 
 RECIPE = Path(__file__).parent / "letters_recipe.py"
-LONGEST_S = 150.0
 _STORE_BYTES = 80 * 2**20
 _RAY = {
     "RAY_AUTH_MODE": "token",
@@ -81,17 +79,15 @@ def _node_options() -> dict[str, Any]:
     return {"node_ip_address": "127.0.0.1", "object_store_memory": _STORE_BYTES}
 
 
-class ClusterRun:
-    """`unbroken cluster run`, seen by its files."""
+class ClusterRun(WatchedRun):
+    """`unbroken cluster run`."""
 
     def __init__(
         self, nodes: Nodes, output: Path, model: Path, options: Sequence[str], own: Sequence[str], recipe: Path = RECIPE
     ) -> None:
-        self.output = output
-        self._log = output.with_name(f"{output.name}.log")
+        self._held = output.with_name(f"{output.name}.held")
         variables = {
-            "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **commands_as_forks(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
         }  # fmt: skip
         words = [
             "cluster",
@@ -105,16 +101,17 @@ class ClusterRun:
         words += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         words += [*options, "--", f"--output={output}", f"--model={model}", "--rollout-log.groups=none", *own]
         environment = {**variables, **nodes.environment}
-        self.process = ForkedPython("unbroken", *words, output=self._log, environment=environment, new_session=True)
+        super().__init__(output, *words, environment=environment, new_session=True)
 
-    def text(self) -> str:
-        return self._log.read_text()
+    def hold(self, step: int) -> None:
+        """Have the run wait before a step, until `go_on`."""
+        self._held.write_text(str(step))
 
-    def steps(self) -> list[dict[str, Any]]:
-        return _read_lines(self.output / "metrics" / "metrics.jsonl")
+    def go_on(self) -> None:
+        self._held.unlink()  # it is read as a whole: written once, before the run comes to the step
 
     def events(self) -> list[dict[str, Any]]:
-        return _read_lines(self.output / "cluster" / "log.jsonl")
+        return read_lines(self.output / "cluster" / "log.jsonl")
 
     def state(self) -> dict[str, Any]:
         path = self.output / "cluster" / "state.json"
@@ -128,18 +125,6 @@ class ClusterRun:
         return [
             each["reason"] for each in self.events() if each["part"] == part and each["what"] in ("restart", "lost")
         ]
-
-    def wait_until(self, holds: Callable[[], Any]) -> float:
-        """Returns how long it took."""
-        began_s = time.monotonic()
-        while not holds():
-            assert time.monotonic() - began_s < LONGEST_S, self.explain()
-            assert self.process.poll() is None, self.explain()
-            time.sleep(0.05)
-        return time.monotonic() - began_s
-
-    def wait_for_steps(self, number: int) -> None:
-        self.wait_until(lambda: len(self.steps()) >= number)
 
     def finish(self) -> None:
         """Wait for the end of a run that ends well."""
@@ -168,31 +153,19 @@ class ClusterRun:
         finally:
             self.process.kill()
 
-    def problems(self) -> list[int]:
-        """Those of each step, in the order of the steps."""
-        groups = [
-            {record["group"] for record in read_records(path) if record["kind"] == "trajectory"}
-            for _, path in sorted(find_records(self.output / "rollouts").items())
-        ]
-        return [int(name.rpartition("-")[2]) for of_step in groups for name in sorted(of_step)]
-
     def explain(self) -> str:
         logs = sorted((self.output / "cluster").glob("*.log"))
-        return "\n".join([self.text()[-3000:], *(f"{path.name}: {path.read_text()[-1500:]}" for path in logs)])
+        return "\n".join([super().explain(), *(f"{path.name}: {path.read_text()[-1500:]}" for path in logs)])
 
     def _find_processes(self) -> list[str]:
-        """Commands that name the output, and are none of Ray's own."""
+        """Processes that write or wrote a log of the run, or have it in their command, and are none of Ray's own."""
         found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        for process in Path("/proc").glob("[0-9]*"):
             try:
-                words = path.read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                log = str((process / "fd" / "1").readlink())
+            except OSError:  # it has ended, or is another user's
                 continue
-            if str(self.output) + "/" in words or f"{self.output} " in words:
-                found.append(words)
+            if f"{self.output}/" in f"{words}{log}" or f"{self.output} " in words:
+                found.append(f"{process.name} {words} > {log}")
         return found
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,1 +1,1 @@
-"""`unbroken cluster`: a run on several machines. Only `driver` and `actors` import Ray."""
+"""`unbroken cluster`: a run on several machines. Only the driver and its actors import Ray."""

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unbroken.cluster.plan import ClusterOptions, Gang, Plan, format_commands, make_plan
-from unbroken.cluster.processes import FOLDER
-from unbroken.cluster.registry import STATE
+from unbroken.cluster.plan import ClusterOptions, Plan, format_commands, make_plan
+from unbroken.cluster.registry import FOLDER, STATE
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.server.config import is_loopback
 from unbroken.server.options import OptionGroup
@@ -74,7 +73,7 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "What follows -- are the recipe's own options, as those of `unbroken train RECIPE`."
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python or TOML file")
     parts = OptionGroup(parser, "parts", ClusterOptions)
-    parts.add("trainers", default="1x1", metavar="NODESxPROCESSES")
+    parts.add("trainers", metavar="NODESxPROCESSES")
     for name in ("engines", "samplers", "gateways", "cpus"):
         parts.add(name, type=int, metavar="NUMBER")
     parts.add("cpu", action="store_true")
@@ -88,8 +87,7 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
 
 def _make_plan(arguments: argparse.Namespace) -> Plan:
     values = {each.name: getattr(arguments, each.name) for each in dataclasses.fields(ClusterOptions)}
-    values |= {"trainers": Gang.parse(str(values["trainers"])), "env": tuple(values["env"])}
-    options = ClusterOptions(**values)
+    options = ClusterOptions(**values | {"env": tuple(values["env"])})
     try:
         return make_plan(arguments.recipe, options, arguments.recipe_options)
     except ModuleNotFoundError as error:  # of the user's own modules it is another error

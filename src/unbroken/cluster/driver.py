@@ -1,37 +1,40 @@
-"""The driver: has Ray place the parts, keeps the gang of trainers together, and ends everything with the run.
+"""The driver: has Ray place the parts, keeps them running, and ends everything with the run.
 
-driver ──► registry (1 actor) ◄── reports, each second ── engine-0 .. gateway-3 (an actor each: `unbroken serve` ...)
-   │                                                   ── trainers-0, trainers-1 (an actor each, on nodes of their own)
-   └── start ── a rank or node is lost: stop all, wait for the nodes, start again ──► until all ranks end well
+driver ──► registry ──► files
+   ├── engine-0 .. gateway-3: run, wait 1, 2, 4, ... 60 s, run again      } a `Runner` each, an actor that Ray starts
+   └── trainers-0, trainers-1: all run, or all stop and run again ──► end } again on another node if its own dies
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
+import itertools
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from unbroken.cluster.actors import REGISTRY, RegistryActor, ServiceActor, TrainersActor
-from unbroken.cluster.plan import Plan
-from unbroken.cluster.processes import KEY, PLACES, Kind, NodePlace, Part
-from unbroken.cluster.registry import LOG, format_event, make_event, parse_event, write_event
+from unbroken.cluster.plan import Others, Part, Plan
+from unbroken.cluster.processes import Command, Kind, NodePlace, PartState, Runner, name_node
+from unbroken.cluster.registry import KEY, Registry
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.runs.folder import open_private
 from unbroken.runs.signals import run_until_terminated
 
-_POLL_S = 0.5
+_POLL_S, _EVERY_S = 0.5, 1.0
+_CALM_S, _MAX_WAIT_S = 60.0, 60.0
+"""How long a part waits at most before it starts again, and after how long without an end the wait is short again."""
 _STOP_S = 90.0
 _MAX_FAILURES = 3
 """Gangs that end in a row without a step that was trained, after which the run ends."""
@@ -55,12 +58,7 @@ def run_on_cluster(plan: Plan, *, address: str | None, wait_s: float, is_untrust
 
 
 def _connect(address: str | None, *, is_untrusted: bool) -> None:
-    # A namespace of its own, so that each run has a registry.
-    options: dict[str, Any] = {
-        "namespace": f"unbroken-{secrets.token_hex(4)}",
-        "log_to_driver": False,
-        "logging_level": "warning",
-    }
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == _LOCAL:
         ray.init(address=_LOCAL, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
@@ -104,178 +102,211 @@ class _Run:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._place = NodePlace(
-            host="", folder=plan.folder, work_dir=Path.cwd(), environment=plan.options.environment
-        )  # fmt: skip
-        self._own_log, self._events = (_Tail(plan.folder / name) for name in ("trainer-0.log", LOG))
-        self._services: dict[str, Any] = {}
-        self._trainers: list[Any] = []
-        self._registry: Any = None
+        self._registry = Registry(plan.output, {part.name: part.kind for part in plan.parts})
+        self._log = plan.folder / "trainer-0.log"
+        self._shown = self._log.stat().st_size if self._log.exists() else 0
+        """Bytes of it that were printed, or are of an earlier command."""
+        self._actors: dict[str, Any] = {}
         self._group: Any = None
+        self._numbers = itertools.count(1)
+        self._others = Others()
+        self._trains = asyncio.Event()
 
     async def run(self, wait_s: float) -> None:
         """Run until the trainers have ended."""
         await self._wait_for_nodes(wait_s)
-        (self._plan.folder / PLACES).unlink(missing_ok=True)  # of a run that was killed
-        expected = {part.name: part.kind for part in self._plan.parts}
-        write_event(self._plan.folder / LOG, make_event("run", "", "begin"))
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        registry = _make_actor(RegistryActor, num_cpus=0, max_task_retries=-1, name=REGISTRY, scheduling_strategy=here)
-        self._registry = registry.remote(self._plan.output, expected)
-        shown = asyncio.create_task(self._show())
+        self._registry.note("run", "begin")
+        self._place_parts()
+        services = [[part] for part in self._plan.parts if part.kind is not Kind.TRAINERS]
+        works = [self._watch(), *(self._keep(parts) for parts in (self._plan.of_kind(Kind.TRAINERS), *services))]
+        tasks = [asyncio.ensure_future(work) for work in works]
         try:
-            self._place_trainers()
-            for part in self._plan.parts:
-                if part.kind is not Kind.TRAINERS:
-                    self._services[part.name] = self._start(ServiceActor, part, scheduling_strategy="SPREAD")
-            await self._train()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # only training ends
+            for task in done:
+                task.result()
         finally:
-            await asyncio.shield(self._stop())
-            shown.cancel()
-            self._print_new()
+            await asyncio.shield(self._stop(tasks))
 
     async def _wait_for_nodes(self, wait_s: float) -> None:
         until_s, said = time.monotonic() + wait_s, ""
-        while problem := self._plan.check_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]]):
+        while problem := self._plan.check_nodes([node["Resources"] for node in _find_nodes()]):
             if time.monotonic() > until_s:
                 raise InvalidInputError(problem)
             if said != (said := problem):
                 print(f"waiting up to {wait_s:g} s (--wait-s) for nodes: {problem}", flush=True)
             await asyncio.sleep(_POLL_S)
 
-    def _place_trainers(self) -> None:
-        parts = self._plan.of_kind(Kind.TRAINERS)
-        bundles = [{name: num for name, num in (("CPU", p.num_cpus), ("GPU", p.num_gpus)) if num} for p in parts]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        for part in parts:
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=part.index)
-            self._trainers.append(self._start(TrainersActor, part, scheduling_strategy=strategy))
+    def _place_parts(self) -> None:
+        gang = self._plan.of_kind(Kind.TRAINERS)
+        self._group = placement_group([part.resources for part in gang], strategy="STRICT_SPREAD")
+        for part in self._plan.parts:
+            strategy: Any = "SPREAD"
+            if part.kind is Kind.TRAINERS:
+                strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=part.index)
+            actor = ray.remote(Runner).options(
+                num_cpus=part.resources["CPU"], num_gpus=part.resources.get("GPU", 0), max_restarts=-1,
+                max_concurrency=4, scheduling_strategy=strategy,
+            )  # fmt: skip
+            self._actors[part.name] = actor.remote(part.name, part.kind, Path.cwd())
 
-    def _start(self, kind: Any, part: Part, **options: Any) -> Any:
-        actor = _make_actor(kind, num_cpus=part.num_cpus, num_gpus=part.num_gpus, max_concurrency=4, **options)
-        return actor.remote(part, self._place)
-
-    async def _train(self) -> None:
-        """Start the gang again until all of its ranks end well."""
-        num_failures, wait_s = 0, 1.0
+    async def _watch(self) -> None:
+        """Write the files, and print what the first trainer prints."""
         while True:
-            before = self._read_steps()
-            reasons = await self._run_gang()
+            with suppress(ray.exceptions.RayError):  # the head starts again
+                nodes = await asyncio.to_thread(_find_nodes)
+                self._registry.watch({name_node(node["NodeManagerAddress"], node["NodeID"]) for node in nodes})
+            self._shown = _print_lines(self._log, self._shown)
+            await asyncio.sleep(_EVERY_S)
+
+    async def _keep(self, parts: Sequence[Part]) -> None:
+        """Run parts together, again and again: trainers until all of them end well."""
+        are_trainers = parts[0].kind is Kind.TRAINERS
+        name, num_failures = "trainers" if are_trainers else parts[0].name, 0
+        while True:
+            steps, began_s = self._read_steps(), time.monotonic()
+            reasons = await self._run_once(parts)
             if not reasons:
-                self._note("end", "the trainers have ended")
+                self._registry.note(name, "end", "the trainers have ended")
                 return
             # What follows the checkpoint is cut off, and written anew by steps that were trained.
-            num_failures = num_failures + 1 if before.startswith(self._read_steps()) else 1
-            if num_failures >= _MAX_FAILURES:
+            has_trained = not steps.startswith(self._read_steps())
+            is_calm = has_trained if are_trainers else time.monotonic() - began_s > _CALM_S
+            num_failures = 1 if is_calm else num_failures + 1
+            if are_trainers and num_failures >= _MAX_FAILURES:
                 raise TrainingError(
                     f"the trainers ended {num_failures} times before they trained a step: {'; '.join(reasons)} "
                     f"(logs in {self._plan.folder})"
                 )
-            wait_s = 1.0 if num_failures == 1 else 2 * wait_s
-            self._note("restart", f"{'; '.join(reasons)}; all start again in {wait_s:g} s from the newest checkpoint")
+            wait_s = min(2.0 ** (num_failures - 1), _MAX_WAIT_S)
+            how = "all start again from the newest checkpoint" if are_trainers else "it starts again"
+            node = "" if are_trainers else self._registry.find_part(name).node
+            self._registry.note(name, "restart", f"{'; '.join(reasons)}; {how} in {wait_s:g} s", node=node)
             await asyncio.sleep(wait_s)
 
-    async def _run_gang(self) -> Sequence[str]:
-        """Run the trainers of all nodes once; returns why they did not end well."""
-        stores = [await _ask_until_there(each, "reserve_store") for each in self._trainers]
-        places = self._find_places([host for host, _ in stores], await self._find_gateway())
-        calls = [each.run.remote(stores[0], len(self._trainers), places) for each in self._trainers]
-        tasks = [asyncio.ensure_future(_answer(call, f"trainers-{k}")) for k, call in enumerate(calls)]
-        self._note("trains", f"{len(tasks)} nodes")
-        pending = set(tasks)
+    async def _run_once(self, parts: Sequence[Part]) -> Sequence[str]:
+        """Run parts until all end well, or one does not, which ends the others; returns why."""
+        kind, number = parts[0].kind, next(self._numbers)
+        places = [await self._find_place(part) for part in parts]
+        if kind is Kind.TRAINERS:
+            gateway, hosts = await self._find_gateway(), [place.host for place in places]
+            # All ranks have the same settings, so those of several nodes listen at each of their addresses.
+            listen = hosts[0] if len({*hosts}) == 1 else "0.0.0.0"
+            self._others = Others(gateway=gateway, trainers=hosts, listen=listen)
+            self._trains.set()
+            self._registry.note("trainers", "trains", f"{len(parts)} nodes")
+        if kind is Kind.SAMPLER:
+            await self._trains.wait()
+        runs = [
+            asyncio.ensure_future(self._run_part(part, place, number, self._make_commands(part, place, places[0])))
+            for part, place in zip(parts, places, strict=True)
+        ]
         try:
+            pending = set(runs)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.result() for task in done):
-                    await asyncio.gather(*(_answer(each.stop.remote(), "") for each in self._trainers))
+                if any(run.result() for run in done):
+                    await self._stop_runs(
+                        [part for part, run in zip(parts, runs, strict=True) if run in pending], number
+                    )
         finally:
-            (self._plan.folder / PLACES).unlink(missing_ok=True)
-            for task in pending:
-                task.cancel()
-        return [reason for task in tasks for reason in task.result()]
+            if kind is Kind.TRAINERS:
+                self._trains.clear()
+            for run in runs:
+                run.cancel()
+        where = [f" (node {place.node})" if kind is Kind.TRAINERS else "" for place in places]
+        return [f"{reason}{node}" for run, node in zip(runs, where, strict=True) for reason in run.result()]
 
-    def _find_places(self, hosts: Sequence[str], gateway: str) -> dict[str, str]:
-        """What all trainers know of each other; samplers read from a file whom they serve."""
-        port, size = self._plan.options.sampler_port, self._plan.options.trainers.num_processes
-        ranks = [f"{hosts[rank // size]}:{port + rank}" for rank in range(len(hosts) * size)]
-        (self._plan.folder / PLACES).write_text(json.dumps({"gateway": gateway, "trainers": ranks}))
-        # All ranks have the same settings, so those of several nodes listen at each of their addresses.
-        return {"gateway": gateway, "listen": f"{hosts[0] if len({*hosts}) == 1 else '0.0.0.0'}:{port}"}
+    async def _run_part(self, part: Part, place: NodePlace, number: int, commands: Sequence[Command]) -> Sequence[str]:
+        """Run a part's processes until they end, and say how they are; returns why they did not end well."""
+        actor, url = self._actors[part.name], place.url if part.kind in (Kind.ENGINE, Kind.GATEWAY) else ""
+        state = PartState(name=part.name, kind=part.kind, node=place.node)
+        self._registry.update(replace(state, state="starts"))
+        self._registry.note(part.name, "start", node=place.node)
+        call = asyncio.ensure_future(_answer(actor.run.remote(number, commands, url), part.name))
+        try:
+            while not (await asyncio.wait([call], timeout=_EVERY_S))[0]:
+                with suppress(ray.exceptions.RayError):
+                    self._registry.update(await actor.look.remote())
+            return call.result()
+        finally:
+            self._registry.update(state)
+
+    async def _find_place(self, part: Part) -> NodePlace:
+        """Where a part is; waits while Ray starts its actor again, on another node or once there is one."""
+        while True:
+            try:
+                place: NodePlace = await self._actors[part.name].find_place.remote()
+                return place
+            except ray.exceptions.RayActorError:
+                await asyncio.sleep(_POLL_S)
 
     async def _find_gateway(self) -> str:
-        """The URL of the first gateway, once it serves."""
-        if "gateway-0" not in self._services:
-            return ""
-        while True:
-            if url := await _ask_until_there(self._services["gateway-0"], "find_url"):
-                return str(url)
+        """The URL of the first gateway, once it serves; empty without gateways."""
+        while self._plan.options.gateways:
+            if url := self._registry.find_part("gateway-0").url:
+                return url
             await asyncio.sleep(_POLL_S)
+        return ""
 
-    async def _stop(self) -> None:
+    def _make_commands(self, part: Part, place: NodePlace, first: NodePlace) -> list[Command]:
+        """The processes of a part; ranks of trainers meet in the store of the `first` node."""
+        words = self._plan.make_words(part, self._others, host=place.host, port=place.port)
+        environment, folder = self._plan.options.environment, self._plan.folder
+        if part.kind is not Kind.TRAINERS:
+            return [Command(words=words, log=folder / f"{part.name}.log", variables=environment)]
+        num_nodes, size = self._plan.options.gang
+        commands = []
+        for local in range(size):
+            rank = part.index * size + local
+            numbers = {
+                "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_nodes * size, "LOCAL_WORLD_SIZE": size,
+                "GROUP_RANK": part.index, "MASTER_ADDR": first.host, "MASTER_PORT": first.port,
+            }  # fmt: skip
+            variables = environment | {name: str(value) for name, value in numbers.items()}
+            log = folder / f"trainer-{rank}.log"
+            commands.append(Command(words=words, log=log, variables=variables, name=f"rank {rank}"))
+        return commands
+
+    async def _stop_runs(self, parts: Sequence[Part], number: int) -> None:
+        """End the runs of parts up to a number; those that are lost have none."""
+        calls = [asyncio.ensure_future(_answer(self._actors[part.name].stop.remote(number), "")) for part in parts]
+        if calls:
+            await asyncio.wait(calls, timeout=_STOP_S)
+
+    async def _stop(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """End all parts, trainers first."""
-        for actors in (self._trainers, list(self._services.values())):
-            stops = [asyncio.ensure_future(_answer(each.stop.remote(), "")) for each in actors]
-            if stops:
-                await asyncio.wait(stops, timeout=_STOP_S)
-        with suppress(TimeoutError, ray.exceptions.RayError):
-            await asyncio.wait_for(self._registry.close.remote(), 10)
-        for each in (*self._trainers, *self._services.values(), self._registry):
-            ray.kill(each)
-        if self._group is not None:
-            remove_placement_group(self._group)
-
-    def _note(self, what: str, reason: str) -> None:
-        self._registry.note.remote(make_event("trainers", "", what, reason))
+        running = [part for part in self._plan.parts if self._registry.find_part(part.name).state != "waits"]
+        for task in tasks:
+            task.cancel()
+        for are_trainers in (True, False):
+            parts = [part for part in running if (part.kind is Kind.TRAINERS) is are_trainers]
+            await self._stop_runs(parts, sys.maxsize)
+        for actor in self._actors.values():
+            ray.kill(actor)
+        remove_placement_group(self._group)
+        _print_lines(self._log, self._shown)
+        self._registry.close()
 
     def _read_steps(self) -> bytes:
         path = self._plan.output / "metrics" / "metrics.jsonl"
         return path.read_bytes() if path.exists() else b""
 
-    async def _show(self) -> None:
-        """Print what the first trainer prints, and the events."""
-        while True:
-            self._print_new()
-            await asyncio.sleep(_POLL_S)
 
-    def _print_new(self) -> None:
-        for line in self._own_log.read():
-            print(line, flush=True)
-        for line in self._events.read():
-            if (event := parse_event(line)) is not None:
-                print(format_event(event), flush=True)
-
-
-class _Tail:
-    """The lines that are added to a file from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> Iterator[str]:
-        """The whole lines since the last call."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._at += len(line)
-                yield line.decode("utf-8", "replace").rstrip("\n")
+def _print_lines(path: Path, begin: int) -> int:
+    """Print the whole lines of a file from a byte on; returns where they end."""
+    if not path.exists():
+        return begin
+    with path.open("rb") as file:
+        file.seek(begin)
+        new = file.read()
+    end = new.rfind(b"\n") + 1
+    print(new[:end].decode("utf-8", "replace"), end="", flush=True)
+    return begin + end
 
 
-def _make_actor(kind: Any, **options: Any) -> Any:
-    return ray.remote(kind).options(max_restarts=-1, **options)
-
-
-async def _ask_until_there(actor: Any, method: str) -> Any:
-    """Ask an actor that Ray may be starting again, on another node or once there is one."""
-    while True:
-        try:
-            return await getattr(actor, method).remote()
-        except ray.exceptions.RayActorError:
-            await asyncio.sleep(_POLL_S)
+def _find_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that live."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 async def _answer(call: Any, name: str) -> Sequence[str]:

@@ -8,15 +8,16 @@ recipe.toml --trainers 2x8 --engines 12 --engine.tp 2 --gateways 4
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unbroken.cluster.processes import ENGINES, FOLDER, KEY, Kind, Part
+from unbroken.cluster.processes import Kind, format_url
+from unbroken.cluster.registry import ENGINES, FOLDER, KEY
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store import is_postgres_url
 
@@ -29,29 +30,10 @@ _GIVEN = ("engine.urls", "engine.urls_file", "engine.weights_dir", "engine.api_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gang:
-    """Trainers: nodes, and processes on each."""
-
-    num_nodes: int
-    num_processes: int
-
-    @classmethod
-    def parse(cls, text: str) -> Gang:
-        """Read `2x8`."""
-        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,2})", text, re.ASCII)
-        if match is None:
-            raise InvalidInputError(f"--trainers must be NODESxPROCESSES, such as 2x8, got {text!r}")
-        return cls(num_nodes=int(match[1]), num_processes=int(match[2]))
-
-    def __str__(self) -> str:
-        return f"{self.num_nodes}x{self.num_processes}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """How many parts a run has, and what they need."""
 
-    trainers: Gang = field(default_factory=lambda: Gang(num_nodes=1, num_processes=1))
+    trainers: str = "1x1"
     """Nodes, and trainer processes on each: 2x8. Each process has a GPU."""
     engines: int = 1
     """How many `unbroken serve` there are."""
@@ -78,10 +60,13 @@ class ClusterOptions:
     """NAME=VALUE: an environment variable of all parts; can be repeated."""
 
     def __post_init__(self) -> None:
-        for name, least in (("engines", 1), ("samplers", 0), ("gateways", 0), ("engine_tp", 1), ("cpus", 1)):
-            if (value := getattr(self, name)) < least:
-                raise InvalidInputError(f"{_option(name)} must be >= {least}, got {value}")
-        num_ranks = self.trainers.num_nodes * self.trainers.num_processes
+        for option, value, least in (
+            ("--engines", self.engines, 1), ("--samplers", self.samplers, 0), ("--gateways", self.gateways, 0),
+            ("--engine.tp", self.engine_tp, 1), ("--cpus", self.cpus, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise InvalidInputError(f"{option} must be >= {least}, got {value}")
+        num_ranks = math.prod(self.gang)
         if not 0 < self.sampler_port <= 65536 - num_ranks:
             raise InvalidInputError(
                 f"--sampler.port must be >= 1 and leave a port for each of {num_ranks} trainer processes, got "
@@ -110,6 +95,14 @@ class ClusterOptions:
             raise InvalidInputError(f"--engine.options must be words of a shell: {error}") from None
 
     @property
+    def gang(self) -> tuple[int, int]:
+        """Nodes of trainers, and processes on each."""
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,2})", self.trainers, re.ASCII)
+        if match is None:
+            raise InvalidInputError(f"--trainers must be NODESxPROCESSES, such as 2x8, got {self.trainers!r}")
+        return int(match[1]), int(match[2])
+
+    @property
     def environment(self) -> dict[str, str]:
         """The variables of all parts."""
         own = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""} if self.cpu else {}
@@ -117,52 +110,119 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A command on a node; of trainers several of the same."""
+
+    kind: Kind
+    index: int
+    resources: Mapping[str, int]
+    """As Ray counts them: CPU and GPU."""
+
+    @property
+    def name(self) -> str:
+        """Such as engine-3."""
+        return f"{self.kind}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """What a part must know of others."""
+
+    gateway: str = ""
+    """The URL of the first gateway; empty without."""
+    trainers: Sequence[str] = ()
+    """The addresses of the trainers' nodes."""
+    listen: str = ""
+    """The address at which all of these listen for samplers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A run on several machines."""
 
+    recipe: Path
+    own: Sequence[str]
+    """Options of the recipe."""
+    model: str
+    """What engines load first."""
     output: Path
+    has_sessions: bool
+    """Whether the recipe names a gateway itself."""
     options: ClusterOptions
-    parts: tuple[Part, ...]
 
     @property
     def folder(self) -> Path:
         """Of the cluster's own files."""
         return self.output / FOLDER
 
-    def of_kind(self, kind: Kind) -> tuple[Part, ...]:
-        """The parts of a kind."""
-        return tuple(part for part in self.parts if part.kind is kind)
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, those of a kind together."""
+        options, (num_nodes, size) = self.options, self.options.gang
+        gpus = 0 if options.cpu else 1
+        found = []
+        for kind, number, num_cpus, num_gpus in (
+            (Kind.TRAINERS, num_nodes, size * options.cpus, size * gpus),
+            (Kind.ENGINE, options.engines, options.cpus, options.engine_tp * gpus),
+            (Kind.SAMPLER, options.samplers, options.cpus, 0),
+            (Kind.GATEWAY, options.gateways, options.cpus, 0),
+        ):
+            resources = {name: num for name, num in (("CPU", num_cpus), ("GPU", num_gpus)) if num}
+            found += [Part(kind=kind, index=index, resources=resources) for index in range(number)]
+        return found
 
-    def count_needs(self) -> tuple[int, int]:
-        """CPUs and GPUs of all parts."""
-        return sum(part.num_cpus for part in self.parts), sum(part.num_gpus for part in self.parts)
+    def of_kind(self, kind: Kind) -> list[Part]:
+        """The parts of a kind."""
+        return [part for part in self.parts if part.kind is kind]
 
     def check_nodes(self, nodes: Sequence[Mapping[str, float]]) -> str:
         """Why the parts do not fit on nodes with these resources (`CPU`, `GPU`); an empty text if they do."""
         gang = self.of_kind(Kind.TRAINERS)
-        for name, least in (("GPU", gang[0].num_gpus), ("CPU", gang[0].num_cpus)):
+        for name, advice in (("GPU", "give --cpu"), ("CPU", "ask for fewer parts")):
+            least = gang[0].resources.get(name, 0)
             large = sum(node.get(name, 0) >= least for node in nodes)
             if large < len(gang):
                 return (
                     f"--trainers {self.options.trainers} needs {len(gang)} nodes with {least} {name}s each, and "
-                    f"{large} of {len(nodes)} have them{_advise(name)}"
+                    f"{large} of {len(nodes)} have them: start more nodes, or {advice}"
                 )
-        for name, num in zip(("CPU", "GPU"), self.count_needs(), strict=True):
+            shares = {kind: sum(part.resources.get(name, 0) for part in self.of_kind(kind)) for kind in Kind}
             found = int(sum(node.get(name, 0) for node in nodes))
-            if found < num:
-                shares = ", ".join(
-                    f"--{kind} {_count(self.of_kind(kind), name)}" for kind in Kind if self.of_kind(kind)
-                )
-                return f"the parts need {num} {name}s ({shares}), and the cluster has {found}{_advise(name)}"
+            if found < (num := sum(shares.values())):
+                texts = ", ".join(f"--{kind} {share}" for kind, share in shares.items() if share)
+                needs = f"the parts need {num} {name}s ({texts}), and the cluster has {found}"
+                return f"{needs}: start more nodes, or {advice}"
         return ""
 
-
-def _count(parts: Sequence[Part], name: str) -> int:
-    return sum(part.num_gpus if name == "GPU" else part.num_cpus for part in parts)
-
-
-def _advise(name: str) -> str:
-    return ": start more nodes, or give --cpu" if name == "GPU" else ": start more nodes, or ask for fewer parts"
+    def make_words(self, part: Part, others: Others, *, host: str = "", port: int = 0) -> list[str]:
+        """The command of a part, which is a server at this address, or needs none."""
+        options, key, engines = self.options, f"{self.folder / KEY}", f"{self.folder / ENGINES}"
+        recipe, weights, first_port = f"{self.recipe.resolve()}", f"{self.output / 'weights'}", options.sampler_port
+        settings = [
+            *self.own, "--engine.kind=server", f"--engine.urls-file={engines}", f"--engine.weights-dir={weights}",
+            f"--engine.api-key-file={key}",
+        ]  # fmt: skip
+        if options.gateways and not self.has_sessions:
+            settings += [f"--sessions.url={others.gateway}", f"--sessions.api-key-file={key}"]
+        if part.kind is Kind.TRAINERS:
+            listen = [f"--rollouts.listen={others.listen}:{first_port}", f"--rollouts.key-file={key}"]
+            return ["train", recipe, *settings, *(listen if options.samplers else [])]
+        if part.kind is Kind.SAMPLER:
+            num_nodes, size = options.gang
+            rank = part.index % (num_nodes * size)
+            trainer = f"{others.trainers[rank // size]}:{first_port + rank}"
+            return ["sampler", "--connect", trainer, "--key-file", key, "--wait-s", "120", recipe, *settings]
+        if part.kind is Kind.ENGINE:
+            tp = ["--tensor-parallel-size", f"{options.engine_tp}"] if options.engine_tp > 1 else []
+            return [
+                "serve", self.model, "--host", host, "--port", f"{port}", "--api-key-file", key, "--weights-dir",
+                weights, "--versions-from", weights, *tp, *shlex.split(options.serve_options),
+            ]  # fmt: skip
+        return [
+            "gateway", "--upstream-file", engines, "--upstream-key-file", key, "--tokenizer", self.model, "--store",
+            options.gateway_store or "", "--api-key-file", key, "--host", host, "--port", f"{port}", "--advertise",
+            format_url(host, port),
+        ]  # fmt: skip
 
 
 def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan:
@@ -181,57 +241,10 @@ def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan
         raise InvalidInputError(
             f"--engine.model must be given: {loaded.name} has no model that is there before the run begins"
         )
-    output = config.output.resolve()
-    commands = _make_commands(recipe, options, own, str(model), output, has_gateway=config.sessions.url is not None)
-    gang, gpus = options.trainers, 0 if options.cpu else 1
-    parts = [
-        Part(
-            kind=Kind.TRAINERS,
-            index=index,
-            command=tuple(commands[Kind.TRAINERS]),
-            num_cpus=gang.num_processes * options.cpus,
-            num_gpus=gang.num_processes * gpus,
-            num_processes=gang.num_processes,
-        )
-        for index in range(gang.num_nodes)
-    ]
-    for kind, number, num_gpus in (
-        (Kind.ENGINE, options.engines, options.engine_tp * gpus),
-        (Kind.SAMPLER, options.samplers, 0),
-        (Kind.GATEWAY, options.gateways, 0),
-    ):
-        parts += [
-            Part(kind=kind, index=index, command=tuple(commands[kind]), num_cpus=options.cpus, num_gpus=num_gpus)
-            for index in range(number)
-        ]
-    return Plan(output=output, options=options, parts=tuple(parts))
-
-
-def _make_commands(
-    recipe: Path, options: ClusterOptions, own: Sequence[str], model: str, output: Path, *, has_gateway: bool
-) -> dict[Kind, list[str]]:
-    """The command of each kind of part; `has_gateway` says whether the recipe names one."""
-    folder, weights, path = output / FOLDER, str(output / "weights"), str(recipe.resolve())
-    engines, key = str(folder / ENGINES), str(folder / KEY)
-    settings = [*own, "--engine.kind=server", f"--engine.urls-file={engines}", f"--engine.weights-dir={weights}"]
-    settings += [f"--engine.api-key-file={key}"]
-    if options.gateways and not has_gateway:
-        settings += ["--sessions.url={gateway}", f"--sessions.api-key-file={key}"]
-    listen = ["--rollouts.listen={listen}", f"--rollouts.key-file={key}"] if options.samplers else []
-    tp = ["--tensor-parallel-size", str(options.engine_tp)] if options.engine_tp > 1 else []
-    return {
-        Kind.TRAINERS: ["train", path, *settings, *listen],
-        Kind.ENGINE: [
-            "serve", model, "--host", "{host}", "--port", "0", "--api-key-file", key, "--weights-dir", weights,
-            "--versions-from", weights, *tp, *shlex.split(options.serve_options),
-        ],
-        Kind.SAMPLER: ["sampler", "--connect", "{trainer}", "--key-file", key, "--wait-s", "120", path, *settings],
-        Kind.GATEWAY: [
-            "gateway", "--upstream-file", engines, "--upstream-key-file", key, "--tokenizer", model, "--store",
-            options.gateway_store or "", "--api-key-file", key, "--host", "{host}", "--port", "{port}", "--advertise",
-            "http://{host}:{port}",
-        ],
-    }  # fmt: skip
+    return Plan(
+        recipe=recipe, own=tuple(own), model=str(model), output=config.output.resolve(),
+        has_sessions=config.sessions.url is not None, options=options,
+    )  # fmt: skip
 
 
 def _check_engine(recipe: Recipe, config: RunConfig, own: Sequence[str]) -> None:
@@ -251,10 +264,6 @@ def _check_engine(recipe: Recipe, config: RunConfig, own: Sequence[str]) -> None
             raise InvalidInputError(f"{name} must be left out for a cluster, which sets it")
 
 
-def _option(name: str) -> str:
-    return "--" + re.sub("^(engine|gateway|sampler)_", r"\1.", name).replace("_", "-")
-
-
 def format_commands(
     plan: Plan, *, hosts: Sequence[str] = (), port: int = 8300, python: str = "python"
 ) -> Iterator[str]:
@@ -262,9 +271,9 @@ def format_commands(
 
     Parts are dealt out to `hosts` in their order: trainers have a node each. Without hosts they are named NODE0, NODE1.
     """
-    gang = plan.of_kind(Kind.TRAINERS)
+    options, gang = plan.options, plan.of_kind(Kind.TRAINERS)
     others = [part for part in plan.parts if part.kind is not Kind.TRAINERS]
-    names = list(hosts) or [f"NODE{index}" for index in range(len(gang) + (0 if plan.options.cpu else 1))]
+    names = list(hosts) or [f"NODE{index}" for index in range(len(gang) + (0 if options.cpu else 1))]
     if len({*names}) < len(names) or not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in names):
         raise InvalidInputError(f"--hosts must be names of nodes that differ, got {names}")
     if not 1 < port <= 65536 - len(others):
@@ -273,38 +282,29 @@ def format_commands(
         raise InvalidInputError(
             f"--hosts must name at least {len(gang)} nodes, one for each of --trainers, got {names}"
         )
-    places = names[len(gang) :] or names
-    on: dict[str, list[tuple[Part, int]]] = {name: [] for name in names}
-    for number, part in enumerate(others):
-        on[places[number % len(places)]].append((part, port + number))
-    urls = {part.name: f"http://{host}:{number}" for host, found in on.items() for part, number in found}
-    folder, options, size = plan.folder, plan.options, gang[0].num_processes
-    shared = {"gateway": urls.get("gateway-0", ""), "listen": f"0.0.0.0:{options.sampler_port}"}
+    free = names[len(gang) :] or names
+    placed = [(part, free[number % len(free)], port + number) for number, part in enumerate(others)]
+    urls = {part.name: format_url(host, number) for part, host, number in placed}
+    whole = Others(gateway=urls.get("gateway-0", ""), trainers=names, listen="0.0.0.0")
     yield "# on one node, before the others: the key of the servers, and their list, which a run reads again and again"
-    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(folder / KEY))}"
-    yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(folder)])} && (umask 077; {key})"
+    key = f"{python} -c 'import secrets; print(secrets.token_hex(24))' > {shlex.quote(str(plan.folder / KEY))}"
+    yield f"mkdir -p -m 700 {shlex.join([str(plan.output), str(plan.folder)])} && (umask 077; {key})"
     engines = shlex.join(urls[part.name] for part in plan.of_kind(Kind.ENGINE))
-    yield f"printf '%s\\n' {engines} > {shlex.quote(str(folder / ENGINES))}"
+    yield f"printf '%s\\n' {engines} > {shlex.quote(str(plan.folder / ENGINES))}"
     variables = [f"{name}={shlex.quote(value)}" for name, value in options.environment.items()]
-    for host in names:
+    for index, host in enumerate(names):
         yield f"\n# on {host}"
-        first_gpu = gang[0].num_gpus if host in names[: len(gang)] else 0
-        for part, number in on[host]:
-            visible = [] if options.cpu else [f"CUDA_VISIBLE_DEVICES={_list_gpus(first_gpu, part.num_gpus)}"]
-            first_gpu += part.num_gpus
-            rank = part.index % (len(gang) * size)
-            trainer = f"{names[rank // size]}:{options.sampler_port + rank}"
-            command = part.make_command(python, host=host, port=number, trainer=trainer, **shared)
-            if part.kind is Kind.ENGINE:
-                command[command.index("--port") + 1] = str(number)
-            log = shlex.quote(str(folder / f"{part.name}.log"))
-            yield " ".join([*variables, *visible, shlex.join(command), f"> {log} 2>&1 &"])
-        if host in names[: len(gang)]:
-            torchrun = ["torch.distributed.run", "--nnodes", str(len(gang)), "--nproc-per-node", str(size)]
-            torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{names[0]}:{port - 1}"]
-            command = gang[0].make_command(python, **shared)
-            yield " ".join([*variables, shlex.join([python, "-m", *torchrun, *command[1:]])])
-
-
-def _list_gpus(first: int, number: int) -> str:
-    return json.dumps(",".join(str(gpu) for gpu in range(first, first + number)))
+        first_gpu = gang[0].resources.get("GPU", 0) if index < len(gang) else 0
+        for part, _, number in (each for each in placed if each[1] == host):
+            gpus = range(first_gpu, first_gpu + part.resources.get("GPU", 0))
+            first_gpu = gpus.stop
+            visible = [] if options.cpu else [f'CUDA_VISIBLE_DEVICES="{",".join(map(str, gpus))}"']
+            words = [python, "-m", "unbroken", *plan.make_words(part, whole, host=host, port=number)]
+            log = shlex.quote(str(plan.folder / f"{part.name}.log"))
+            yield " ".join([*variables, *visible, shlex.join(words), f"> {log} 2>&1 &"])
+        if index < len(gang):
+            num_nodes, size = options.gang
+            torchrun = ["--nnodes", str(num_nodes), "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
+            torchrun = [python, "-m", "torch.distributed.run", *torchrun, "--rdzv-endpoint", f"{names[0]}:{port - 1}"]
+            words = [*torchrun, "-m", "unbroken", *plan.make_words(gang[index], whole)]
+            yield " ".join([*variables, shlex.join(words)])

@@ -1,15 +1,12 @@
-"""Processes of a part: started, watched, started again after they ended, and never left behind.
+"""What a part runs on its node: processes that are started, watched, explained and never left behind.
 
-start ──► "serves ... at URL" ──► health, each second ──┐
-  ▲                                                     │ it ended, or does not answer
-  └────────── 1, 2, 4, ... 60 s ◄── reason ◄────────────┘
+`Runner` is the one actor. The driver says what to run, and decides what happens after its end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,24 +14,17 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-FOLDER = "cluster"
-"""In the output of a run: logs, the key and the lists of a cluster."""
-ENGINES, PLACES, KEY = "engines.txt", "places.json", "key"
-_SERVES = re.compile(rb"serves .* at (http://\S+)\s")
 _KEEPER = 'read -r _; kill -KILL "-$1"'
 """Waits for the end of its input, which is that of whoever started it, however that ended."""
-_POLL_S = 0.25
-_HEALTH_EVERY_S = 1.0
-_CALM_S = 60.0
-"""After so long without an end, the next wait is short again."""
-_MAX_WAIT_S = 60.0
-_STOP_S = 60.0
+_POLL_S = 0.5
+_STOP_S, _FAIL_S = 60.0, 20.0
+"""How long processes have to end when they are stopped, and when one of them has failed."""
 _ASK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -48,62 +38,68 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A command on a node, or several of the same."""
+class Command:
+    """A process of a part."""
 
-    kind: Kind
-    index: int
-    command: tuple[str, ...]
-    """Without the Python. `{host}` and `{port}` stand for the node's address and a port of its own, `{gateway}` for the
-    URL of the first gateway, `{listen}` for the address at which rank 0 gives orders to samplers, and `{trainer}` for
-    that of the rank which a sampler serves."""
-    num_cpus: int
-    num_gpus: int
-    num_processes: int = 1
+    words: Sequence[str]
+    """Those of `unbroken`."""
+    log: Path
+    """Gets its output, behind what is there."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    """Which of the part's processes it is: begins the reason of its end."""
 
-    @property
-    def name(self) -> str:
-        """Such as engine-3."""
-        return f"{self.kind}-{self.index}"
-
-    def make_command(self, python: str, **places: str | int) -> list[str]:
-        """The command on a node, with what stands for `{host}`, `{port}` ..."""
-        words = list(self.command)
-        for name, value in places.items():
-            words = [word.replace(f"{{{name}}}", str(value)) for word in words]
-        return [python, "-m", "unbroken", *words]
+    def make_words(self, python: str) -> list[str]:
+        """The words with which a process starts."""
+        return [python, "-m", "unbroken", *self.words]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """Where the processes of a part run."""
+    """Where a part runs."""
 
+    node: str
+    """Its name, which is unique."""
     host: str
-    """The node's address, at which servers listen."""
-    folder: Path
-    """Gets the logs."""
-    work_dir: Path
-    environment: Mapping[str, str]
-    start_s: float = 600.0
-    """How long a server may take to serve."""
-    health_s: float = 30.0
-    """How long a server may leave its health check unanswered."""
+    """Its address, at which servers listen."""
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Of a server there."""
+        return format_url(self.host, self.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartState:
+    """How a part is."""
+
+    name: str
+    kind: Kind
+    node: str = ""
+    """Its name, which is unique."""
+    state: str = "waits"
+    """waits, starts, serves, trains, ended."""
+    url: str = ""
+    version: int | None = None
+    pid: int = 0
+    """Of the first process."""
 
 
 class Process:
     """A command in a session of its own. All of it is killed when the process that started it is gone."""
 
-    def __init__(self, command: Sequence[str], *, log: Path, place: NodePlace, variables: Mapping[str, str]) -> None:
-        self.log = log
-        with log.open("ab") as output:
-            self.begin = output.tell()
+    def __init__(self, command: Command, work_dir: Path) -> None:
+        self._command = command
+        with command.log.open("ab") as output:
+            self._begin = output.tell()
             self._process = subprocess.Popen(
-                command,
+                command.make_words(sys.executable),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                cwd=place.work_dir,
-                env={**_own_variables(), **place.environment, **variables, "PYTHONUNBUFFERED": "1"},
+                cwd=work_dir,
+                env={**_own_variables(), **command.variables, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -115,41 +111,29 @@ class Process:
         """The exit status, or minus the signal; None while it runs."""
         return self._process.poll()
 
-    def end(self, grace_s: float) -> None:
-        """End it by SIGTERM, and whatever is left after `grace_s` by SIGKILL."""
-        if self.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
+    def send(self, number: int) -> None:
+        """Send a signal, if it has not ended."""
+        self._process.send_signal(number)
+
+    def end(self, until_s: float) -> None:
+        """Wait for its end until then on the monotonic clock; kill what is left of it and of what it has started."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, until_s - time.monotonic()))
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # also what it has started
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._keeper.kill()
         self._keeper.communicate()
 
     def explain_end(self) -> str:
         """How it ended, with the last line of its log that says why."""
-        status = self.poll()
-        how = (
-            f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
-        )
-        return f"{how}{self._find_error()}"
-
-    def find_url(self) -> str | None:
-        """What it says that it serves."""
-        with self.log.open("rb") as log:
-            log.seek(self.begin)
-            found = _SERVES.search(log.read())
-        return None if found is None else found[1].decode()
-
-    def _find_error(self) -> str:
-        with self.log.open("rb") as log:
-            log.seek(max(self.begin, log.seek(0, os.SEEK_END) - 8192))
+        status = self.poll() or 0
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        with self._command.log.open("rb") as log:
+            log.seek(max(self._begin, log.seek(0, os.SEEK_END) - 8192))
             lines = log.read().decode("utf-8", "replace").splitlines()
-        for line in reversed(lines):
-            if line.startswith("unbroken: "):
-                return f": {line.removeprefix('unbroken: ')[:500]}"
-        return ""
+        errors = [line.removeprefix("unbroken: ")[:500] for line in lines if line.startswith("unbroken: ")]
+        return ": ".join([f"{self._command.name} {how}".lstrip(), *errors[-1:]])
 
 
 def _own_variables() -> dict[str, str]:
@@ -157,87 +141,77 @@ def _own_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
-class Service:
-    """One command that is kept running, until `stop`."""
+class Runner:
+    """The processes of one part on a node. `run` is called in one thread, the rest in others."""
 
-    def __init__(self, part: Part, place: NodePlace, note: Callable[[str, str], None]) -> None:
-        """`note` gets what happens, and why."""
-        self._part = part
-        self._place = place
-        self._note = note
-        self._stopping = threading.Event()
-        self._port = reserve_port(place.host) if "{port}" in " ".join(part.command) else None
-        self.state, self.url, self.pid = "starts", "", 0
-        self.version: int | None = None
+    def __init__(
+        self, name: str, kind: Kind, work_dir: Path, *, start_s: float = 600.0, health_s: float = 30.0
+    ) -> None:
+        """A server may take `start_s` until it serves, and leave its health check unanswered for `health_s`."""
+        self._state = PartState(name=name, kind=kind)
+        self._work_dir = work_dir
+        self._start_s, self._health_s = start_s, health_s
+        self._is_running = threading.Lock()
+        self._stopped = 0
+        self._port: socket.socket | None = None
 
-    def run(self) -> None:
-        """Start it again and again."""
-        wait_s = 1.0
-        while not self._stopping.is_set():
-            began_s = time.monotonic()
-            reason = self._live()
-            if self._stopping.is_set():
-                break
-            wait_s = 1.0 if time.monotonic() - began_s > _CALM_S else wait_s
-            self.state = "waits"
-            self._note("restart", f"{reason}; it starts again in {wait_s:g} s")
-            self._stopping.wait(wait_s)
-            wait_s = min(2 * wait_s, _MAX_WAIT_S)
-        self.state, self.url = "ended", ""
+    def find_place(self) -> NodePlace:
+        """Where it is, with a port that stays this part's as long as it is there."""
+        import ray  # only the driver and its actors do
 
-    def stop(self) -> None:
-        """Have `run` end the process and return."""
-        self._stopping.set()
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._port = self._port or reserve_port(host)
+        self._state = replace(self._state, node=name_node(host, node))
+        return NodePlace(node=self._state.node, host=host, port=self._port.getsockname()[1])
 
-    def _live(self) -> str:
-        """Run the command once; returns why it is no more."""
-        self.state, self.url, self.version = "starts", "", None
-        port = 0 if self._port is None else self._port.getsockname()[1]
-        places = self._find_places()
-        if self._stopping.is_set():
-            return ""
-        command = self._part.make_command(sys.executable, host=self._place.host, port=port, **places)
-        log = self._place.folder / f"{self._part.name}.log"
-        process = Process(command, log=log, place=self._place, variables={})
-        self.pid = process.pid
-        try:
-            return self._watch(process)
-        finally:
-            self.url = ""
-            process.end(_STOP_S if self._stopping.is_set() else 0.0)
+    def run(self, number: int, commands: Sequence[Command], url: str = "") -> list[str]:
+        """Run commands until all have ended well, one has not, or `stop`; returns why they did not end well.
 
-    def _find_places(self) -> dict[str, str]:
-        """Of a sampler: wait until trainers give orders, and find the one that it serves."""
-        path = self._place.folder / PLACES
-        while self._part.kind is Kind.SAMPLER and not self._stopping.wait(_POLL_S):
-            with suppress(OSError, ValueError):  # not there, or being written
-                found = json.loads(path.read_text())
-                ranks = found["trainers"]
-                return {"trainer": ranks[self._part.index % len(ranks)], "gateway": found["gateway"]}
-        return {}
+        Numbers of runs rise. What serves at a `url` must answer there.
+        """
+        processes: list[Process] = []
+        with self._is_running:
+            if self._stopped >= number:
+                return []
+            try:
+                for each in commands:
+                    processes.append(Process(each, self._work_dir))
+                return self._watch(number, processes, url)
+            finally:
+                for process in processes:
+                    process.send(signal.SIGTERM)
+                until_s = time.monotonic() + (_FAIL_S if self._stopped < number else _STOP_S)
+                for process in processes:
+                    process.end(until_s)
+                self._state = replace(self._state, state="waits", url="", pid=0)
 
-    def _watch(self, process: Process) -> str:
-        has_url = self._part.kind is not Kind.SAMPLER
-        limit_s = self._place.start_s
-        heard_s = asked_s = time.monotonic()
-        url: str | None = None
-        if not has_url:
-            self.state = "serves"
-        while not self._stopping.wait(_POLL_S):
-            if process.poll() is not None:
-                return process.explain_end()
-            now_s = time.monotonic()
-            if not has_url or now_s - asked_s < _HEALTH_EVERY_S:
-                continue
-            asked_s, url = now_s, url or process.find_url()
-            if url is not None and (version := _ask_version(url, self._part.kind)) is not None:
-                if self.state != "serves":
-                    self._note("serves", f"at {url}")
-                self.state, self.url, self.version = "serves", url, version
-                heard_s, limit_s = time.monotonic(), self._place.health_s
-            elif now_s - heard_s > limit_s:
-                return f"did not answer for {limit_s:g} s"
-        return ""
+    def look(self) -> PartState:
+        """How it is."""
+        return self._state
+
+    def stop(self, number: int) -> None:
+        """End the runs up to this number, also one that has not begun; returns when they have ended."""
+        self._stopped = max(self._stopped, number)
+        with self._is_running:
+            pass
+
+    def _watch(self, number: int, processes: Sequence[Process], url: str) -> list[str]:
+        are_trainers, first = self._state.kind is Kind.TRAINERS, processes[0]
+        state = "starts" if url else "trains" if are_trainers else "serves"
+        self._state = replace(self._state, state=state, url="", version=None, pid=first.pid)
+        heard_s, limit_s = time.monotonic(), self._start_s
+        while self._stopped < number:
+            ends = [process.poll() for process in processes]
+            if any(ends) or None not in ends:
+                return [process.explain_end() for process in processes if process.poll() or not are_trainers]
+            if url and (version := _ask_version(url, self._state.kind)) is not None:
+                self._state = replace(self._state, state="serves", url=url, version=version)
+                heard_s, limit_s = time.monotonic(), self._health_s
+            elif url and time.monotonic() - heard_s > limit_s:
+                first.send(signal.SIGKILL)
+                return [f"did not answer for {limit_s:g} s"]
+            time.sleep(_POLL_S)
+        return []
 
 
 def _ask_version(url: str, kind: Kind) -> int | None:
@@ -251,66 +225,6 @@ def _ask_version(url: str, kind: Kind) -> int | None:
         return None
 
 
-class Ranks:
-    """The processes of one node of a gang of trainers."""
-
-    def __init__(self, part: Part, place: NodePlace) -> None:
-        self._part = part
-        self._place = place
-        self._processes: list[Process] = []
-        self._stopping = threading.Event()
-        self._store: socket.socket | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of the first; 0 if none runs."""
-        return self._processes[0].pid if self._processes else 0
-
-    def reserve_store(self) -> tuple[str, int]:
-        """The address for the store of all ranks, which rank 0 opens here."""
-        self._store = self._store or reserve_port(self._place.host)
-        return self._place.host, self._store.getsockname()[1]
-
-    def run(self, store: tuple[str, int], *, num_nodes: int, places: Mapping[str, str]) -> list[str]:
-        """Train; returns why processes did not end well, which is empty at the end of the run.
-
-        `places` are those of the command that all nodes share.
-        """
-        self._stopping.clear()
-        size = self._part.num_processes
-        command = self._part.make_command(sys.executable, **places)
-        try:
-            for local in range(size):
-                rank = self._part.index * size + local
-                variables = {
-                    "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_nodes * size, "LOCAL_WORLD_SIZE": size,
-                    "GROUP_RANK": self._part.index, "MASTER_ADDR": store[0], "MASTER_PORT": store[1],
-                }  # fmt: skip
-                log = self._place.folder / f"trainer-{rank}.log"
-                texts = {name: str(value) for name, value in variables.items()}
-                self._processes.append(Process(command, log=log, place=self._place, variables=texts))
-            while not self._stopping.wait(_POLL_S) and all(each.poll() in (None, 0) for each in self._processes):
-                if all(each.poll() == 0 for each in self._processes):
-                    break
-            ends = [(self._part.index * size + k, each) for k, each in enumerate(self._processes)]
-            return [f"rank {rank} {each.explain_end()}" for rank, each in ends if each.poll() not in (None, 0)]
-        finally:
-            self._end()
-
-    def stop(self) -> None:
-        """Have `run` end its processes and return."""
-        self._stopping.set()
-
-    def _end(self) -> None:
-        # A rank that learns of another's loss ends by itself, with a message; those that compute may take a while.
-        for each in self._processes:
-            if each.poll() is None and self._stopping.is_set():
-                os.kill(each.pid, signal.SIGTERM)
-        for each in self._processes:
-            each.end(_STOP_S if self._stopping.is_set() else 20.0)
-        self._processes.clear()
-
-
 def reserve_port(host: str) -> socket.socket:
     """Bind a port that nobody else gets while the socket is open, except a server that allows its address to be reused.
 
@@ -320,3 +234,13 @@ def reserve_port(host: str) -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
     return held
+
+
+def format_url(host: str, port: int) -> str:
+    """The URL of a server at this address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def name_node(address: str, node_id: str) -> str:
+    """A name for people: nodes of one machine have the same address."""
+    return f"{address}/{node_id[:6]}"

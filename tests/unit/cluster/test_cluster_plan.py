@@ -10,8 +10,7 @@ import pytest
 
 from support.clusters import RECIPE
 from unbroken.cli import main
-from unbroken.cluster.plan import ClusterOptions, Gang, format_commands, make_plan
-from unbroken.cluster.processes import Kind
+from unbroken.cluster.plan import ClusterOptions, Others, format_commands, make_plan
 from unbroken.errors import InvalidInputError
 
 POSTGRES = "postgresql://db/sessions"
@@ -22,7 +21,7 @@ def own(tmp_path: Path, *options: str) -> list[str]:
 
 
 def options(**values) -> ClusterOptions:
-    return ClusterOptions(**{"trainers": Gang(num_nodes=2, num_processes=8), "engines": 12, "engine_tp": 2, **values})
+    return ClusterOptions(**{"trainers": "2x8", "engines": 12, "engine_tp": 2, **values})
 
 
 def test_each_part_is_a_command_with_its_resources(tmp_path):
@@ -33,21 +32,24 @@ def test_each_part_is_a_command_with_its_resources(tmp_path):
         "trainers-0", "trainers-1", *(f"engine-{k}" for k in range(12)),
         *(f"sampler-{k}" for k in range(16)), "gateway-0",
     ]  # fmt: skip
-    assert plan.count_needs() == (16 + 12 + 16 + 1, 16 + 24)
-    train = plan.of_kind(Kind.TRAINERS)[0].make_command("py", host="10.0.0.1", port=0)
-    assert train[:4] == ["py", "-m", "unbroken", "train"]
+    needs = [sum(part.resources.get(name, 0) for part in plan.parts) for name in ("CPU", "GPU")]
+    assert needs == [16 + 12 + 16 + 1, 16 + 24]
+    others = Others(gateway="http://g", trainers=("10.0.0.1", "10.0.0.2"), listen="0.0.0.0")
+    words = {part.name: plan.make_words(part, others, host="10.0.0.1", port=8) for part in plan.parts}
+    train = words["trainers-0"]
+    assert train[0] == "train"
     assert {"--loop.num-steps=5", "--engine.kind=server", f"--engine.urls-file={tmp_path}/run/cluster/engines.txt"} < {
         *train
     }
-    serve = " ".join(plan.of_kind(Kind.ENGINE)[0].make_command("py", host="10.0.0.1", port=0))
-    assert f"serve {tmp_path}/model --host 10.0.0.1 --port 0" in serve
+    assert "--rollouts.listen=0.0.0.0:8500" in train
+    serve = " ".join(words["engine-0"])
+    assert f"serve {tmp_path}/model --host 10.0.0.1 --port 8" in serve
     assert f"--weights-dir {tmp_path}/run/weights --versions-from {tmp_path}/run/weights" in serve
     assert serve.endswith("--tensor-parallel-size 2")
-    sampler = " ".join(plan.of_kind(Kind.SAMPLER)[3].make_command("py", trainer="10.0.0.2:8503", gateway="http://g"))
-    assert f"sampler --connect 10.0.0.2:8503 --key-file {tmp_path}/run/cluster/key" in sampler
+    sampler = " ".join(words["sampler-9"])
+    assert f"sampler --connect 10.0.0.2:8509 --key-file {tmp_path}/run/cluster/key" in sampler
     assert "--sessions.url=http://g" in sampler
-    gateway = " ".join(plan.of_kind(Kind.GATEWAY)[0].make_command("py", host="10.0.0.1", port=8))
-    assert gateway.endswith("--host 10.0.0.1 --port 8 --advertise http://10.0.0.1:8")
+    assert " ".join(words["gateway-0"]).endswith("--host 10.0.0.1 --port 8 --advertise http://10.0.0.1:8")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_options_that_cannot_be_are_refused_by_name(values, message):
 @pytest.mark.parametrize("text", ["2", "0x8", "2x0", "2x8x1", "x"])
 def test_trainers_are_nodes_and_processes(text):
     with pytest.raises(InvalidInputError, match="--trainers must be NODESxPROCESSES, such as 2x8, got"):
-        Gang.parse(text)
+        ClusterOptions(trainers=text)
 
 
 @pytest.mark.parametrize(

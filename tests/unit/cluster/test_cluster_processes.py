@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.cluster.processes import Kind, NodePlace, Part, Ranks, Service, reserve_port
+from unbroken.cluster.processes import Command, Kind, Runner, reserve_port
 
 SERVER = """
 import http.server, json, sys
@@ -21,27 +21,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers(); self.wfile.write(json.dumps({"policy_version": 5}).encode())
     def log_message(self, *_): pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(f"unbroken serves tiny at http://127.0.0.1:{server.server_port} (x)", flush=True)
-server.serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 """Stands in for `unbroken serve`."""
 
 
-class Script(Part):
-    """A part whose command is a Python script."""
+class Script(Command):
+    """A Python script in place of `unbroken`."""
 
-    def make_command(self, python: str, **places: str | int) -> list[str]:
-        return [sys.executable, "-c", *self.command]
-
-
-def part(script: str, kind: Kind = Kind.ENGINE, **values) -> Script:
-    return Script(kind=kind, index=0, command=(script,), num_cpus=1, num_gpus=0, **values)
+    def make_words(self, python: str) -> list[str]:
+        return [python, "-c", *self.words]
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> NodePlace:
-    return NodePlace(host="127.0.0.1", folder=tmp_path, work_dir=tmp_path, environment={"A": "1"})
+def make_runner(folder: Path, kind: Kind = Kind.ENGINE, **options: float) -> Runner:
+    return Runner("part-0", kind, folder, **options)
+
+
+def script(folder: Path, *words: str, **values) -> Script:
+    return Script(words=words, log=folder / "log", **values)
 
 
 def wait_until(holds) -> None:
@@ -58,49 +55,47 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_is_killed_serves_again_and_its_reason_is_noted(place):
-    notes: list[tuple[str, str]] = []
-    service = Service(part(SERVER), place, lambda *note: notes.append(note))
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    wait_until(lambda: service.state == "serves")
-    assert (service.version, service.url[:17]) == (5, "http://127.0.0.1:")
-    first = service.pid
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: service.state == "serves" and service.pid != first)
-    service.stop()
-    thread.join(20)
-    assert (service.state, service.url, is_alive(service.pid)) == ("ended", "", False)
-    assert [what for what, _ in notes] == ["serves", "restart", "serves"]
-    assert notes[1][1] == "was killed by SIGKILL; it starts again in 1 s"
+def test_a_server_serves_until_it_is_killed_or_stopped_and_serves_again_at_its_address(tmp_path):
+    with reserve_port("127.0.0.1") as held:
+        port, runner = held.getsockname()[1], make_runner(tmp_path)
+        url, found = f"http://127.0.0.1:{port}", []
+        for number, ends in ((1, ["was killed by SIGKILL"]), (2, [])):
+            commands = [script(tmp_path, SERVER, str(port))]
+            thread = threading.Thread(target=lambda: found.append(runner.run(number, commands, url)))  # noqa: B023
+            thread.start()
+            wait_until(lambda: runner.look().state == "serves")
+            assert (runner.look().version, runner.look().url) == (5, url)
+            pid = runner.look().pid
+            if ends:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                runner.stop(number)
+            thread.join(20)
+            assert found.pop() == ends
+            assert (runner.look().state, is_alive(pid)) == ("waits", False)
+        assert runner.run(2, commands, url) == []  # it was stopped before it began
 
 
-def test_a_command_that_fails_is_explained_by_the_last_line_of_its_log(place):
-    notes: list[str] = []
-    service = Service(
-        part("import sys; print('unbroken: no such model', file=sys.stderr); print('x'); sys.exit(1)"), place,
-        lambda _, reason: (notes.append(reason), service.stop()),
-    )  # fmt: skip
-    service.run()
-    assert notes == ["ended with status 1: no such model; it starts again in 1 s"]
+def test_a_command_that_fails_is_explained_by_the_last_line_of_its_log(tmp_path):
+    words = "import sys; print('unbroken: no such model', file=sys.stderr); print('x'); sys.exit(1)"
+    runner = make_runner(tmp_path)
+    assert runner.run(1, [script(tmp_path, words)]) == ["ended with status 1: no such model"]
+    assert runner.run(2, [script(tmp_path, "")]) == ["ended with status 0"]  # only trainers may end
 
 
-def test_a_server_that_does_not_answer_is_started_again(place, tmp_path):
-    silent = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(f'unbroken serves x at " \
-        "http://127.0.0.1:{s.getsockname()[1]} ', flush=True); s.close(); time.sleep(60)"  # fmt: skip
-    notes: list[str] = []
-    slow = NodePlace(host="127.0.0.1", folder=tmp_path, work_dir=tmp_path, environment={}, start_s=2.0)
-    service = Service(part(silent), slow, lambda _, reason: (notes.append(reason), service.stop()))
-    service.run()
-    assert notes == ["did not answer for 2 s; it starts again in 1 s"]
+def test_a_server_that_does_not_answer_is_killed(tmp_path):
+    runner = make_runner(tmp_path, start_s=2.0)
+    with reserve_port("127.0.0.1") as held:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        assert runner.run(1, [script(tmp_path, "import time; time.sleep(60)")], url) == ["did not answer for 2 s"]
 
 
 def test_all_of_a_process_is_killed_when_the_one_that_started_it_is_gone(tmp_path):
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     script = (
-        "import sys, time; from pathlib import Path; from unbroken.cluster.processes import NodePlace, Process\n"
-        "here = Path(sys.argv[1]); place = NodePlace(host='', folder=here, work_dir=here, environment={})\n"
-        f"process = Process([sys.executable, '-c', {child!r}], log=here / 'log', place=place, variables={{}})\n"
+        "import sys, time; from pathlib import Path; from unbroken.cluster.processes import Command, Process\n"
+        "class Script(Command):\n    def make_words(self, python): return [python, '-c', *self.words]\n"
+        f"here = Path(sys.argv[1]); process = Process(Script(words=[{child!r}], log=here / 'log'), here)\n"
         "print(process.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -116,13 +111,13 @@ def test_all_of_a_process_is_killed_when_the_one_that_started_it_is_gone(tmp_pat
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_ranks_have_their_places_and_one_that_fails_ends_the_others(place):
-    script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(0.5)"
-    ranks = Ranks(part(script, Kind.TRAINERS, num_processes=2), place)
-    assert ranks.run(("127.0.0.1", 1), num_nodes=1, places={}) == ["rank 1 ended with status 3"]
-    well = Ranks(part("import os; print(os.environ['WORLD_SIZE'], os.environ['A'])", Kind.TRAINERS), place)
-    assert well.run(("127.0.0.1", 1), num_nodes=2, places={}) == []
-    assert (place.folder / "trainer-0.log").read_text().endswith("2 1\n")
+def test_a_rank_that_fails_ends_the_others_and_all_may_end_well(tmp_path):
+    words = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    ranks = [script(tmp_path, words, variables={"RANK": f"{rank}"}, name=f"rank {rank}") for rank in range(2)]
+    runner = make_runner(tmp_path, Kind.TRAINERS)
+    assert runner.run(1, ranks) == ["rank 1 ended with status 3"]
+    assert runner.run(2, [script(tmp_path, "print('well')")]) == []
+    assert (tmp_path / "log").read_text().endswith("well\n")
 
 
 def test_a_reserved_port_is_bound_by_a_server_and_by_nobody_else():
