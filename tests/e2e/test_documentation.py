@@ -128,6 +128,7 @@ NOT_RUN = {
     ("docs/gateway.md", "from agents import Agent"): OWN_SDK,
     ("docs/gateway.md", "from langchain_openai"): OWN_SDK,
     ("docs/gateway.md", "OPENAI_API_BASE=$URL"): OWN_SDK,
+    ("docs/tinker.md", "import tinker"): "tests/e2e/test_tinker.py runs it",
     (
         "docs/protocols.md",
         "unbroken serve path/to/model --served-model-name tiny",

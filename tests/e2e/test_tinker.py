@@ -26,6 +26,7 @@ from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_t
 pytestmark = pytest.mark.filterwarnings(
     *(f"ignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"))
 )
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "tinker.md"
 PROMPT = [1, 2, 3]
 SAMPLING = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 
@@ -107,6 +108,14 @@ def test_the_sdk_runs_a_whole_loop(server):
     assert {path, named} <= {each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints}
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     service.close(status="success").result(60)
+
+
+def test_the_block_of_the_documentation_runs(server, capsys):
+    (text,) = re.findall(r"```python\n(import tinker.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    exec(text.replace("http://127.0.0.1:8000", server.url).replace("path/to/model", "tiny"), {})
+    *steps, path = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in steps] == ["0", "1", "2"]
+    assert path.startswith("tinker://")
 
 
 def test_sampling_parameters(server):
