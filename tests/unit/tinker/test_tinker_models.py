@@ -15,13 +15,14 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from support.adapted import untied_qwen3
+from support.architectures import tiny_model
 from support.image_rows import Vision
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
 from support.vision import FAMILIES, picture
 from unbroken.errors import CheckpointError, InvalidInputError, TrainingError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec
-from unbroken.tinker.models import Models
+from unbroken.tinker.models import Models, find_modules
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 
@@ -561,3 +562,34 @@ def test_data_with_images_have_the_logprobs_of_our_trainer(family, tmp_path):
     datum = Datum(input_ids=data[0].input_ids, targets=data[0].targets, inputs=wrong, images=data[0].images)
     with pytest.raises(InvalidInputError, match=rf"data\[0\] must have no weight .*, and position {start} has some"):
         models.forward_backward("a", [datum], "ppo", {}, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "others"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}),
+        ("gpt_neox", {"query_key_value", "dense"}, {"dense_h_to_4h", "dense_4h_to_h"}),
+    ],
+)
+def test_layers_of_other_architectures_are_found_by_their_place(architecture, attention, others):
+    model = tiny_model(architecture)
+    parts = {}
+    for part in ("train_attn", "train_mlp"):
+        chosen = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), False) | {part: True}
+        spec, modules = find_modules(model, LoraSpec(rank=1, **chosen))
+        assert spec == LoraSpec(rank=1, **chosen)
+        parts[part] = {name.split(".")[-1] for name in modules}
+    assert parts == {"train_attn": attention, "train_mlp": others}
+
+
+def test_experts_of_one_tensor_get_no_adapter_and_routers_neither():
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(InvalidInputError, match="train_mlp must be False for Qwen3MoeForCausalLM, whose experts"):
+        find_modules(model, LoraSpec(rank=1))
+    _, modules = find_modules(model, LoraSpec(rank=1, train_mlp=False, train_unembed=False))
+    assert {name.split(".")[-1] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_layers_that_are_not_linear_are_refused():
+    with pytest.raises(InvalidInputError, match="train_attn must be False for GPT2LMHeadModel, which has no linear"):
+        find_modules(tiny_model("gpt2"), LoraSpec(rank=1))
