@@ -15,7 +15,6 @@ from support.effort import num_cases
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec
 from unbroken.tinker.losses import LOSSES
 from unbroken.tinker.models import Models
-from unbroken.training.config import TrainerConfig
 
 VOCAB_SIZE = 64
 
@@ -25,7 +24,7 @@ def models(tmp_path_factory) -> Models:
     """With the model `a`, which is never moved: each case steps with a learning rate of 0."""
     folder = tmp_path_factory.mktemp("base")
     untied_qwen3().save_pretrained(folder)
-    models = Models(folder, config=TrainerConfig(tokens_per_micro_batch=40), accelerator=Accelerator(cpu=True))
+    models = Models(folder, accelerator=Accelerator(cpu=True), tokens_per_pass=40)
     models.create("a", LoraSpec(rank=2, seed=0))
     return models
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError
-from unbroken.types import ImageSpan, TokenIds
+from unbroken.types import TokenIds
 
 MAX_RANK = 512
 
@@ -28,11 +28,9 @@ class Datum:
     input_ids: TokenIds
     """[T] int32."""
     targets: NDArray[np.int64] | None
-    """[T] or [T, K] ids whose logprobs are asked for; None: missing, which every loss refuses."""
+    """[T] or [T, K] ids of the vocabulary, whose logprobs are asked for; None: missing, which every loss refuses."""
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """By the API's names: `weights`, `logprobs`, `advantages`, ..."""
-    images: tuple[ImageSpan, ...] = ()
-    """In order; their ids are in `input_ids`."""
+    """By the API's names: `weights`, `logprobs`, `advantages`, ...; finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

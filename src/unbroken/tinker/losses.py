@@ -37,12 +37,8 @@ Values: TypeAlias = Mapping[str, torch.Tensor]
 Settings: TypeAlias = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The loss at each position, and whether a threshold changed it."""
-
-    loss_N: torch.Tensor
-    clipped_N: torch.Tensor | None = None
+Terms: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""The loss at each position, and whether a threshold changed it there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +46,21 @@ class Loss:
     """One loss: what it takes, and what it computes at the positions that have an effect."""
 
     compute: Callable[[torch.Tensor, Values, Settings], Terms]
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ("logprobs", "advantages")
     takes: tuple[str, ...] = ("weights",)
     """What a datum may give besides; `weights` multiply the loss at each position."""
     settings: Settings = field(default_factory=dict)
     """Names in the config, with their defaults."""
-    is_used: Callable[[Mapping[str, NDArray[np.float32]], Settings], NDArray[np.bool_]]
-    """Where the loss depends on the logprobs."""
+    used: str | None = "advantages"
+    """The loss depends on the logprobs where this input is not 0; None: everywhere."""
 
 
 def _cross_entropy(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return Terms(-logprobs_N)  # times the weights, as every loss
+    return -logprobs_N, None  # times the weights, as every loss
 
 
 def _importance_sampling(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return Terms(-(logprobs_N - values["logprobs"]).exp() * values["advantages"])
+    return -(logprobs_N - values["logprobs"]).exp() * values["advantages"], None
 
 
 def _ppo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
@@ -78,7 +74,7 @@ def _gspo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms
 def _clip(ratio_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
     free_N = ratio_N * values["advantages"]
     gain_N = torch.minimum(free_N, _bound(ratio_N, values, settings) * values["advantages"])
-    return Terms(-gain_N, gain_N != free_N)
+    return -gain_N, gain_N != free_N
 
 
 def _bound(ratio_N: torch.Tensor, values: Values, settings: Settings) -> torch.Tensor:
@@ -89,57 +85,39 @@ def _bound(ratio_N: torch.Tensor, values: Values, settings: Settings) -> torch.T
 def _cispo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
     ratio_N = (logprobs_N.detach() - values["logprobs"]).exp()
     bounded_N = _bound(ratio_N, values, settings)
-    return Terms(-bounded_N * values["advantages"] * logprobs_N, bounded_N != ratio_N)
+    return -bounded_N * values["advantages"] * logprobs_N, bounded_N != ratio_N
 
 
 def _dro(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
     penalty_N = (logprobs_N - values["logprobs"]).square() * (settings["beta"] / 2)
-    return Terms(penalty_N - logprobs_N * values["advantages"])
+    return penalty_N - logprobs_N * values["advantages"], None
 
 
 def _stable_reinforce(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
     log_ratio_N = logprobs_N - values["logprobs"]
     weight_N = log_ratio_N.detach().clamp(max=0).exp()
     penalty_N = log_ratio_N.square() * (settings["kl_coeff"] / 2)
-    return Terms(penalty_N - weight_N * values["advantages"] * logprobs_N, log_ratio_N > 0)
+    return penalty_N - weight_N * values["advantages"] * logprobs_N, log_ratio_N > 0
 
 
-def _has_advantage(values: Mapping[str, NDArray[np.float32]], settings: Settings) -> NDArray[np.bool_]:
-    return np.not_equal(values["advantages"], 0)
-
-
-def _is_anywhere(values: Mapping[str, NDArray[np.float32]], settings: Settings) -> NDArray[np.bool_]:
-    return np.ones(len(next(iter(values.values()))), dtype=np.bool_)
-
-
-def _is_sampled(values: Mapping[str, NDArray[np.float32]], settings: Settings) -> NDArray[np.bool_]:
-    return np.not_equal(values[SAMPLED], 0)
-
-
-_RATIO = ("logprobs", "advantages")
+_CLIPPED = ("weights", LOW, HIGH)
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(compute=_cross_entropy, needs=("weights",), takes=(), is_used=_is_anywhere),
-    "importance_sampling": Loss(compute=_importance_sampling, needs=_RATIO, is_used=_has_advantage),
-    "ppo": Loss(
-        compute=_ppo, needs=_RATIO, takes=("weights", LOW, HIGH), settings={LOW: 0.8, HIGH: 1.2}, is_used=_has_advantage
-    ),
-    "cispo": Loss(
-        compute=_cispo,
-        needs=_RATIO,
-        takes=("weights", LOW, HIGH),
-        settings={LOW: 0.0, HIGH: 4.0},
-        is_used=_has_advantage,
-    ),
-    "dro": Loss(compute=_dro, needs=_RATIO, settings={"beta": 0.1}, is_used=_is_anywhere),
+    "cross_entropy": Loss(compute=_cross_entropy, needs=("weights",), takes=(), used=None),
+    "importance_sampling": Loss(compute=_importance_sampling),
+    "ppo": Loss(compute=_ppo, takes=_CLIPPED, settings={LOW: 0.8, HIGH: 1.2}),
+    "cispo": Loss(compute=_cispo, takes=_CLIPPED, settings={LOW: 0.0, HIGH: 4.0}),
+    "dro": Loss(compute=_dro, settings={"beta": 0.1}, used=None),
     "gspo": Loss(
         compute=_gspo,
-        needs=(*_RATIO, "sequence_ratio_mask"),
-        takes=("weights", LOW, HIGH),
+        needs=("logprobs", "advantages", "sequence_ratio_mask"),
+        takes=_CLIPPED,
         settings={LOW: 0.9997, HIGH: 1.0004},
-        is_used=_has_advantage,
     ),
     "stable_reinforce": Loss(
-        compute=_stable_reinforce, needs=(*_RATIO, SAMPLED), settings={"kl_coeff": 0.01}, is_used=_is_sampled
+        compute=_stable_reinforce,
+        needs=("logprobs", "advantages", SAMPLED),
+        settings={"kl_coeff": 0.01},
+        used=SAMPLED,
     ),
 }
 
@@ -176,62 +154,45 @@ def check_datum(datum: Datum, loss: Loss, *, name: str, where: str) -> NDArray[n
     Raises:
         InvalidInputError: names the datum (`where`), the field, the rule and the value.
     """
-    fields = f"{where}.loss_fn_inputs"
+    fields, inputs = f"{where}.loss_fn_inputs", datum.inputs
     if datum.targets is None:
         raise InvalidInputError(f"{fields}.target_tokens must be given, got none")
     shape = datum.targets.shape
-    if len(shape) != 1 and not (len(shape) == 2 and name == "cross_entropy" and shape[1] >= 1):
+    if len(shape) != 1 and (name != "cross_entropy" or 0 in shape):
         raise InvalidInputError(
             f"{fields}.target_tokens must have the shape [T], or [T, K] with cross_entropy, got {list(shape)} with "
             f"{name}"
         )
-    if not len(datum.input_ids) or shape[0] != len(datum.input_ids):
-        raise InvalidInputError(
-            f"{fields}.target_tokens must have one entry for each of at least one id of model_input, got {shape[0]} "
-            f"for {len(datum.input_ids)}"
-        )
-    for key in (*loss.needs, *datum.inputs):
-        _check_input(datum, key, loss, name=name, where=where)
-    mask = datum.inputs.get("sequence_ratio_mask")
-    if mask is not None and datum.inputs["advantages"].any() and not mask.any():
-        raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")
-    if {LOW, HIGH} <= datum.inputs.keys() and (datum.inputs[LOW] > datum.inputs[HIGH]).any():
-        raise InvalidInputError(f"{fields}.{LOW} must be at most {HIGH} at every position")
-    return datum.targets
-
-
-def _check_input(datum: Datum, key: str, loss: Loss, *, name: str, where: str) -> None:
-    """Check one input that the loss needs or the datum has."""
-    fields = f"{where}.loss_fn_inputs"
-    if key == SAMPLED and key not in datum.inputs:
+    if SAMPLED in loss.needs and SAMPLED not in inputs:
         raise InvalidInputError(
             f"{where} must have provenance spans with {name}, which trains sampled ids alone: attach them by "
             "Datum.with_provenance"
         )
-    if key not in datum.inputs:
-        raise InvalidInputError(f"{fields}.{key} must be given with {name}, got {', '.join(datum.inputs) or 'none'}")
-    if key not in (*loss.needs, *loss.takes):
-        known = ", ".join(("target_tokens", *loss.needs, *loss.takes))
-        raise InvalidInputError(f"{fields} of {name} may be {known}, got {key!r}")
-    assert datum.targets is not None, "check_datum"
-    values, shape = datum.inputs[key], datum.targets.shape
-    if values.shape != shape:
-        raise InvalidInputError(
-            f"{fields}.{key} must have the shape of target_tokens, {list(shape)}, got {list(values.shape)}"
-        )
-    if not np.isfinite(values).all():
-        place = tuple(int(k) for k in np.argwhere(~np.isfinite(values))[0])
-        raise InvalidInputError(f"{fields}.{key} must be finite, got {values[place]} at {list(place)}")
+    if missing := [key for key in loss.needs if key not in inputs]:
+        raise InvalidInputError(f"{fields}.{missing[0]} must be given with {name}, got {', '.join(inputs) or 'none'}")
+    for key, values in inputs.items():
+        if key not in (*loss.needs, *loss.takes):
+            known = ", ".join(("target_tokens", *loss.needs, *loss.takes))
+            raise InvalidInputError(f"{fields} of {name} may be {known}, got {key!r}")
+        if values.shape != shape:
+            raise InvalidInputError(
+                f"{fields}.{key} must have the shape of target_tokens, {list(shape)}, got {list(values.shape)}"
+            )
+    mask = inputs.get("sequence_ratio_mask")
+    if mask is not None and inputs["advantages"].any() and not mask.any():
+        raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")
+    if {LOW, HIGH} <= inputs.keys() and (inputs[LOW] > inputs[HIGH]).any():
+        raise InvalidInputError(f"{fields}.{LOW} must be at most {HIGH} at every position")
+    return datum.targets
 
 
-def find_used(datum: Datum, loss: Loss, settings: Settings) -> NDArray[np.bool_]:
+def find_used(datum: Datum, loss: Loss) -> NDArray[np.bool_]:
     """[T] where the loss of a datum depends on the logprobs; the rest of them is only reported."""
-    used_T: NDArray[np.bool_] = loss.is_used(datum.inputs, settings)
-    if "weights" not in datum.inputs:
-        return used_T
-    weights = datum.inputs["weights"]
-    has_weight: NDArray[np.bool_] = weights != 0
-    return np.logical_and(used_T, has_weight.any(-1) if weights.ndim == 2 else has_weight)
+    used_T = np.ones(len(datum.input_ids), dtype=np.bool_)
+    for key, values in datum.inputs.items():
+        if key in (loss.used, "weights"):
+            used_T &= values.reshape(len(used_T), -1).any(-1)
+    return used_T
 
 
 def compute_loss(
@@ -249,12 +210,11 @@ def compute_loss(
     if "sequence_ratio_mask" in values:
         values = {**values, "sequence_log_ratio": _mean_log_ratio(logprobs_N, values, num_row_tokens)}
     used_values = {name: of_N[used_N] for name, of_N in values.items()}
-    terms = loss.compute(logprobs_N[used_N], used_values, settings)
-    weighed = terms.loss_N * used_values["weights"] if "weights" in used_values else terms.loss_N
-    total = weighed.sum()
+    loss_N, clipped_N = loss.compute(logprobs_N[used_N], used_values, settings)
+    total = (loss_N * used_values["weights"] if "weights" in used_values else loss_N).sum()
     metrics = {"loss:sum": float(total.detach()), "num_loss_tokens:sum": float(used_N.sum())}
-    if terms.clipped_N is not None:
-        metrics["num_clipped:sum"] = float(terms.clipped_N.sum())
+    if clipped_N is not None:
+        metrics["num_clipped:sum"] = float(clipped_N.sum())
     return total, metrics
 
 

@@ -27,14 +27,13 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM
 
 from unbroken.errors import CheckpointError, InvalidInputError, WeightsError, missing_extra
-from unbroken.images.processor import ImageProcessor
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
-from unbroken.tinker.losses import Loss, Settings, check_datum, compute_loss, find_loss, find_used
+from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
-from unbroken.training.config import ParallelConfig, SharedPrefixes, TrainerConfig
+from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen, fuse_adapters
 from unbroken.training.model.batch import Batch, RowTargets, ScoredRow
 from unbroken.training.model.pretrained import ModelForm, check_form, gather_form, write_pretrained
@@ -71,28 +70,23 @@ class Models:
         self,
         source: str | Path,
         *,
-        config: TrainerConfig | None = None,
         accelerator: Accelerator | None = None,
-        images: ImageProcessor | None = None,
         dtype: torch.dtype | None = None,
-        max_models: int = 64,
+        tokens_per_pass: int | None = None,
     ) -> None:
         """The base is loaded from a folder or the hub with the first model. `dtype` is that of its weights; None:
-        float32, or bfloat16 below adapters if the accelerator computes in it. `config` is for the passes: of its
-        optimizer only the name counts.
-
-        Raises:
-            InvalidInputError: the config has a setting that is not for these losses.
+        float32, or bfloat16 below adapters if the accelerator computes in it. `tokens_per_pass` is
+        `TrainerConfig.tokens_per_micro_batch`.
         """
-        self._config = _check_config(config or TrainerConfig())
+        self._config = TrainerConfig(
+            tokens_per_micro_batch=tokens_per_pass,
+            shared_prefixes=SharedPrefixes.NEVER,  # a tree has no targets but its own ids
+        )
         self._source = str(Path(source).absolute()) if Path(source).is_dir() else str(source)
         self._accelerator = accelerator or Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-        self._images = images
         self._dtype = dtype
-        self._max_models = max_models
         self._models: dict[str, _Model] = {}
         self._backend: TrainerBackend | None = None
-        self._is_whole = False
         self._base = ""
         """The checksum of the base's weights as they were loaded."""
         self._num_created = 0
@@ -102,29 +96,23 @@ class Models:
         what is trained: tied embeddings get no adapter, because an engine has one weight for input and output.
 
         Raises:
-            InvalidInputError: there is a model of that name, too many, one that trains all weights beside others, or
-                the base has no layers for the adapter.
+            InvalidInputError: a model that trains all weights would be beside another one, or the base has no layers
+                for the adapter.
         """
-        if model_id in self._models:
-            raise InvalidInputError(f"model {model_id!r} exists already")
-        if len(self._models) >= self._max_models:
-            raise InvalidInputError(f"there are {len(self._models)} models, as many as are allowed: delete one first")
-        if self._models and (lora is None or self._is_whole):
-            other = "trains all weights" if self._is_whole else "is an adapter on the weights"
+        assert model_id not in self._models, "the server names models"
+        is_whole = any(model.lora is None for model in self._models.values())
+        if self._models and (lora is None or is_whole):
             raise InvalidInputError(
                 f"model {model_id!r} cannot {'train all weights' if lora is None else 'have an adapter'} (rank "
-                f"{0 if lora is None else lora.rank}) while model {next(iter(self._models))!r} {other} of the one base"
+                f"{0 if lora is None else lora.rank}) while model {next(iter(self._models))!r} "
+                f"{'trains all weights' if is_whole else 'is an adapter on the weights'} of the one base"
             )
-        if self._backend is not None and self._is_whole != (lora is None):
-            self._backend = None
+        adapter = ""
         if lora is None:
-            self._backend = self._open(
-                _load_model(self._source, self._dtype or torch.float32, self._images is not None)
-            )
-            adapter = ""
+            self._backend = None  # that of adapters, before another base is loaded
+            self._backend = self._open(_load_model(self._source, self._dtype or torch.float32))
         else:
             lora, adapter = self._add_adapter(lora)
-        self._is_whole = lora is None
         parameters = {
             name.replace(f".{adapter}.", ".") if adapter else name: parameter
             for name, parameter in self._get_model().named_parameters()
@@ -159,7 +147,7 @@ class Models:
         """
         backend = self._activate(model_id)
         chosen, settings = find_loss(loss, config)
-        rows = _make_rows(data, chosen, settings, name=loss)
+        rows = _make_rows(data, chosen, name=loss)
 
         def compute(scores: TokenScores, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
             assert batch.targets is not None, "every row has targets"
@@ -172,7 +160,7 @@ class Models:
         found = dict(zip(passes.rows, passes.logprobs, strict=True))
         names = {name for of_pass in passes.stats for name in of_pass} or {"loss:sum"}
         return Output(
-            logprobs=[_unpad(found[k], datum) for k, datum in enumerate(data)],
+            logprobs=[_unpad(found[k], datum.targets) for k, datum in enumerate(data) if datum.targets is not None],
             metrics={name: math.fsum(of_pass.get(name, 0.0) for of_pass in passes.stats) for name in sorted(names)},
         )
 
@@ -241,17 +229,22 @@ class Models:
         self._check_fits(folder, state, model)
         if optimizer and not (folder / _OPTIMIZER).exists():
             raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
-        stored = self._read_weights(folder, model)
-        _check_same(folder, model.parameters, stored)
+        if model.lora is not None:
+            stored = load_file(folder / _ADAPTER)
+        else:
+            stored = dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
+        shapes = [{(name, tensor.shape) for name, tensor in each.items()} for each in (model.parameters, stored)]
+        if different := sorted(shapes[0] ^ shapes[1]):
+            raise CheckpointError(f"{folder} must have the weights of this model, and differs in {different[0][0]}")
         averages = load_file(folder / _OPTIMIZER) if optimizer else {}
         for name, parameter in model.parameters.items():
             parameter.copy_(stored[name])
             parameter.grad = None
-        of_parameters: dict[int, dict[str, torch.Tensor]] = {}
-        numbers = {name: number for number, name in enumerate(model.parameters)}
-        for name, tensor in averages.items():
-            parameter_name, _, key = name.rpartition(".")
-            of_parameters.setdefault(numbers[parameter_name], {})[key] = tensor
+        of_parameters = {
+            number: {key: averages[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for number, name in enumerate(model.parameters)
+            if f"{name}.step" in averages
+        }
         groups = model.optimizer.state_dict()["param_groups"]
         model.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
         model.num_steps = int(state["num_steps"]) if optimizer else 0
@@ -278,7 +271,7 @@ class Models:
 
     def _open(self, model: Any) -> TrainerBackend:
         """The backend of a model, which alone keeps it: an accelerator keeps all that it has prepared."""
-        backend = TrainerBackend(model, self._config, accelerator=self._accelerator, images=self._images)
+        backend = TrainerBackend(model, self._config, accelerator=self._accelerator)
         self._accelerator.free_memory()
         return backend
 
@@ -292,7 +285,7 @@ class Models:
         base = None
         if self._backend is None:
             dtype = self._dtype or (torch.bfloat16 if is_rounded else torch.float32)
-            base = _load_model(self._source, dtype, self._images is not None).requires_grad_(False)
+            base = _load_model(self._source, dtype).requires_grad_(False)
             base.to(self._accelerator.device)
             self._base = checksum_of_frozen(base)
         lora, modules = find_modules(base if base is not None else self._get_model().base_model.model, lora)
@@ -323,12 +316,6 @@ class Models:
                 "trained on"
             )
 
-    def _read_weights(self, folder: Path, model: _Model) -> Mapping[str, torch.Tensor]:
-        if model.lora is not None:
-            return load_file(folder / _ADAPTER)
-        dtype = causal_lm(self._get_model()).dtype
-        return dict(_load_model(str(folder), dtype, self._images is not None).named_parameters())
-
 
 @torch.no_grad()
 def _draw_first_weights(model: Any, seed: int) -> None:
@@ -344,83 +331,49 @@ def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained.
 
     Raises:
-        InvalidInputError: a part that is to be trained has no linear layers.
+        InvalidInputError: a part that is to be trained has no linear layers of its own.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {id(module) for module in decoder.modules()}
-    found: dict[str, list[str]] = {"train_attn": [], "train_mlp": []}
-    names = {id(module): name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        layer = getattr(module, "base_layer", module)
-        if isinstance(layer, nn.Linear) and id(module) in inside and ".base_layer" not in name:
-            kind = _find_kind(name)
-            if kind is not None and not any(part in name for part in (".lora_A.", ".lora_B.")):
-                found[kind].append(name)
-    is_tied = model.config.get_text_config().tie_word_embeddings
-    if lora.train_attn or lora.train_mlp:
-        lora = replace(lora, train_unembed=lora.train_unembed and not is_tied)
-    if lora.train_unembed and is_tied:
-        raise InvalidInputError(
-            f"lora_config.train_unembed must not be all that is trained of {type(model).__name__}, whose input and "
-            "output embeddings are one weight"
-        )
-    if lora.train_mlp and (experts := _find_experts(decoder)):
-        raise InvalidInputError(
-            f"lora_config.train_mlp must be False for {type(model).__name__}, whose experts ({experts}) are not linear "
-            "layers"
-        )
+    head = model.get_output_embeddings()
+    found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
+    for path, module in model.named_modules():
+        is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
+        if is_linear and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B.")):
+            kind = "train_unembed" if module is head else _find_kind(path.lower())
+            found.get(kind, []).append(path)
+    if model.config.get_text_config().tie_word_embeddings:
+        found["train_unembed"] = []
+        if lora.train_attn or lora.train_mlp:
+            lora = replace(lora, train_unembed=False)
+    if any("expert" in path and weight.dim() == 3 for path, weight in model.named_parameters()):
+        found["train_mlp"] = []
     for kind, modules in found.items():
         if getattr(lora, kind) and not modules:
             raise InvalidInputError(
-                f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of that kind"
+                f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of its own "
+                "there (experts that are one tensor and embeddings that are tied are none)"
             )
-    unembed = [names[id(head)]] if lora.train_unembed else []
-    return lora, [name for kind, modules in found.items() if getattr(lora, kind) for name in modules] + unembed
+    return lora, [path for kind, modules in found.items() if getattr(lora, kind) for path in modules]
 
 
-def _find_kind(name: str) -> str | None:
-    """What part of a layer a linear module belongs to; None for routers, and what is in neither part."""
-    parts = name.lower().split(".")
-    if parts[-1] in ("gate", "router", "shared_expert_gate"):
-        return None
-    if any("attn" in part or "attention" in part for part in parts):
+def _find_kind(path: str) -> str:
+    """What part of a layer a linear module belongs to; empty for routers, and what is in neither part."""
+    if path.split(".")[-1] in ("gate", "router", "shared_expert_gate"):
+        return ""
+    if "attn" in path or "attention" in path:
         return "train_attn"
-    is_mlp = any(part in name.lower() for part in ("mlp", "ffn", "feed_forward", "expert", "moe"))
-    return "train_mlp" if is_mlp else None
+    return "train_mlp" if any(part in path for part in ("mlp", "ffn", "feed_forward", "expert", "moe")) else ""
 
 
-def _find_experts(decoder: Any) -> str | None:
-    """The name of a weight of experts that are one tensor."""
-    named = decoder.named_parameters()
-    return next((name for name, weight in named if "expert" in name and weight.dim() == 3), None)
-
-
-def _load_model(source: str, dtype: torch.dtype, takes_images: bool) -> Any:
-    auto: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+def _load_model(source: str, dtype: torch.dtype) -> Any:
     try:
-        return auto.from_pretrained(source, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"model must be a folder or the hub's name of a model, got {source!r}: {error}"
+            f"model must be a folder or the hub's name of a causal language model, got {source!r}: {error}"
         ) from None
 
 
-def _check_config(config: TrainerConfig) -> TrainerConfig:
-    refused = {
-        "compile": config.compile,
-        "routing_replay": config.routing_replay,
-        "router_loss_weight": config.router_loss_weight > 0,
-        "parallel": config.parallel != ParallelConfig(),
-        "shared_prefixes": config.shared_prefixes is SharedPrefixes.ALWAYS,
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            value = getattr(config, name)
-            raise InvalidInputError(f"trainer.{name} must be left out for models of the Tinker API, got {value!r}")
-    return replace(config, shared_prefixes=SharedPrefixes.NEVER)  # a tree has no targets but its own ids
-
-
-def _make_rows(data: Sequence[Datum], loss: Loss, settings: Settings, *, name: str) -> list[ScoredRow]:
+def _make_rows(data: Sequence[Datum], loss: Loss, *, name: str) -> list[ScoredRow]:
     """The rows of data whose T ids are followed by one more, which is fed to nothing, so that all T predict something.
 
     Targets and inputs of some data are padded to the most targets of a position, with weights of 0.
@@ -428,31 +381,19 @@ def _make_rows(data: Sequence[Datum], loss: Loss, settings: Settings, *, name: s
     checked = [check_datum(datum, loss, name=name, where=f"data[{k}]") for k, datum in enumerate(data)]
     width = max((targets.shape[1] for targets in checked if targets.ndim == 2), default=0)
     rows = []
-    for k, (datum, targets) in enumerate(zip(data, checked, strict=True)):
-        mask = _find_predicted(datum)
-        predicts = mask[1:]
-        used = find_used(datum, loss, settings)
-        if (wrong := np.flatnonzero(used & ~predicts)).size:
-            raise InvalidInputError(
-                f"data[{k}] must have no weight where an image comes next, and position {wrong[0]} has some"
-            )
-        values = {key: _pad(values[predicts], width) for key, values in datum.inputs.items()}
-        of_row = RowTargets(ids=_pad(targets[predicts], width), trained=used[predicts], values=values)
-        sample = _make_sample(datum, mask)
+    for datum, targets in zip(data, checked, strict=True):
+        of_row = RowTargets(
+            ids=_pad(targets, width),
+            trained=find_used(datum, loss),
+            values={key: _pad(values, width) for key, values in datum.inputs.items()},
+        )
+        sample = _make_sample(datum)
         rows.append(ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs, targets=of_row))
     return rows
 
 
-def _find_predicted(datum: Datum) -> NDArray[np.bool_]:
-    """[T + 1] the ids of a row that something predicts: all but the first, and those of images."""
-    mask = np.ones(len(datum.input_ids) + 1, dtype=np.bool_)
-    mask[0] = False
-    for span in datum.images:
-        mask[span.offset : span.stop] = False
-    return mask
-
-
-def _make_sample(datum: Datum, mask: NDArray[np.bool_]) -> TrainingSample:
+def _make_sample(datum: Datum) -> TrainingSample:
+    mask = np.arange(len(datum.input_ids) + 1) > 0
     return TrainingSample(
         token_ids=np.append(datum.input_ids, 0),
         sampled_mask=mask,
@@ -460,7 +401,6 @@ def _make_sample(datum: Datum, mask: NDArray[np.bool_]) -> TrainingSample:
         rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
         policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
         advantages=np.zeros(len(mask), dtype=np.float32),
-        images=datum.images,
     )
 
 
@@ -468,17 +408,14 @@ def _pad(values: NDArray[Any], width: int) -> NDArray[Any]:
     """[T] or [T, K] as [T, width] with zeros; as they are with width 0."""
     if not width:
         return values
-    columns = values if values.ndim == 2 else values[:, None]
+    columns = values.reshape(len(values), -1)
     return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
 
 
-def _unpad(logprobs: NDArray[np.float32], datum: Datum) -> NDArray[np.float32]:
-    """Those of a datum's own targets; 0 where an image comes next, which nothing predicts."""
-    assert datum.targets is not None, "check_datum"
-    shape = datum.targets.shape
-    whole = np.zeros((len(datum.targets), *logprobs.shape[1:]), dtype=np.float32)
-    whole[_find_predicted(datum)[1:]] = logprobs
-    return whole[:, : math.prod(shape[1:])].reshape(shape) if whole.ndim == 2 else whole
+def _unpad(logprobs: NDArray[np.float32], targets: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Those of a datum's own targets."""
+    own = logprobs.reshape(len(targets), -1)[:, : math.prod(targets.shape[1:])]
+    return np.ascontiguousarray(own.reshape(targets.shape), dtype=np.float32)
 
 
 def _read_state(folder: Path) -> Mapping[str, Any]:
@@ -490,16 +427,6 @@ def _read_state(folder: Path) -> Mapping[str, Any]:
         return {name: state[name] for name in ("base", "lora", "num_steps")}
     except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
         raise CheckpointError(f"{folder} must hold a whole saved model: {type(error).__name__}: {error}") from error
-
-
-def _check_same(folder: Path, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    shapes = [{name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, theirs)]
-    if shapes[0] != shapes[1]:
-        name = next(name for name in sorted({**shapes[0], **shapes[1]}) if shapes[0].get(name) != shapes[1].get(name))
-        raise CheckpointError(
-            f"{folder} must have the weights of this model: {name} is {shapes[0].get(name)} here and "
-            f"{shapes[1].get(name)} there"
-        )
 
 
 def _describe(lora: LoraSpec | None) -> str:

@@ -16,15 +16,11 @@ from safetensors.torch import load_file
 
 from support.adapted import untied_qwen3
 from support.architectures import tiny_model
-from support.image_rows import Vision
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
-from support.vision import FAMILIES, picture
 from unbroken.errors import CheckpointError, InvalidInputError, TrainingError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec
 from unbroken.tinker.models import Models, find_modules
-from unbroken.training.config import TrainerConfig
-from unbroken.training.trainer import Trainer
 
 EXACT = 1e-6
 ADAPTER = LoraSpec(rank=3, seed=7)
@@ -46,7 +42,7 @@ def tied_folder(tmp_path_factory):
 
 
 def open_models(folder, *, dtype=torch.float64, **config) -> Models:
-    return Models(folder, config=TrainerConfig(**config), accelerator=Accelerator(cpu=True), dtype=dtype)
+    return Models(folder, accelerator=Accelerator(cpu=True), dtype=dtype, **config)
 
 
 def make_data(loss: str, *, seed: int = 0, lengths=(5, 9, 1, 7)) -> list[Datum]:
@@ -270,8 +266,8 @@ def test_gradients_of_uneven_chunks_add_up_to_those_of_one_call(folder, tmp_path
 def test_small_passes_and_padded_rows_change_nothing(folder, tmp_path):
     data = make_data("gspo", lengths=(5, 9, 1, 7, 12, 3))
     sums = []
-    for config in ({}, {"tokens_per_micro_batch": 12}, {"packing": "never"}, {"logprob_chunk_size": 2}):
-        models = open_models(folder, **config) if "packing" not in config else open_models(folder)
+    for tokens_per_pass in (None, 40, 12):
+        models = open_models(folder, tokens_per_pass=tokens_per_pass)
         models.create("a", ADAPTER)
         output = models.forward_backward("a", data, "gspo", {}, backward=True)
         sums.append((output.metrics["loss:sum"], models.optim_step("a", AdamParams())["grad_norm"]))
@@ -459,7 +455,7 @@ def test_tied_embeddings_get_no_adapter(tied_folder):
     models = open_models(tied_folder, dtype=None)
     assert models.create("a", LoraSpec(rank=2)) == LoraSpec(rank=2, train_unembed=False)
     assert not any("lm_head" in name or "embed" in name for name, _ in models.adapter("a"))
-    with pytest.raises(InvalidInputError, match="train_unembed must not be all that is trained of Qwen3ForCausalLM"):
+    with pytest.raises(InvalidInputError, match="train_unembed must be False for Qwen3ForCausalLM, which has no"):
         models.create("b", LoraSpec(rank=2, train_mlp=False, train_attn=False))
 
 
@@ -506,62 +502,16 @@ def test_folders_of_other_models_are_refused(folder, tied_folder, tmp_path):
         models.load("a", tmp_path / "saved", optimizer=False)
 
 
-def test_names_and_numbers_of_models_are_checked(folder):
-    models = Models(folder, accelerator=Accelerator(cpu=True), max_models=1)
+def test_a_model_that_is_gone_is_named(folder):
+    models = open_models(folder)
     with pytest.raises(InvalidInputError, match="there is no model 'a': it was deleted, or never created here"):
         models.optim_step("a", AdamParams())
     models.create("a", ADAPTER)
-    with pytest.raises(InvalidInputError, match="'a' exists already"):
-        models.create("a", ADAPTER)
-    with pytest.raises(InvalidInputError, match="there are 1 models, as many as are allowed"):
-        models.create("b", ADAPTER)
     models.delete("a")
+    with pytest.raises(InvalidInputError, match="there is no model 'a'"):
+        models.optim_step("a", AdamParams())
     models.create("b", ADAPTER)
-    with pytest.raises(InvalidInputError, match=r"trainer.compile must be left out"):
-        Models(folder, config=TrainerConfig(compile=True), accelerator=Accelerator(cpu=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_data_with_images_have_the_logprobs_of_our_trainer(family, tmp_path):
-    """A new adapter changes nothing; nothing predicts an id of an image, whose logprob is 0."""
-    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
-    vision = Vision.make(tmp_path, family)
-    rows = [
-        vision.row("see ", picture(56, 56), "this", (5, 6, 7), advantage=0.5),
-        vision.row("two ", picture(28, 84, seed=1), "and", (9, 8), picture(56, 28, seed=2), (4,), advantage=-1.0),
-        vision.row("none", (5, 6), advantage=1.0),
-    ]
-    data = [
-        Datum(
-            input_ids=row.token_ids[:-1],
-            targets=row.token_ids[1:].astype(np.int64),
-            inputs={
-                "logprobs": np.where(row.sampled_mask, row.rollout_logprobs, np.float32(0))[1:],
-                "advantages": row.advantages[1:],
-            },
-            images=row.images,
-        )
-        for row in rows
-    ]
-    expected = Trainer(vision.model(), TrainerConfig(), images=vision.images).logprobs(rows)
-    models = Models(tmp_path, accelerator=Accelerator(cpu=True), images=vision.images)
-    models.create("a", LoraSpec(rank=2, train_unembed=False))
-    output = models.forward_backward("a", data, "ppo", {}, backward=True)
-    for found, row, wanted in zip(output.logprobs, rows, expected, strict=True):
-        np.testing.assert_allclose(found[row.sampled_mask[1:]], wanted[row.sampled_mask], atol=1e-5)
-        inside = np.zeros(len(row.token_ids), dtype=np.bool_)
-        for span in row.images:
-            inside[span.offset : span.stop] = True
-        assert (found[inside[1:]] == 0).all()
-        assert (found[~inside[1:]] < 0).all()
-    assert models.optim_step("a", AdamParams())["grad_norm"] > 0
-    assert not any("visual" in name or "vision" in name for name, _ in models.adapter("a"))
-    start = rows[0].images[0].offset
-    wrong = {name: values.copy() for name, values in data[0].inputs.items()}
-    wrong["advantages"][start] = 1
-    datum = Datum(input_ids=data[0].input_ids, targets=data[0].targets, inputs=wrong, images=data[0].images)
-    with pytest.raises(InvalidInputError, match=rf"data\[0\] must have no weight .*, and position {start} has some"):
-        models.forward_backward("a", [datum], "ppo", {}, backward=True)
+    assert models.optim_step("b", AdamParams())["num_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -584,7 +534,7 @@ def test_layers_of_other_architectures_are_found_by_their_place(architecture, at
 
 def test_experts_of_one_tensor_get_no_adapter_and_routers_neither():
     model = tiny_model("qwen3_moe")
-    with pytest.raises(InvalidInputError, match="train_mlp must be False for Qwen3MoeForCausalLM, whose experts"):
+    with pytest.raises(InvalidInputError, match=r"train_mlp must be False for Qwen3MoeForCausalLM, .*experts"):
         find_modules(model, LoraSpec(rank=1))
     _, modules = find_modules(model, LoraSpec(rank=1, train_mlp=False, train_unembed=False))
     assert {name.split(".")[-1] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
