@@ -27,8 +27,6 @@ from unbroken.ledger.records import StoredSession
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import SampledSequence, TokenIds, TrainingSample
 
-_FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -66,8 +64,8 @@ def make_data(session_id: str, rows: Sequence[TrainingSample], tree: Mapping[str
     answer of `client.sessions.tree`. What is not trained has the advantage 0, and what was not sampled the logprob 0.
 
     Raises:
-        InvalidInputError: the SDK is not installed, a row is not of this session, or it has logprobs that no loss of
-            the API computes: at another temperature than 1, or over ids that top-k or top-p kept.
+        InvalidInputError: the SDK is not installed, a row has images or is not of this session, or it has logprobs that
+            no loss of the API computes: at another temperature than 1, or over ids that top-k or top-p kept.
     """
     try:
         sdk: Any = importlib.import_module("tinker")
@@ -87,6 +85,10 @@ def _make_datum(
         )
     if row.kept_ids is not None:
         raise InvalidInputError(f"rows[{number}] must be sampled without top_k, top_p and min_p, and it has kept_ids")
+    if row.images:
+        raise InvalidInputError(
+            f"rows[{number}] must have no images, which the server samples with but does not train on"
+        )
     runs = _find_runs(row, nodes)
     if runs is None:
         raise InvalidInputError(f"rows[{number}] is not a row of session {session_id!r}: its tree has no such path")
@@ -96,27 +98,12 @@ def _make_datum(
         "advantages": row.advantages[1:],
     }
     inputs = {name: sdk.TensorData.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    datum = sdk.Datum(model_input=_make_input(sdk, row), loss_fn_inputs=inputs)
+    datum = sdk.Datum(model_input=sdk.ModelInput.from_ints(row.token_ids[:-1].tolist()), loss_fn_inputs=inputs)
     end = len(row.token_ids)
     return datum.with_provenance(
         model_input=list(_make_spans(sdk, session_id, runs, range(end - 1))),
         loss_fn_inputs=list(_make_spans(sdk, session_id, runs, range(1, end))),
     )
-
-
-def _make_input(sdk: Any, row: TrainingSample) -> Any:
-    """All ids but the last; an image takes the place of its own."""
-    chunks, start = [], 0
-    for image in row.images:
-        data = image.image.data
-        kind = next((name for begin, name in _FORMATS.items() if data.startswith(begin)), None)
-        if kind is None:
-            raise InvalidInputError("images in data of the Tinker SDK must be PNG or JPEG files")
-        chunks.append(sdk.EncodedTextChunk(tokens=row.token_ids[start : image.offset].tolist()))
-        chunks.append(sdk.ImageChunk(data=data, format=kind, expected_tokens=image.length))
-        start = image.stop
-    chunks.append(sdk.EncodedTextChunk(tokens=row.token_ids[start:-1].tolist()))
-    return sdk.ModelInput(chunks=[chunk for chunk in chunks if chunk.length])
 
 
 def _make_spans(sdk: Any, session_id: str, runs: Sequence[_Run], covered: range) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from unbroken.tinker.options import ProvenancePolicy
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.store import TinkerStore
 from unbroken.tinker.wire import read_data
+from unbroken.types import NO_VERSION, EncodedImage, ImageSpan, TrainingSample
 
 
 async def read_session(gateway, created, *, advantage=0.5):
@@ -137,6 +138,21 @@ async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
     with pytest.raises(InvalidInputError, match="this server has sampled no sequence"):
         check(data)
     store.close()
+
+
+def test_a_row_with_images_is_refused():
+    span = ImageSpan(offset=0, length=2, image=EncodedImage(b"x"), placeholder_id=9)
+    row = TrainingSample(
+        token_ids=[9, 9, 5],
+        sampled_mask=[False, False, True],
+        loss_mask=[False, False, True],
+        rollout_logprobs=[np.nan, np.nan, -1],
+        policy_versions=[NO_VERSION, NO_VERSION, 0],
+        advantages=[0, 0, 1],
+        images=(span,),
+    )
+    with pytest.raises(InvalidInputError, match=r"rows\[0\] must have no images"):
+        make_data("a", [row], {"nodes": []})
 
 
 def test_names_of_sequences_are_read_back():
