@@ -2,8 +2,8 @@
 
 import sys
 
-words = sys.orig_argv[1:4]
-if [word for word in words if word != "-u"][:2] in (["-m", "unbroken"], ["-m", "torch.distributed.run"]):
+words = [*(word for word in sys.orig_argv[1:4] if word != "-u"), "", ""]
+if words[0] == "-m" and words[1] in ("unbroken", "torch.distributed.run", "support.parallel_process"):
     from support.forks import run_command_in_fork
 
     run_command_in_fork()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ import pytest
 
 from support import letters_recipe
 from support.evaluations import read_evaluations
-from support.forks import ForkedPython
+from support.forks import ForkedPython, commands_as_forks
 from support.packed_sender import free_port
 from support.processes import run_two
 from support.served import save_tiny_model, served
@@ -49,9 +48,9 @@ def engine_options(model: Path, weights: Path, name: str = "engine") -> Iterator
 
 
 @pytest.fixture(autouse=True)
-def _own_path(monkeypatch) -> None:
-    """Samplers are new processes of Python, which import what tests do."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+def _samplers_are_forks(monkeypatch) -> None:
+    for name, value in commands_as_forks().items():
+        monkeypatch.setenv(name, value)
 
 
 NOTING_RECIPE = """

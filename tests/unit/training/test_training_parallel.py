@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support import parallel_process
+from support.forks import commands_as_forks, forks_with
 from support.parallel_process import CASES
 
 pytestmark = pytest.mark.e2e
@@ -18,14 +20,20 @@ NEWER = Path(sys.prefix, "transformers-5.23")
 """What experts and replicas need, which `make e2e` installs."""
 
 
-def start(directory: Path, names: list[str], *, num_processes: int, newer: bool = False) -> None:
+@pytest.fixture(scope="module")
+def newer() -> Iterator[dict[str, str]]:
+    """What makes processes forks of one with these transformers."""
+    with forks_with(NEWER) as variables:
+        yield variables
+
+
+def start(directory: Path, names: list[str], *, num_processes: int, forks: dict[str, str] | None = None) -> None:
     """Run cases in processes of one torchrun; its error has their output."""
-    path = [str(NEWER)] * newer + sys.path
     shared = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     done = subprocess.run(
         [sys.executable, "-m", *command, "-m", "support.parallel_process", directory, *names],
-        env=os.environ | shared | {"PYTHONPATH": os.pathsep.join(path)},
+        env=os.environ | shared | (forks or commands_as_forks()),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,14 +59,14 @@ def test_two_processes_with_parts_of_a_model_train_as_one(tmp_path):
 
 
 @pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
-def test_four_processes_with_shards_of_parts_train_as_one(tmp_path):
-    start(tmp_path, ["both"], num_processes=4, newer=True)
+def test_four_processes_with_shards_of_parts_train_as_one(tmp_path, newer):
+    start(tmp_path, ["both"], num_processes=4, forks=newer)
     check(tmp_path, "both")
 
 
 @pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_processes_with_experts_of_their_own_or_replicas_train_as_one(tmp_path, num_processes):
+def test_processes_with_experts_of_their_own_or_replicas_train_as_one(tmp_path, newer, num_processes):
     names = [
         name
         for name, case in CASES.items()
@@ -66,7 +74,7 @@ def test_processes_with_experts_of_their_own_or_replicas_train_as_one(tmp_path, 
         and max(case.parallel.expert, case.parallel.replicate) > 1
         and case.family is None
     ]
-    start(tmp_path, names, num_processes=num_processes, newer=True)
+    start(tmp_path, names, num_processes=num_processes, forks=newer)
     for name in names:
         check(tmp_path, name)
 
@@ -80,7 +88,7 @@ def test_two_processes_with_parts_of_a_model_that_takes_images_train_as_one(tmp_
 
 
 @pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)")
-def test_replicas_of_a_model_that_takes_images_train_as_one(tmp_path):
+def test_replicas_of_a_model_that_takes_images_train_as_one(tmp_path, newer):
     pytest.importorskip("torchvision", reason="the image processors of transformers need it")
-    start(tmp_path, ["images-replicas"], num_processes=4, newer=True)
+    start(tmp_path, ["images-replicas"], num_processes=4, forks=newer)
     check(tmp_path, "images-replicas")
