@@ -42,7 +42,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from kills import free_port
-from unbroken.client.calls import Connections
+from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.server.process import host_app
 from unbroken.types import SampleRequest, SampleResult

@@ -34,7 +34,7 @@ import httpx
 import numpy as np
 
 from unbroken.client import AsyncClient
-from unbroken.client.calls import Connections
+from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.images.processor import HfImageProcessor, ImageInputs
 from unbroken.rendering.base import Bridge

@@ -37,7 +37,7 @@ import httpx
 import psutil
 
 from unbroken.client import AsyncClient
-from unbroken.client.calls import Connections
+from unbroken.client.connections import Connections
 from unbroken.types import SamplingParams
 
 NAME = "bench"

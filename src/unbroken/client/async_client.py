@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from unbroken.client.calls import SAME, Calls, encode_field, unexpected_answer
+from unbroken.client.calls import SAME, Calls, EncodedIds, unexpected_answer
 from unbroken.client.images import RequestImages, read_images
 from unbroken.client.sessions import SessionCalls
 from unbroken.errors import EchoError, EngineError, InvalidInputError
@@ -150,7 +150,7 @@ class AsyncClient:
         """
         ids = _list_ids(prompt, name="prompt")
         body = {
-            "prompts": [ids],
+            "prompts": [encoded := EncodedIds(ids)],
             "params": encode_params(params or SamplingParams()),
             "n": n,
             "adapter": adapter,
@@ -159,7 +159,7 @@ class AsyncClient:
         }
         held = await read_images(None if images is None else [list(images)], 1)
         is_exact = all(isinstance(item, ImageSpan) for item in held.by_prompt[0] or ())
-        echo = encode_field("prompt_ids", ids)
+        echo = encoded.to_field("prompt_ids")
         events = await self._calls.stream_with_images("/v1/sample", body, held, mm_processor_kwargs, echo=echo)
         async with aclosing(events):
             async for event in events:

@@ -159,18 +159,17 @@ class HttpEngine:
         """
         self._check_open()
         self._check(request)
-        aborted = asyncio.Event()
-        self._in_flight[request.request_id] = aborted.set
+        abort = self._in_flight[request.request_id] = _Abort()
         has_begun = False
         try:
             async with aclosing(self._stream(request)) as chunks:
-                while (chunk := await _next_unless(aborted, chunks)) is not None:
+                while (chunk := await abort.next_of(chunks)) is not None:
                     has_begun = True
                     yield chunk
         finally:
             del self._in_flight[request.request_id]
             self._aborted.discard(request.request_id)
-        if not aborted.is_set():
+        if not abort.is_called:
             return
         if has_begun:
             raise EngineError(f"the stream of {request.request_id!r} was aborted")
@@ -361,18 +360,31 @@ def _session(request: SampleRequest) -> str:
     return request.session_id or request.request_id.rpartition("/")[0] or request.request_id
 
 
-async def _next_unless(stopped: asyncio.Event, chunks: AsyncGenerator[SampleChunk]) -> SampleChunk | None:
-    """The next chunk; None at the end, or as soon as `stopped` is set."""
-    chunk = asyncio.ensure_future(anext(chunks, None))
-    stop = asyncio.ensure_future(stopped.wait())
-    try:
-        await asyncio.wait({chunk, stop}, return_when=asyncio.FIRST_COMPLETED)
-        return None if stopped.is_set() else await chunk
-    finally:
-        stop.cancel()
-        if not chunk.done():
-            chunk.cancel()
-            await asyncio.wait({chunk})
+class _Abort:
+    """Ends a stream when it is called, also while the next chunk is waited for."""
+
+    def __init__(self) -> None:
+        self.is_called = False
+        self._waiting: asyncio.Timeout | None = None
+
+    def __call__(self) -> None:
+        if self._waiting is not None and not self.is_called:
+            self._waiting.reschedule(0.0)
+        self.is_called = True
+
+    async def next_of(self, chunks: AsyncGenerator[SampleChunk]) -> SampleChunk | None:
+        """The next chunk; None at the end, or as soon as this is called."""
+        if self.is_called:
+            return None
+        try:
+            async with asyncio.timeout(None) as self._waiting:
+                return await anext(chunks, None)
+        except TimeoutError:
+            if not self.is_called:
+                raise
+            return None
+        finally:
+            self._waiting = None
 
 
 class Failover:

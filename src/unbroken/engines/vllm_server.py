@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.client.calls import SAME, Calls, encode_field
+from unbroken.client.calls import SAME, Calls, EncodedIds
 from unbroken.engines.checks import check_images
 from unbroken.errors import (
     EchoError,
@@ -106,9 +106,8 @@ class VllmServer:
         """Continue exactly one prompt, of ids. A call that is cancelled is aborted there."""
         (prompt_ids,) = prompts
         body = self._make_body(prompt_ids, params, images=images, n=n, adapter=adapter)
-        answer = await self._calls.post_again(
-            _GENERATE, body, session_id=session_id, echo=encode_field("prompt_token_ids", prompt_ids)
-        )
+        echo = body["token_ids"].to_field("prompt_token_ids")
+        answer = await self._calls.post_again(_GENERATE, body, session_id=session_id, echo=echo)
         given = answer["prompt_token_ids"]
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         chunks = [_read_choice(choice, params) for choice in choices]
@@ -131,9 +130,8 @@ class VllmServer:
     ) -> AsyncGenerator[SampleChunk]:
         """Continue one prompt, in chunks as they are sampled; see `Engine.stream`."""
         body = self._make_body(prompt, params, images=[images], n=n, adapter=adapter)
-        events = await self._calls.open_stream(
-            _GENERATE, {**body, "stream": True}, session_id=session_id, echo=encode_field("prompt_token_ids", prompt)
-        )
+        echo = body["token_ids"].to_field("prompt_token_ids")
+        events = await self._calls.open_stream(_GENERATE, {**body, "stream": True}, session_id=session_id, echo=echo)
         num_ids = [0] * n
         async with aclosing(events):
             async for event in events:
@@ -209,7 +207,7 @@ class VllmServer:
             self._check_raw(params)
         named = {} if adapter is None else {"model": adapter}
         return {
-            "token_ids": prompt_ids,
+            "token_ids": EncodedIds(prompt_ids),
             "sampling_params": _encode(params, n, self._vocab_size),
             "return_token_ids": True,
             **named,

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unbroken.client.calls import Connections
+from unbroken.client.connections import Connections
 from unbroken.engines.base import Engine
 from unbroken.errors import StoreError
 from unbroken.gateway.config import GatewayConfig

@@ -156,16 +156,21 @@ class PendingTurn:
         self._news.set()
 
     async def _read(self) -> AsyncGenerator[SampleChunk]:
-        """All chunks from the first on, then the error of the work, if it failed."""
+        """All chunks from the first on, then the error of the work, if it failed. Those that are there come as one."""
         work = self._work
         assert work is not None
-        for position in range(2**62):
+        position = 0
+        while True:
             while position == len(self._chunks) and not work.done():
                 self._news.clear()
                 await self._news.wait()
-            if position == len(self._chunks):
+            waiting = self._chunks[position:]
+            if not waiting:
                 break
-            yield self._chunks[position]
+            position += len(waiting)
+            for index in dict.fromkeys(chunk.index for chunk in waiting):
+                chunks = [chunk for chunk in waiting if chunk.index == index]
+                yield chunks[0] if len(chunks) == 1 else SampleChunk.merge(chunks)
         if work.cancelled():
             raise HttpError(503, "the turn was aborted: ask again", code="aborted", headers={"Retry-After": "1"})
         work.result()

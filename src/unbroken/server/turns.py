@@ -142,12 +142,16 @@ class EventFormatter(Protocol):
         ...
 
 
-async def stream_events(turn: OpenTurn, formatter: EventFormatter) -> AsyncGenerator[dict[str, Any]]:
+async def stream_events(turn: OpenTurn, formatter: EventFormatter) -> AsyncGenerator[Sequence[dict[str, Any]]]:
     """Yield the events of a turn as it is sampled."""
     async with aclosing(turn.stream()) as chunks:
         async for chunk in chunks:
-            for event in formatter.format_events(chunk):
-                yield event
+            events: list[dict[str, Any]] = []
+            try:
+                events.extend(formatter.format_events(chunk))
+            finally:  # also those before an error
+                if events:
+                    yield events
 
 
 async def read_retry_hint(request: Request) -> RetryHint:

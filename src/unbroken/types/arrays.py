@@ -75,14 +75,18 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
+_NESTING = frozenset({dict, list})
+
+
 def is_deep(value: Any) -> bool:
     """Whether lists and dicts are nested in more than `MAX_DEPTH` levels."""
-    level, depth = [value], 0
+    level, depth = [value] if type(value) in _NESTING else [], 0
     while level and depth <= MAX_DEPTH:
-        children = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        depth += 1
         # The types of a million ids are compared in C.
-        level = [one for values in children if not {dict, list}.isdisjoint(map(type, values)) for one in values]
-        depth += bool(children)
+        children = (one.values() if type(one) is dict else one for one in level)
+        nested = (values for values in children if not _NESTING.isdisjoint(map(type, values)))
+        level = [one for values in nested for one in values if type(one) in _NESTING]
     return depth > MAX_DEPTH
 
 

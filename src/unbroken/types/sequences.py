@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -226,27 +226,38 @@ class SampleChunk:
         )
 
     @staticmethod
-    def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
-        """Join all chunks of a completion, in order."""
-        last = chunks[-1]
-        if last.finish_reason is None:
-            raise InvariantError("the last chunk of a completion must have a finish reason")
+    def merge(chunks: Sequence[SampleChunk]) -> SampleChunk:
+        """Make one chunk of several of a completion that follow each other."""
         tops = [chunk.top_logprobs for chunk in chunks if chunk.top_logprobs is not None and len(chunk.top_logprobs)]
-        return SampledSequence(
+        return replace(
+            chunks[-1],
             completion_ids=np.concatenate([chunk.completion_ids for chunk in chunks]),
             rollout_logprobs=np.concatenate([chunk.rollout_logprobs for chunk in chunks]),
-            finish_reason=last.finish_reason,
-            version_spans=last.version_spans,
-            temperature=temperature,
-            routed_experts=last.routed_experts,
             kept_ids=KeptIds.join([(chunk.kept_ids, len(chunk.completion_ids)) for chunk in chunks]),
-            queue_s=last.queue_s,
             top_logprobs=TopLogprobs(
                 token_ids=np.concatenate([top.token_ids for top in tops]),
                 logprobs=np.concatenate([top.logprobs for top in tops]),
             )
             if tops
             else None,
+        )
+
+    @staticmethod
+    def join(chunks: Sequence[SampleChunk], *, temperature: float) -> SampledSequence:
+        """Join all chunks of a completion, in order."""
+        whole = SampleChunk.merge(chunks)
+        if whole.finish_reason is None:
+            raise InvariantError("the last chunk of a completion must have a finish reason")
+        return SampledSequence(
+            completion_ids=whole.completion_ids,
+            rollout_logprobs=whole.rollout_logprobs,
+            finish_reason=whole.finish_reason,
+            version_spans=whole.version_spans,
+            temperature=temperature,
+            routed_experts=whole.routed_experts,
+            kept_ids=whole.kept_ids,
+            queue_s=whole.queue_s,
+            top_logprobs=whole.top_logprobs,
         )
 
 

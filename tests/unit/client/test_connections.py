@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from unbroken.client import calls
-from unbroken.client.calls import Connections
+from unbroken.client import connections
+from unbroken.client.connections import Connections
 
 
 class EchoServer:
@@ -104,7 +104,7 @@ async def test_connections_idle_too_long_are_closed_when_another_is_given_back(
     server.together = 3
     async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
         await asyncio.gather(*(http.get("/") for _ in range(3)))
-        monkeypatch.setattr(calls, "_EXPIRY_S", 0.0)
+        monkeypatch.setattr(connections, "_EXPIRY_S", 0.0)
         await http.get("/")
         await asyncio.sleep(0.05)
         assert server.num_open <= 1
@@ -124,21 +124,11 @@ async def test_a_machine_that_vanishes_is_noticed_by_the_connection_itself(serve
         await answer.aread()
 
 
-class SlowToClose(httpx.AsyncHTTPTransport):
-    """Other requests go on while it closes."""
-
-    async def aclose(self) -> None:
-        await asyncio.sleep(0)
-        await super().aclose()
-
-
 async def test_the_last_idle_connection_may_be_taken_while_an_expired_one_closes(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_EXPIRY_S", -1.0)  # each is expired at once
-    transport = Connections()
-    monkeypatch.setattr(transport, "_connect", SlowToClose)
-    async with httpx.AsyncClient(base_url=await server.start(), transport=transport) as http:
+    monkeypatch.setattr(connections, "_EXPIRY_S", -1.0)  # each is expired at once
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
         server.together = 8
         answers = await asyncio.gather(*(http.get("/") for _ in range(8)))
     assert len({answer.text for answer in answers}) == 8

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,8 +12,11 @@ from starlette.types import Receive, Scope, Send
 from unbroken.server.http.errors import HttpError, error_object, to_http_error
 from unbroken.server.http.json import encode_json
 
+Events: TypeAlias = Sequence[dict[str, Any]]
+"""Events that are ready at the same time: they are sent at once."""
 
-async def open_event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
+
+async def open_event_stream(chunks: AsyncGenerator[Events]) -> Response:
     """Answer with one event for each chunk and `[DONE]` at the end, as OpenAI's completions.
 
     The answer begins with the first chunk, so that an error in the request gets its own status. A later error is an
@@ -23,7 +26,7 @@ async def open_event_stream(chunks: AsyncGenerator[dict[str, Any]]) -> Response:
 
 
 async def open_named_event_stream(
-    chunks: AsyncGenerator[dict[str, Any]], *, format_error: Callable[[HttpError], dict[str, Any]]
+    chunks: AsyncGenerator[Events], *, format_error: Callable[[HttpError], dict[str, Any]]
 ) -> Response:
     """Answer with one event for each chunk, named by its `type`; the last chunk says that it is the last.
 
@@ -32,7 +35,7 @@ async def open_named_event_stream(
     return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=True)
 
 
-async def _begin(chunks: AsyncGenerator[dict[str, Any]]) -> dict[str, Any] | None:
+async def _begin(chunks: AsyncGenerator[Events]) -> Events | None:
     try:
         return await anext(chunks, None)
     except BaseException:
@@ -47,8 +50,8 @@ class _EventStream(Response):
 
     def __init__(
         self,
-        first: dict[str, Any] | None,
-        chunks: AsyncGenerator[dict[str, Any]],
+        first: Events | None,
+        chunks: AsyncGenerator[Events],
         *,
         format_error: Callable[[HttpError], dict[str, Any]],
         is_named: bool,
@@ -63,23 +66,22 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._chunks):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with aclosing(self._events()) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with aclosing(self._bodies()) as bodies:
+                async for body, is_last in bodies:
+                    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def _bodies(self) -> AsyncGenerator[tuple[bytes, bool]]:
+        """The parts of the answer, and whether each is the last."""
         try:
-            if self._first is not None:
-                yield self._encode(self._first)
-            async for chunk in self._chunks:
-                yield self._encode(chunk)
+            events = self._first
+            while events is not None:
+                yield b"".join(map(self._encode, events)), False
+                events = await anext(self._chunks, None)
         except Exception as error:
-            yield self._encode(self._format_error(to_http_error(error)))
-            return
-        if not self._is_named:
-            yield b"data: [DONE]\n\n"
+            yield self._encode(self._format_error(to_http_error(error))), True
+        else:
+            yield b"" if self._is_named else b"data: [DONE]\n\n", True
 
-    def _encode(self, chunk: dict[str, Any]) -> bytes:
-        name = f"event: {chunk['type']}\n".encode() if self._is_named else b""
-        return name + b"data: " + encode_json(chunk) + b"\n\n"
+    def _encode(self, event: dict[str, Any]) -> bytes:
+        name = f"event: {event['type']}\n".encode() if self._is_named else b""
+        return name + b"data: " + encode_json(event) + b"\n\n"

@@ -24,7 +24,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Objects
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.http.event_stream import open_event_stream
+from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import continue_prompt, render_question
 from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint
@@ -233,7 +233,7 @@ async def _answer(context: ServerContext, body: ChatBody, question: Question, tu
 
 async def _stream(
     body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[ChoiceStream]
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncGenerator[Events]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
     request = turn.request
     head = writer.format_head("chat.completion.chunk")
@@ -243,10 +243,10 @@ async def _stream(
         async for chunk in chunks:
             num_sampled += len(chunk.completion_ids)
             stream = streams[chunk.index]
-            yield {**head, **prompt, "choices": [stream.format_event(chunk)]}
+            yield [{**head, **prompt, "choices": [stream.format_event(chunk)]}]
             prompt = {}
     if body.includes_usage:
-        yield {**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}
+        yield [{**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import PromptOrPrompts
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import open_event_stream
+from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import encode_prompts
@@ -164,7 +164,7 @@ def _format_choice(codec: TextCodec, body: CompletionBody, index: int, sequence:
 
 async def _stream(
     context: ServerContext, body: CompletionBody, requests: list[SampleRequest], head: dict[str, Any]
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncGenerator[Events]:
     """Yield the chunks of all prompts in the order they arrive."""
     n = body.num_choices
     texts = [_ChoiceText(context.codec, body) for _ in range(len(requests) * n)]
@@ -178,10 +178,10 @@ async def _stream(
             if number in unsent_prompts:
                 choice["prompt_token_ids"] = requests[number].prompt_ids
                 unsent_prompts.discard(number)
-            yield {**head, "choices": [choice]}
+            yield [{**head, "choices": [choice]}]
     if body.includes_usage:
         num_prompt = sum(len(request.prompt_ids) for request in requests)
-        yield {**head, "choices": [], "usage": format_usage(num_prompt, num_sampled)}
+        yield [{**head, "choices": [], "usage": format_usage(num_prompt, num_sampled)}]
 
 
 class _ChoiceText:

@@ -16,7 +16,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import open_event_stream
+from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, negotiated_response
 from unbroken.server.images import RequestPrompt
 from unbroken.server.service import SamplingService
@@ -171,11 +171,11 @@ async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBo
     return await intake.place(prompts, images, intake.encode_settings(body.mm_processor_kwargs))
 
 
-async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[dict[str, Any]]:
+async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGenerator[Events]:
     prompt: dict[str, Any] = {"prompt_ids": request.prompt_ids, "image_sha256s": request.image_sha256s}
     async with aclosing(service.stream([request])) as chunks:
         async for _, chunk in chunks:
-            yield {
+            event = {
                 **prompt,
                 "index": chunk.index,
                 "completion_ids": chunk.completion_ids,
@@ -185,6 +185,7 @@ async def _stream(service: SamplingService, request: SampleRequest) -> AsyncGene
                 "policy_versions": list_version_spans(chunk),
                 **_format_optional(chunk),
             }
+            yield [event]
             prompt = {}
 
 

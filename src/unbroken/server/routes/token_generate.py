@@ -20,7 +20,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel, Ids, Objects
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.event_stream import open_event_stream
+from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.turns import get_session_id
@@ -183,7 +183,7 @@ async def _place(context: ServerContext, body: TokenGenerateBody) -> RequestProm
 
 async def _stream(
     context: ServerContext, body: TokenGenerateBody, request: SampleRequest, answer_id: str
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncGenerator[Events]:
     """Yield one event per chunk; the first event has the prompt's ids."""
     head = {"request_id": answer_id, "output_mode": body.output_mode or "tokens"}
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids, **format_placeholders(request.images)}
@@ -192,10 +192,10 @@ async def _stream(
     async with aclosing(context.service.stream([request])) as chunks:
         async for _, chunk in chunks:
             num_sampled += len(chunk.completion_ids)
-            yield {**head, **prompt, "choices": [writers[chunk.index].format_choice(chunk, chunk.finish_reason)]}
+            yield [{**head, **prompt, "choices": [writers[chunk.index].format_choice(chunk, chunk.finish_reason)]}]
             prompt = {}
     if body.stream_options and body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}
+        yield [{**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
