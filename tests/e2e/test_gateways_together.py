@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +38,13 @@ def answer(prompt_ids: TokenIds) -> list[int]:
 
 
 @asynccontextmanager
-async def started(folder: Path, store: str, upstream: str, tokenizer: Path) -> AsyncIterator[tuple[str, ForkedPython]]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+async def started(
+    folder: Path, store: str, upstream: str, tokenizer: Path, *more: str, port: int | str
+) -> AsyncIterator[ForkedPython]:
+    make_folder(folder)
     process = ForkedPython(
         "unbroken", "gateway", "--upstream", upstream, "--tokenizer", tokenizer, "--store", store, "--api-key",
-        "control", "--port", str(port), "--advertise", url, output=folder / "output",
+        "control", "--port", str(port), *more, output=folder / "output",
         errors=folder / "errors",
     )  # fmt: skip
     try:
@@ -49,7 +52,7 @@ async def started(folder: Path, store: str, upstream: str, tokenizer: Path) -> A
             while not ((folder / "output").exists() and "unbroken serves" in (folder / "output").read_text()):
                 assert process.poll() is None, (folder / "errors").read_text()
                 await asyncio.sleep(0.05)
-        yield url, process
+        yield process
     finally:
         process.kill()
         await asyncio.to_thread(process.wait, 60)
@@ -113,33 +116,95 @@ def check_turns(row: Any) -> int:
     return len(borders) // 2
 
 
-async def test_no_turn_is_lost_with_a_gateway_that_is_killed(tmp_path: Path) -> None:
+@dataclass
+class Together:
+    """Gateways over one store, and what is needed to kill one of them."""
+
+    balancer: Balancer
+    kill_one: Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def started_apart(folder: Path, *place: str | Path) -> AsyncIterator[Together]:
+    """Gateways that a balancer stands before."""
+    async with AsyncExitStack() as stack:
+        gateways = []
+        for number in range(NUM_GATEWAYS):
+            url = f"http://127.0.0.1:{free_port()}"
+            command = started(folder / f"{number}", *place, "--advertise", url, port=url.rpartition(":")[2])
+            gateways.append((url, await stack.enter_async_context(command)))
+        balancer = Balancer([url for url, _ in gateways], await stack.enter_async_context(make_client()))
+
+        async def kill_one() -> None:
+            gateways[0][1].kill()
+            await asyncio.sleep(0.5)  # a balancer sees that it is gone
+            balancer.urls.pop(0)
+
+        yield Together(balancer, kill_one)
+
+
+@asynccontextmanager
+async def started_as_workers(folder: Path, *place: str | Path) -> AsyncIterator[Together]:
+    """One command, whose processes share a port. What it started ends with it."""
+    port = free_port()
+    async with (
+        started(folder / "0", *place, "--workers", str(NUM_GATEWAYS), port=port) as process,
+        make_client() as client,
+    ):
+        workers = list_workers(process.pid)
+        assert len(workers) == NUM_GATEWAYS
+
+        async def kill_one() -> None:
+            os.kill(workers[0], signal.SIGKILL)
+
+        yield Together(Balancer([f"http://127.0.0.1:{port}"], client), kill_one)
+        async with asyncio.timeout(30):
+            while len(left := list_workers(process.pid)) < NUM_GATEWAYS:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert workers[0] not in left
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+        assert not any(map(is_alive, left))
+
+
+def make_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None))
+
+
+def make_folder(folder: Path) -> None:
+    folder.mkdir()
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def list_workers(pid: int) -> list[int]:
+    """The processes that a command has started."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("start", [started_apart, started_as_workers])
+async def test_no_turn_is_lost_with_a_gateway_that_is_killed(start: Any, tmp_path: Path) -> None:
     server_tokenizer().save_pretrained(tmp_path / "tokenizer")
     engine = scripted_engine(answer)
     with run_postgres() as postgres:
-        async with AsyncExitStack() as stack:
-            upstream = await stack.enter_async_context(listening(make_app(engine)))
-            for number in range(NUM_GATEWAYS):
-                (tmp_path / f"{number}").mkdir()
-            gateways = [
-                await stack.enter_async_context(
-                    started(tmp_path / f"{number}", postgres.url, upstream, tmp_path / "tokenizer")
-                )
-                for number in range(NUM_GATEWAYS)
-            ]
-            limits = httpx.Limits(max_connections=None)
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, limits=limits))
-            balancer = Balancer([url for url, _ in gateways], client)
+        async with (
+            listening(make_app(engine)) as upstream,
+            start(tmp_path, postgres.url, upstream, tmp_path / "tokenizer") as together,
+        ):
+            balancer = together.balancer
             attempts = [asyncio.create_task(attempt(balancer, number)) for number in range(NUM_SESSIONS)]
             await balancer.is_half_done.wait()
-            gateways[0][1].kill()
             killed_after = len(balancer.seconds)
-            await asyncio.sleep(0.5)  # a balancer sees that it is gone
-            balancer.urls.pop(0)
+            await together.kill_one()
             found = await asyncio.gather(*attempts)
             for session_id, num_turns in found:
                 path = f"{balancer.draw.choice(balancer.urls)}/v1/sessions/{session_id}"
-                session, rows = [(await client.get(path + more, headers=KEY)).json() for more in ("", "/samples")]
+                session, rows = [
+                    (await balancer.client.get(path + more, headers=KEY)).json() for more in ("", "/samples")
+                ]
                 assert (session["num_turns"], session["forks"]) == (num_turns, [])
                 (row,) = rows["samples"]
                 assert check_turns(row) == num_turns

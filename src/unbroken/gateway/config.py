@@ -41,6 +41,9 @@ class GatewayConfig:
     advertise: str | None = None
     """URL at which the other gateways of a PostgreSQL store reach this one: they pass on what belongs to its sessions.
     Without it, they answer 503 to that while this gateway runs."""
+    is_worker: bool = False
+    """Whether others serve the same port: then a session belongs to the process that its first request reaches, not to
+    the one that creates it, which may create those of all agents."""
     sweep_s: float = 30.0
     """Seconds between two searches for sessions whose time is over."""
     drain_s: float = 30.0

@@ -44,6 +44,8 @@ class GatewayOptions(AppOptions):
     """Seconds to wait at the start for upstreams that do not answer yet."""
     store: str
     """Where sessions are kept: a folder (SQLite), or a postgresql:// URL."""
+    workers: int = 1
+    """Processes that share the port and a PostgreSQL store, each for as many turns a second as one CPU core does."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class GatewayOptions(AppOptions):
             )
         if not self.upstream_wait_s >= 0:
             raise InvalidInputError(f"--upstream-wait-s must be >= 0, got {self.upstream_wait_s}")
+        if self.workers < 1:
+            raise InvalidInputError(f"--workers must be >= 1, got {self.workers}")
+        if self.workers > 1 and self.gateway.advertise is not None:
+            raise InvalidInputError("--advertise must not be given with --workers, whose processes find each other")
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +76,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add("upstream_wait_s", type=float, metavar="SECONDS")
     servers.add("tokenizer", default=None, required=True, metavar="TOKENIZER")
     servers.add("store", default=None, required=True, metavar="LOCATION")
+    servers.add("workers", type=int, metavar="NUMBER")
     _add_session_fields(parser)
     add_app_arguments(parser)
 
@@ -90,6 +97,7 @@ def read_gateway_options(arguments: argparse.Namespace) -> GatewayOptions:
         upstream_key=read_key(arguments.upstream_key, arguments.upstream_key_file, "--upstream-key"),
         upstream_wait_s=arguments.upstream_wait_s,
         store=arguments.store,
+        workers=arguments.workers,
         gateway=_read_config(arguments),
     )
 

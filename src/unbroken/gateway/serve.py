@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import multiprocessing
 import os
 import secrets
+import signal
+import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from fastapi import FastAPI
-from uvicorn.loops.auto import auto_loop_factory
 
 from unbroken.engines.base import Engine
 from unbroken.engines.directory import FileDirectory
 from unbroken.engines.http import HttpEngine
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.options import GatewayOptions, SessionOptions
@@ -30,9 +35,14 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
 from unbroken.server.options import AppOptions, ServeOptions
-from unbroken.server.process import run_server, serve
+from unbroken.server.process import format_url, listen, run_loop, run_server, serve
 
 T = TypeVar("T", bound=AppOptions)
+_SPAWN = multiprocessing.get_context("spawn")
+_RESTART_S = 1.0
+_END_S = 10.0
+"""Beyond the time that turns in flight have to end: for connections, and the store."""
+_log = logging.getLogger(__name__)
 
 
 def serve_gateway(options: GatewayOptions) -> int:
@@ -43,6 +53,121 @@ def serve_gateway(options: GatewayOptions) -> int:
         StoreError: the store cannot be opened.
         ServerError: an upstream does not answer; `EngineError` if it is of no kind that we know.
     """
+    if options.workers == 1:
+        return _serve_here(options)
+    if not is_postgres_url(options.store):
+        raise InvalidInputError(
+            f"--workers {options.workers} needs a postgresql:// URL as --store, which several processes can share"
+        )
+    options = with_control_key(options, options.gateway, options.store)
+    listener = listen(options.host, options.port)
+    listener.listen()
+    return asyncio.run(Workers(options, listener).run())
+
+
+class Workers:
+    """Several gateways at one port: this process starts them, starts those that end again, and ends with them.
+
+        agents ──► one port ──► worker 0 ── 127.0.0.1:P0        a session's first request makes a worker its owner;
+                           └──► worker 1 ── 127.0.0.1:P1        what reaches another one is passed on to that address
+
+    The first worker's mistakes are those of the command; the others start when it serves.
+    """
+
+    def __init__(self, options: GatewayOptions, listener: socket.socket) -> None:
+        self._options = replace(
+            options, exit_with_parent=True, gateway=replace(options.gateway, is_worker=True), workers=1
+        )
+        self._number = options.workers
+        self._listener = listener
+        self._processes: list[SpawnProcess] = []
+
+    async def run(self) -> int:
+        """Serve until a signal, or until a worker fails at the start. Returns the exit status."""
+        work = asyncio.create_task(self._serve())
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signal_number, work.cancel)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return 0
+        finally:
+            await self._end()
+
+    async def _serve(self) -> int:
+        line = ""
+        for _ in range(self._number):
+            process, line = await self._start()
+            if not line:
+                return process.exitcode or 1
+        print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
+        await asyncio.gather(*map(self._keep, list(self._processes)))
+        raise AssertionError
+
+    async def _start(self) -> tuple[SpawnProcess, str]:
+        """Start a worker; returns the line that says that it serves, nothing if it ended before."""
+        receiving, sending = _SPAWN.Pipe(duplex=False)
+        process = _SPAWN.Process(target=_work, args=(self._options, self._listener, sending))
+        process.start()
+        self._processes.append(process)
+        sending.close()
+        with receiving:
+            await _wait_until_readable(receiving.fileno())
+            try:
+                return process, str(receiving.recv())
+            except EOFError:
+                await _wait_until_readable(process.sentinel)
+                process.join()
+                return process, ""
+
+    async def _keep(self, process: SpawnProcess) -> None:
+        """Start a worker again when it ends, again and again."""
+        while True:
+            await _wait_until_readable(process.sentinel)
+            process.join()
+            self._processes.remove(process)
+            _log.warning("worker %s ended with status %s: starting another", process.pid, process.exitcode)
+            await asyncio.sleep(_RESTART_S)
+            process, _ = await self._start()
+
+    async def _end(self) -> None:
+        """End all workers, and kill those that take longer than they may."""
+        for process in self._processes:
+            process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * self._options.drain_s + _END_S):
+                await asyncio.gather(*(_wait_until_readable(process.sentinel) for process in self._processes))
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+async def _wait_until_readable(descriptor: int) -> None:
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, news.set)
+    try:
+        await news.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _work(options: GatewayOptions, shared: socket.socket, ready: Connection) -> None:
+    """Serve as one of several workers; `ready` gets the line that says that it does."""
+    own = listen("127.0.0.1", 0)
+    options = replace(options, gateway=replace(options.gateway, advertise=format_url(own)))
+
+    def report(line: str) -> None:
+        ready.send(line)
+        ready.close()
+
+    try:
+        sys.exit(_serve_here(options, listeners=[shared, own], report=report))
+    except UnbrokenError as error:
+        sys.exit(f"unbroken: {error}")
+
+
+def _serve_here(options: GatewayOptions, **listening: Any) -> int:
+    """Serve in this process; `listening` are arguments of `run_server`."""
 
     async def start(codec: TextCodec, *_: Any) -> Engine:
         return await HttpEngine.connect(
@@ -62,18 +187,17 @@ def serve_gateway(options: GatewayOptions) -> int:
 
     with _open_store(options.store, options.gateway, option="--store") as store:
         options = with_control_key(options, options.gateway, options.store)
-        # uvloop where it is installed: 5 % less CPU a turn (bench/gateway.py).
-        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            return runner.run(
-                run_server(
-                    options,
-                    model=options.tokenizer,
-                    tokenizer=options.tokenizer,
-                    start_engine=start,
-                    make_app=make_app,
-                    note=f"; sessions in {_format_location(options.store)}",
-                )
+        return run_loop(
+            run_server(
+                options,
+                model=options.tokenizer,
+                tokenizer=options.tokenizer,
+                start_engine=start,
+                make_app=make_app,
+                note=f"; sessions in {_format_location(options.store)}",
+                **listening,
             )
+        )
 
 
 def serve_with_sessions(options: ServeOptions, sessions: SessionOptions) -> int:

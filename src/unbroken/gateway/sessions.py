@@ -92,7 +92,10 @@ class Sessions:
         self._num_creating += 1
         try:
             await asyncio.to_thread(self._store.create, record)
-            self._add_live(record, SessionState())
+            if self._config.is_worker:
+                await asyncio.to_thread(self._store.release, record.session_id)
+            else:
+                self._add_live(record, SessionState())
         finally:
             self._num_creating -= 1
         return NewSession(record=record, api_key=api_key)
