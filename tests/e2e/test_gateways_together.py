@@ -28,7 +28,7 @@ from unbroken.types import TokenIds, token_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
-NUM_GATEWAYS, NUM_SESSIONS, MEAN_TURNS = 4, 40 * EFFORT, 6
+NUM_GATEWAYS, NUM_WORKERS, NUM_SESSIONS, MEAN_TURNS = 4, 2, 40 * EFFORT, 6
 KEY = {"Authorization": "Bearer control"}
 
 
@@ -48,7 +48,7 @@ async def started(
         errors=folder / "errors",
     )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while not ((folder / "output").exists() and "unbroken serves" in (folder / "output").read_text()):
                 assert process.poll() is None, (folder / "errors").read_text()
                 await asyncio.sleep(0.05)
@@ -148,18 +148,18 @@ async def started_as_workers(folder: Path, *place: str | Path) -> AsyncIterator[
     """One command, whose processes share a port. What it started ends with it."""
     port = free_port()
     async with (
-        started(folder / "0", *place, "--workers", str(NUM_GATEWAYS), port=port) as process,
+        started(folder / "0", *place, "--workers", str(NUM_WORKERS), port=port) as process,
         make_client() as client,
     ):
         workers = list_workers(process.pid)
-        assert len(workers) == NUM_GATEWAYS
+        assert len(workers) == NUM_WORKERS
 
         async def kill_one() -> None:
             os.kill(workers[0], signal.SIGKILL)
 
         yield Together(Balancer([f"http://127.0.0.1:{port}"], client), kill_one)
         async with asyncio.timeout(30):
-            while len(left := list_workers(process.pid)) < NUM_GATEWAYS:  # noqa: ASYNC110
+            while len(left := list_workers(process.pid)) < NUM_WORKERS:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert workers[0] not in left
         process.send_signal(signal.SIGTERM)

@@ -95,10 +95,11 @@ class Workers:
             await self._end()
 
     async def _serve(self) -> int:
-        line = ""
-        for _ in range(self._number):
-            process, line = await self._start()
-            if not line:
+        first, line = await self._start()
+        if not line:
+            return first.exitcode or 1
+        for process, _ in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
+            if process.exitcode is not None:
                 return process.exitcode or 1
         print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
         await asyncio.gather(*map(self._keep, list(self._processes)))
