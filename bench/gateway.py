@@ -11,8 +11,8 @@ agents: each session asks, gets a call, and answers it with a tool result, again
 Lengths are drawn from seeded distributions: replies are geometric, tool results lognormal (sigma 1). Milliseconds are
 those beyond the engine's seconds. CPU is that of all gateway processes, also where other work slows them; `first` and
 `last` are its mean over the first and the last tenth of the turns. With `--processes`, several gateways share
-`--store postgresql://...`, or have a folder each; the sessions are dealt out to them. Vocabulary of Mistral's Tekken
-(131,072 ids), Qwen3's template. Requires the extra `dev`.
+`--store postgresql://...`, or have a folder each; the sessions are dealt out to them. With `--workers` one gateway has
+several processes at one port. Vocabulary of Mistral's Tekken (131,072 ids), Qwen3's template. Requires the extra `dev`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--upstream", choices=["vllm", "server"], default="vllm")
     parser.add_argument("--processes", type=int, default=1, help="gateways")
+    parser.add_argument("--workers", type=int, default=1, help="of each gateway; several need --store")
     parser.add_argument("--store", help="postgresql:// URL instead of folders")
     parser.add_argument("--no-forwarder", action="store_true")
     parser.add_argument("--wait-s", type=float, default=0.0, help="seconds in which a profiler can be attached")
@@ -97,7 +98,7 @@ def main() -> None:
         commands = [gateway_command(args, upstream.url, folder, number) for number in range(args.processes)]
         gateways = [stack.enter_context(process(command)) for command in commands]
         print(
-            f"{args.processes} gateways, store {'PostgreSQL' if args.store else 'a folder each'}: ready in "
+            f"{args.processes} gateways of {args.workers} workers, store {'PostgreSQL' if args.store else 'a folder'}: ready in "
             f"{time.perf_counter() - start:.1f} s, {gateways[0].cpu_s():.1f} CPU s, "
             f"{gateways[0].resident_mb():.0f} MB, process {gateways[0].pid}",
             flush=True,
@@ -407,11 +408,17 @@ class ServerProcess:
     pid: int
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
     def resident_mb(self) -> float:
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self._pids)
+        return pages * resource.getpagesize() / 2**20
+
+    @property
+    def _pids(self) -> list[int]:
+        """It and its workers."""
+        return [self.pid, *map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split())]
 
 
 def own_command(args: argparse.Namespace, kind: str, folder: str) -> list[str]:
@@ -423,7 +430,9 @@ def gateway_command(args: argparse.Namespace, upstream: str, folder: str, number
     port = free_port()
     words = ["gateway", "--upstream", upstream, "--tokenizer", folder, "--no-control-key", "--port", str(port)]
     store = ["--store", f"{folder}/sessions-{number}"]
-    if args.store is not None:
+    if args.workers > 1:
+        store = ["--store", args.store, "--workers", str(args.workers)]
+    elif args.store is not None:
         store = ["--store", args.store, "--advertise", f"http://127.0.0.1:{port}"]
     return [sys.executable, "-m", "unbroken", *words, *store]
 
