@@ -98,8 +98,8 @@ def main() -> None:
         commands = [gateway_command(args, upstream.url, folder, number) for number in range(args.processes)]
         gateways = [stack.enter_context(process(command)) for command in commands]
         print(
-            f"{args.processes} gateways of {args.workers} workers, store {'PostgreSQL' if args.store else 'a folder'}: ready in "
-            f"{time.perf_counter() - start:.1f} s, {gateways[0].cpu_s():.1f} CPU s, "
+            f"{args.processes} gateways of {args.workers} workers, store {'PostgreSQL' if args.store else 'a folder'}: "
+            f"ready in {time.perf_counter() - start:.1f} s, {gateways[0].cpu_s():.1f} CPU s, "
             f"{gateways[0].resident_mb():.0f} MB, process {gateways[0].pid}",
             flush=True,
         )

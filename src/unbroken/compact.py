@@ -26,6 +26,9 @@ from unbroken.errors import InvalidInputError
 MEDIA_TYPE = "application/vnd.unbroken.v1"
 """`Accept` value to request this format, and `Content-Type` of a body in it."""
 
+ACCEPT_HEADER = "Accept-Post"
+"""The header of an answer that says which other form a path takes bodies in: `MEDIA_TYPE`."""
+
 _MAGIC = b"UNBRKN\x00\x01"
 _KEY = "$array"
 _DTYPES = ("<i4", "<f4", "|b1")

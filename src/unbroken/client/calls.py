@@ -8,7 +8,7 @@ import random
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -57,6 +57,8 @@ class Calls:
         self.base_url = base_url.rstrip("/")
         self._max_retries = max_retries
         self._abandoning: set[asyncio.Task[None]] = set()
+        self._compact_paths: set[str] = set()
+        """Those whose answers said that they take the compact form."""
         self._images = SentImages(self._upload)
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout = {"connect": connect_timeout_s, "read": timeout_s, "write": timeout_s, "pool": None}
@@ -207,20 +209,30 @@ class Calls:
         await self._try("POST", "/v1/images", image.data, {"Content-Type": "application/octet-stream"})
 
     async def _post_with_key(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        content, kind = self._encode_for(path, body)
         headers = {
             "Accept": f"{compact.MEDIA_TYPE}, application/json",
             "Idempotency-Key": uuid4().hex,
-            **_JSON,
+            **kind,
             **_session_header(body.get("session_id")),
         }
         try:
-            return await self._try("POST", path, _encode(body), headers)
+            response = await self._try("POST", path, content, headers)
         except asyncio.CancelledError:
             # Otherwise the server would continue for a while, in case the connection broke and a retry comes.
             task = asyncio.create_task(self._abandon(headers))
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
             raise
+        if response.headers.get(compact.ACCEPT_HEADER) == compact.MEDIA_TYPE:
+            self._compact_paths.add(path)
+        return response
+
+    def _encode_for(self, path: str, body: Mapping[str, Any]) -> tuple[bytes, Mapping[str, str]]:
+        """A body in the form that the path takes, and the header that says which; JSON until it has answered once."""
+        if path not in self._compact_paths:
+            return _encode(body), _JSON
+        return compact.encode(body), {"Content-Type": compact.MEDIA_TYPE}
 
     async def _abandon(self, headers: Mapping[str, str]) -> None:
         with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
@@ -307,7 +319,12 @@ class EncodedIds:
     """Ids as JSON, encoded once for a body and for the echo in its answer."""
 
     def __init__(self, ids: TokenIds) -> None:
-        self.json = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
+        self.ids = ids
+
+    @cached_property
+    def json(self) -> bytes:
+        """A JSON list."""
+        return orjson.dumps(self.ids, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def to_field(self, name: str) -> bytes:
         """`"NAME":IDS` as servers write it."""

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from support.servers import MODEL, encode, listening, make_app, scripted_engine
+from unbroken import compact
 from unbroken.client import AsyncClient, Client
+from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import (
     ContextOverflowError,
@@ -249,3 +251,25 @@ async def test_weights_that_a_server_holds_under_the_same_version_are_the_caller
     async with AsyncClient("http://server", transport=transport) as client:
         with pytest.raises(SamplingError, match="version 3 is in use"):
             await client.load_weights(Path("x"), policy_version=3)
+
+
+async def test_ids_are_sent_as_bytes_once_the_server_has_said_that_it_takes_them(url: str) -> None:
+    sent: list[str] = []
+
+    class Watched(Connections):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            sent.append(request.headers["content-type"])
+            return await super().handle_async_request(request)
+
+    async with AsyncClient(url, api_key="key", transport=Watched()) as client:
+        results = [await client.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4), n=2) for _ in range(2)]
+        texts = await client.generate(["a"], SamplingParams(max_tokens=4))
+        with pytest.raises(InvalidInputError, match=r"prompts.* in the vocabulary|id"):
+            await client.generate([[2**30]])
+    assert sent == ["application/json", *[compact.MEDIA_TYPE] * 3]
+    for first, second in zip(*results, strict=True):
+        assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
+        assert [one.completion_ids.tolist() for one in first.sequences] == [
+            one.completion_ids.tolist() for one in second.sequences
+        ]
+    assert texts[0].prompt_ids.tolist() == encode("a")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 
@@ -40,6 +42,8 @@ def is_form_tag(part: object) -> bool:
 def _find_form_of_prompts(value: Any) -> str | None:
     if not isinstance(value, list):
         return None
+    if value and all(isinstance(item, np.ndarray) for item in value):
+        return "<arrays>"
     if all(isinstance(item, str) for item in value):
         return "<texts>"
     return "<lists of ids>" if all(isinstance(item, list) for item in value) else None
@@ -58,7 +62,9 @@ def _find_form_of_several(value: Any) -> str:
 
 
 Prompts = Annotated[
-    Annotated[Texts, Tag("<texts>")] | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")],
+    Annotated[Texts, Tag("<texts>")]
+    | Annotated[Annotated[list[Ids], Field(fail_fast=True)], Tag("<lists of ids>")]
+    | Annotated[SkipJsonSchema[list[Any]], Tag("<arrays>")],
     Discriminator(
         _find_form_of_prompts,
         custom_error_type="prompts",

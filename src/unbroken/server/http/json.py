@@ -17,6 +17,9 @@ from unbroken.types.arrays import MAX_DEPTH, is_deep
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _IGNORED = "unbroken.ignored"
 """Where the scope has the fields of the body that are ignored."""
+_IS_COMPACT = "unbroken.compact"
+"""Where it says that the body is in the compact form."""
+_TYPE = b"content-type"
 IGNORED_HEADER = "X-Unbroken-Ignored"
 """The header of an answer, streams too, that names them."""
 
@@ -44,14 +47,19 @@ def note_ignored(request: Request, names: Sequence[str]) -> None:
 
 
 class OrjsonRoute(APIRoute):
-    """A route whose body is read by orjson, and whose answer names the fields that it ignores."""
+    """A route whose body is read by orjson or as compact form, and whose answer names the fields that it ignores."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Make the handler, which reads bodies by orjson."""
         handle = super().get_route_handler()
 
         async def handle_with_orjson(request: Request) -> Response:
-            response = await handle(_OrjsonRequest(request.scope, request.receive))
+            scope = request.scope
+            if (_TYPE, compact.MEDIA_TYPE.encode()) in scope["headers"]:
+                scope[_IS_COMPACT] = True  # and FastAPI reads bodies of JSON only
+                others = [pair for pair in scope["headers"] if pair[0] != _TYPE]
+                scope["headers"] = [*others, (_TYPE, b"application/json")]
+            response = await handle(_OrjsonRequest(scope, request.receive))
             if names := request.scope.get(_IGNORED):
                 response.headers[IGNORED_HEADER] = ", ".join(names)
             return response
@@ -63,7 +71,8 @@ class _OrjsonRequest(Request):
     async def json(self) -> Any:
         """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels); None if it is empty."""
         body = await self.body()
-        value = orjson.loads(body) if body else None
+        decode = compact.decode if self.scope.get(_IS_COMPACT) else orjson.loads
+        value = decode(body) if body else None
         if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(value):
             raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
         return value

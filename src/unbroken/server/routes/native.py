@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import Request, Response
 from pydantic import Field
 
+from unbroken import compact
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
@@ -131,9 +132,11 @@ async def sample(body: SampleBody, request: Request) -> Response:
     if body.stream:
         if len(requests) != 1:
             raise HttpError(400, f"stream takes exactly one prompt, got {len(requests)}", param="prompts")
-        return await open_event_stream(_stream(service, requests[0]))
+        response = await open_event_stream(_stream(service, requests[0]))
+        response.headers[compact.ACCEPT_HEADER] = compact.MEDIA_TYPE
+        return response
     results = await service.sample(requests)
-    return negotiated_response(
+    response = negotiated_response(
         request,
         {
             "results": [
@@ -146,6 +149,8 @@ async def sample(body: SampleBody, request: Request) -> Response:
             ]
         },
     )
+    response.headers[compact.ACCEPT_HEADER] = compact.MEDIA_TYPE
+    return response
 
 
 @router.post(
