@@ -295,16 +295,26 @@ class Calls:
         return response
 
 
+async def _read_lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """The lines of an answer. Only a line feed ends one: JSON may contain what else Python takes for an end."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
 async def _read_events(response: httpx.Response, base_url: str, echo: bytes) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a stream, which must end with `[DONE]`, and close the response."""
     try:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
+        async for line in _read_lines(response):
+            if not line.startswith(b"data: "):
                 continue
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
+            data = line[len(b"data: ") :].rstrip(b"\r")
+            if data == b"[DONE]":
                 return
-            event = _decode(data.encode(), echo)
+            event = _decode(data, echo)
             if "error" in event:
                 raise ServerError(str(event["error"]["message"]))
             yield event
