@@ -300,7 +300,8 @@ class TrainerBackend:
         each = list(zip(rows, weights, trajectories or [None] * len(rows), strict=True))
         shared, mine = self._same_rows.share(each)
         parts: tuple[tuple[Any, ...], ...] = tuple(zip(*shared, strict=True)) or ((), (), ())
-        passes = self._make_passes(parts[0], loss, parts[1], parts[2] if trajectories else (), entropy)
+        with torch.set_grad_enabled(backward):
+            passes = self._make_passes(parts[0], loss, parts[1], parts[2] if trajectories else (), entropy)
         own = [
             (row - mine.start, of_row) for row, of_row in zip(passes.rows, passes.logprobs, strict=True) if row in mine
         ]

@@ -20,6 +20,7 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.backend import TrainerBackend
 from unbroken.training.config import OptimizerConfig, OptimizerName, Reference, SharedPrefixes, TrainerConfig
 from unbroken.training.loss_config import ReferenceSync
+from unbroken.training.model.batch import RowTargets
 from unbroken.training.model.scores import Entropy
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
@@ -302,3 +303,61 @@ def test_scores_that_run_out_of_memory_are_computed_again_in_smaller_passes(monk
     monkeypatch.setattr(type(backend.policy), "forward", limited)
     for found, own in zip(backend.logprobs(samples), expected, strict=True):
         np.testing.assert_array_equal(found, own)
+
+
+def with_own_targets(rows, *, num_targets=None):
+    """The rows' own next ids as targets, with half of the loss tokens without an effect; or several times."""
+    out = []
+    for each in rows:
+        ids = each.sample.token_ids[each.sample.loss_mask].astype(np.int64)
+        trained = np.arange(len(ids)) % 2 == 0
+        if num_targets is not None:
+            ids = np.repeat(ids[:, None], num_targets, axis=1)
+        out.append(replace(each, targets=RowTargets(ids=ids, trained=trained, values={"trained": trained * 1.0})))
+    return out
+
+
+def pull_trained(scores, batch):
+    """Half of the loss tokens, by what comes with the rows or by their places."""
+    logprobs_NK = scores.logprobs_N if scores.logprobs_N.dim() == 2 else scores.logprobs_N[:, None]
+    places = [torch.arange(number) % 2 == 0 for number in batch.num_row_tokens]
+    trained_N = batch.values.get("trained", torch.cat(places).double())
+    return -(logprobs_NK * trained_N[:, None]).sum().float(), None
+
+
+@pytest.mark.parametrize("num_targets", [None, 1, 2])
+def test_own_ids_as_targets_have_the_logprobs_and_the_gradient_of_the_rows(num_targets):
+    rows, times = rows_of(0), num_targets or 1
+    own, other = make_backend(), make_backend()
+    found = add(other, with_own_targets(rows, num_targets=num_targets), pull_trained)
+    for _ in range(times):
+        expected = add(own, rows, pull_trained)
+    assert found.rows == expected.rows
+    for of_row, alone in zip(found.logprobs, expected.logprobs, strict=True):
+        assert of_row.shape == (alone.shape if num_targets is None else (*alone.shape, num_targets))
+        np.testing.assert_allclose(of_row.reshape(len(alone), -1), np.tile(alone[:, None], times), atol=1e-6)
+    assert other.optimizer_step(1e-2) == pytest.approx(own.optimizer_step(1e-2), rel=1e-5)
+
+
+def test_a_forward_alone_has_the_loss_and_no_gradient():
+    backend, rows = make_backend(), rows_of(0)
+    alone = add(backend, rows, loss=pull, backward=False)
+    assert all(parameter.grad is None for parameter in backend.policy.parameters())
+    both = add(backend, rows, loss=pull)
+    assert alone.rows == both.rows
+    for one, other in zip(alone.logprobs, both.logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_can_have_a_norm_of_its_own():
+    backend, free = make_backend(), make_backend()
+    before = weights_of(backend)
+    for each in (backend, free):
+        add(each, rows_of(0))
+    norm = backend.optimizer_step(1e-2, max_grad_norm=1e-9)
+    assert norm == free.optimizer_step(1e-2, max_grad_norm=float("inf")) > 1e-3
+    moved = [
+        sum(float((tensor - before[name]).abs().sum()) for name, tensor in weights_of(each).items())
+        for each in (backend, free)
+    ]
+    assert moved[0] < 1e-3 * moved[1]

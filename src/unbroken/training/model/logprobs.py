@@ -174,8 +174,8 @@ class PolicyLogprobs(nn.Module):
         kept: KeptTokens | None = None,
         targets: Targets | None = None,
     ) -> TokenScores:
-        """The logprobs of the ids where the mask is true, row by row, each given the ids before it in its row; or of
-        those that `tree` names, if the one lane has the nodes of a tree; or of `targets` in their place.
+        """The logprobs of ids, or of `targets`, where the mask is true, row by row, each given the ids before it in its
+        row; or of those that `tree` names, if the one lane has the nodes of a tree.
 
         Lanes are padded on the right with any id. If rows share a lane, `position_ids_BT` start at 0 in each row. The
         mask must be false for the first id of a row. An image may end a row, so with `pixels` the last id is fed too,
@@ -195,16 +195,14 @@ class PolicyLogprobs(nn.Module):
         else:
             if missing := (1 - token_ids_BT.shape[1]) % self._row_multiple:  # the last id is not fed
                 token_ids_BT, mask_BT = pad(token_ids_BT, (0, missing)), pad(mask_BT, (0, missing))
-            picked_BT = mask_BT[:, 1:]
             with self._replaying(experts_BTLK, token_ids_BT if pixels is not None else token_ids_BT[:, :-1]):
                 router_logits: list[torch.Tensor] | None = None if counted_BT is None else []
                 hidden_BTD = self._hidden_of_rows(token_ids_BT, pixels, position_ids_BT, router_logits)
-            places = picked_BT.nonzero(as_tuple=True)
-            if targets is not None:
-                scores = self._score_targets(hidden_BTD, places, targets, temperature)
+            places = mask_BT[:, 1:].nonzero(as_tuple=True)
+            if targets is None:
+                scores = self._score_at(hidden_BTD, places, token_ids_BT[:, 1:][places], temperature, entropy, kept)
             else:
-                own_N = token_ids_BT[:, 1:][picked_BT]
-                scores = self._score_at(hidden_BTD, places, own_N, temperature, entropy, kept)
+                scores = self._score_targets(hidden_BTD, places, targets, temperature)
             if counted_BT is not None and router_logits is not None:
                 if self.sequence is not None:
                     counted_BT = self.sequence.split(counted_BT[:, :-1])
