@@ -71,9 +71,16 @@ $(VENV)/clients/nemo-gym/.installed: tests/e2e/clients/requirements/nemo-gym.txt
 		fi; \
 	done; echo "there is no Python 3.12 or newer: NeMo Gym's own servers are left out"
 
-clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB)
+# Its own requirements are torch, datasets and transformers, which it borrows, and renderers of other models than ours.
+$(VENV)/clients/tinker-cookbook/.installed: tests/e2e/clients/requirements/tinker-cookbook.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tinker-cookbook>=0.6.1,<0.7'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym tinker-cookbook)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py tests/e2e/test_train_verifiers.py \
-		tests/e2e/test_train_other_environments.py
+		tests/e2e/test_train_other_environments.py tests/e2e/test_tinker_cookbook.py
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)
