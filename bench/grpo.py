@@ -34,6 +34,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -172,6 +173,8 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     started = time.perf_counter()
     config = engine_config(arguments)
     engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
+    if arguments.engines > 1:
+        engine = open_several(config, folder, arguments.engines)
     async with open_with_files(config, folder, output) if arguments.through_files else engine as found:
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
         if arguments.sampling_only:
@@ -258,6 +261,36 @@ def load_policy(folder: Path, arguments: argparse.Namespace) -> tuple[Any, Any |
     from peft import get_peft_model
 
     return get_peft_model(load(folder, dtype=getattr(torch, arguments.dtype)), make_lora(arguments.lora)), None
+
+
+class Halves:
+    """Several engines, each with a part of the conversations."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = engines
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines[0], name)
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """Sample with the engine of the conversation."""
+        conversation = request.request_id.rpartition("/")[0]
+        sampled: SampleResult = await self._engines[crc32(conversation.encode()) % len(self._engines)].sample(request)
+        return sampled
+
+
+@asynccontextmanager
+async def open_several(config: EngineConfig, folder: Path, number: int) -> AsyncIterator[RunEngine]:
+    """Open engines that share this process's GPU, one after the other; they get no weights."""
+    from unbroken.engines.vllm import VllmEngine, parse_engine_args
+
+    options = parse_engine_args(["--model", str(folder), "--disable-log-stats", *config.vllm_options])
+    engines = [await VllmEngine.start(options) for _ in range(number)]
+    try:
+        yield RunEngine(engine=Halves(engines), publisher=None)
+    finally:
+        for engine in engines:
+            await engine.close()
 
 
 @asynccontextmanager
@@ -528,6 +561,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action=argparse.BooleanOptionalAction, help="without torch.compile; so on a CPU")
     parser.add_argument("--engine-options", default="", help="more options of our vLLM, in one argument")
     parser.add_argument("--sampling-only", action="store_true", help="of our sides: sample, and do not train")
+    parser.add_argument("--engines", type=int, default=1, help="with --sampling-only and colocated: on the one GPU")
     parser.add_argument("--results", type=Path, help="add each result to this file when it is there, as JSON")
     parser.add_argument("--compile", action="store_true", help="the trainer's model by torch.compile, on either side")
     parser.add_argument("--trl-tool-steps", type=int, default=1, help="measured steps of TRL with tools")
@@ -542,6 +576,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.engines > 1 and not (arguments.sampling_only and arguments.modes == "colocated"):
+        parser.error("--engines needs --sampling-only and --modes colocated")
     on_gpu = arguments.device == "cuda"
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     defaults = {

@@ -1,7 +1,7 @@
 """Counts the steps of vLLM's scheduler in its own process, for either side of bench/grpo.py.
 
-A step samples for sequences that run, computes prompts, or does both (mixed). The numbers stand in a file that the
-benchmark's process maps, whose name is in the environment variable GRPO_STEPS:
+A step samples for sequences that run, computes prompts, or does both (mixed). The numbers of each engine stand in a
+file that the benchmark reads, whose name begins with the environment variable GRPO_STEPS:
 
     our engine      --scheduler-cls grpo_steps.make_scheduler        TRL      count_steps_here()
 """
@@ -22,22 +22,15 @@ FIELDS = (
     "steps", "mixed", "only_prompts",  # steps; the rest of them sample only
     "sequences", "ids", "admissions",  # sums over steps: of sequences, of ids; steps that admit requests
     "prompts", "later_prompts", "later_ids", "later_cached",  # later: those of turns after the first
-    "schedule_us", "update_us", "pid", "shortest",
+    "schedule_us", "update_us", "shortest",
 )  # fmt: skip
 
 
-def open_counts(path: str | Path) -> Any:
-    """The numbers in a file, in the order of FIELDS."""
-    if not Path(path).exists():
-        np.zeros(len(FIELDS), np.int64).tofile(path)
-    return np.memmap(path, dtype=np.int64, mode="r+", shape=(len(FIELDS),))
-
-
 class Steps:
-    """What a side's engine has done since `restart`, and the CPU seconds of its process and of this one."""
+    """What a side's engines have done since `restart`, and the CPU seconds of their processes and of this one."""
 
     def __init__(self, path: str | Path) -> None:
-        self._counts = open_counts(path)
+        self._path = Path(path)
         self.restart()
 
     def restart(self) -> None:
@@ -48,7 +41,7 @@ class Steps:
     def read(self) -> dict[str, float]:
         """The numbers since `restart`; `engine_cpu_s` is this process's too if the engine is in it."""
         now = self._read()
-        found = {name: now[name] - self._before[name] for name in FIELDS[:-2]}
+        found = {name: now[name] - self._before[name] for name in FIELDS[:-1]}
         engine_cpu_s, own_cpu_s = self._engine_cpu_s() - self._cpu[0], time.process_time() - self._cpu[1]
         steps, later = max(1, found["steps"]), max(1, found["later_prompts"])
         return {
@@ -61,14 +54,13 @@ class Steps:
         }
 
     def _read(self) -> dict[str, int]:
-        return dict(zip(FIELDS, self._counts.tolist(), strict=True))
+        files = [np.fromfile(path, np.int64) for path in self._path.parent.glob(f"{self._path.name}.*")]
+        return dict(zip(FIELDS, sum(files, np.zeros(len(FIELDS), np.int64)).tolist(), strict=True))
 
     def _engine_cpu_s(self) -> float:
-        pid = self._read()["pid"]
-        if not pid or not psutil.pid_exists(pid):
-            return 0.0
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
+        pids = [int(path.suffix[1:]) for path in self._path.parent.glob(f"{self._path.name}.*")]
+        times = [psutil.Process(pid).cpu_times() for pid in pids if psutil.pid_exists(pid)]
+        return sum(float(each.user + each.system) for each in times)
 
 
 def print_steps(found: dict[str, float], *, num_sampled: int, num_given: float, collect_s: float) -> None:
@@ -112,9 +104,10 @@ def count_steps_here() -> None:
 
 def count_steps(scheduler: Any) -> None:
     """Count the steps of one scheduler."""
-    memory = open_counts(os.environ[VARIABLE])
+    path = f"{os.environ[VARIABLE]}.{os.getpid()}"
     counts = dict.fromkeys(FIELDS, 0)
-    counts["pid"] = os.getpid()
+    np.zeros(len(FIELDS), np.int64).tofile(path)
+    memory = np.memmap(path, dtype=np.int64, mode="r+", shape=(len(FIELDS),))
     schedule, update = scheduler.schedule, scheduler.update_from_output
 
     def counted_schedule(*arguments: Any, **options: Any) -> Any:
@@ -131,7 +124,6 @@ def count_steps(scheduler: Any) -> None:
         memory[:] = tuple(counts.values())
         return outputs
 
-    memory[:] = tuple(counts.values())
     scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
 
 
