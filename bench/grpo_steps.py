@@ -82,7 +82,7 @@ def print_steps(found: dict[str, float], *, num_sampled: int, num_given: float, 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> Any:
     """Make our engine's scheduler, counted; called in the engine's process."""
-    from unbroken.engines.vllm.step_logprobs import make_scheduler as make
+    from unbroken.engines.vllm.scheduler import make_scheduler as make
 
     scheduler = make(vllm_config=vllm_config, **options)
     count_steps(scheduler)

@@ -27,7 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
-from unbroken.engines.vllm.step_logprobs import SCHEDULER, split_steps
+from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
 from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 

@@ -1,4 +1,4 @@
-"""The logprobs of a step travel together, and each sequence gets its own."""
+"""VLLM's scheduler with our changes: logprobs of a step travel together, prompts are held, slots are found fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_equal(found: EngineCoreOutputs, expected: EngineCoreOutputs) -> None:
 @pytest.mark.parametrize("width", [1, 6])
 def test_each_sequence_gets_its_logprobs_back(numbers, width):
     from support.vllm_steps import count_arrays, deal_out, make_logprobs, make_step, send
-    from unbroken.engines.vllm.step_logprobs import StepLogprobs, split_logprobs
+    from unbroken.engines.vllm.scheduler import StepLogprobs, split_logprobs
 
     expected = make_step(numbers, width=width)
     of_step = StepLogprobs(make_logprobs(numbers, width=width))
@@ -38,7 +38,7 @@ def test_each_sequence_gets_its_logprobs_back(numbers, width):
 
 def test_what_was_not_joined_is_left_as_it_is():
     from support.vllm_steps import make_step, send
-    from unbroken.engines.vllm.step_logprobs import split_logprobs
+    from unbroken.engines.vllm.scheduler import split_logprobs
 
     received = send(make_step([1, 1, None]))
     split_logprobs(received)
@@ -48,7 +48,7 @@ def test_what_was_not_joined_is_left_as_it_is():
 def test_places_are_those_that_vllm_finds_where_sequences_got_several_ids():
     """As with speculative decoding, where the arrays have room for ids that were not accepted."""
     from support.vllm_steps import make_logprobs
-    from unbroken.engines.vllm.step_logprobs import StepLogprobs
+    from unbroken.engines.vllm.scheduler import StepLogprobs
 
     logprobs = make_logprobs([3, 1, 2], starts=[0, 3, 4, 6])
     for index, number in enumerate((2, 1, 1)):
@@ -58,7 +58,7 @@ def test_places_are_those_that_vllm_finds_where_sequences_got_several_ids():
 
 
 def test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves():
-    """If this fails, `step_logprobs` is no longer needed."""
+    """If this fails, its joining of logprobs is no longer needed."""
     from support.vllm_steps import count_arrays, make_step, send
 
     assert count_arrays(send(make_step([1, 1, 1]))) == 9
@@ -67,8 +67,8 @@ def test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves():
 def test_the_engine_starts_with_the_joining_scheduler_unless_another_is_given(tmp_path):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from unbroken.engines.vllm.scheduler import SCHEDULER
     from unbroken.engines.vllm.startup import require_exactness
-    from unbroken.engines.vllm.step_logprobs import SCHEDULER
 
     args = require_exactness(AsyncEngineArgs(model=str(tmp_path)), num_adapters=0)
     assert args.scheduler_cls == SCHEDULER
@@ -85,11 +85,11 @@ class Waiting:
 
 
 def test_prompts_are_held_until_the_first_has_waited_long_enough(monkeypatch):
-    from unbroken.engines.vllm import step_logprobs
+    from unbroken.engines.vllm import scheduler as of_vllm
 
     now = 100.0
-    monkeypatch.setattr(step_logprobs.time, "monotonic", lambda: now)
-    scheduler, hold = Waiting(), step_logprobs.PromptHold(0.02)
+    monkeypatch.setattr(of_vllm.time, "monotonic", lambda: now)
+    scheduler, hold = Waiting(), of_vllm.PromptHold(0.02)
     assert not hold.holds(scheduler)
     scheduler.waiting.append("a")
     assert hold.holds(scheduler)
@@ -107,7 +107,7 @@ def test_prompts_are_held_until_the_first_has_waited_long_enough(monkeypatch):
 
 
 def test_prompts_are_not_held_while_another_is_computed_in_parts():
-    from unbroken.engines.vllm.step_logprobs import PromptHold
+    from unbroken.engines.vllm.scheduler import PromptHold
 
     scheduler = Waiting()
     scheduler.waiting.append("a")
@@ -116,7 +116,7 @@ def test_prompts_are_not_held_while_another_is_computed_in_parts():
 
 
 def test_without_the_option_no_prompt_is_held():
-    from unbroken.engines.vllm.step_logprobs import PromptHold
+    from unbroken.engines.vllm.scheduler import PromptHold
 
     scheduler = Waiting()
     scheduler.waiting.append("a")
@@ -132,3 +132,35 @@ def test_vllms_scheduler_has_what_a_hold_needs():
     source = inspect.getsource(Scheduler.__init__)
     assert "self._inflight_prefills" in source
     assert "self.waiting" in source
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_slots_found_fast_are_those_that_vllm_finds(block_size, lag):
+    """`lag`: how many ids are scheduled whose values are not known yet, as with asynchronous scheduling."""
+    from support.vllm_steps import make_kv_manager, run_sequences
+    from unbroken.engines.vllm.scheduler import find_slots_fast
+
+    plain, fast = (make_kv_manager(block_size=block_size) for _ in range(2))
+    find_slots_fast(fast)
+    assert "allocate_slots" in vars(fast)
+    assert run_sequences(fast, lag=lag) == run_sequences(plain, lag=lag)
+
+
+def test_where_blocks_may_be_given_back_vllm_is_asked():
+    from support.vllm_steps import make_kv_manager
+    from unbroken.engines.vllm.scheduler import find_slots_fast
+
+    manager = make_kv_manager(block_size=4, sliding_window=8)
+    find_slots_fast(manager)
+    assert "allocate_slots" not in vars(manager)
+
+
+def test_vllm_asks_for_the_slots_of_running_sequences_as_expected():
+    import inspect
+
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    asked = "allocate_slots(\n                        request,\n                        num_new_tokens,\n"
+    asked += "                        num_lookahead_tokens=self.num_lookahead_tokens,\n                    )"
+    assert asked in inspect.getsource(Scheduler.schedule)
