@@ -540,6 +540,27 @@ def test_experts_of_one_tensor_get_no_adapter_and_routers_neither():
     assert {name.split(".")[-1] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_a_whole_model_of_other_shapes_or_of_an_adapter_is_refused(folder, tied_folder, tmp_path):
+    models = open_models(folder, dtype=None)
+    models.create("a", None)
+    models.save("a", tmp_path / "whole", optimizer=False)
+    other = open_models(tied_folder, dtype=None)
+    other.create("a", None)
+    with pytest.raises(CheckpointError, match=r"must have the weights of this model, and differs in lm_head.weight"):
+        other.load("a", tmp_path / "whole", optimizer=False)
+    other.delete("a")
+    other.create("a", LoraSpec(rank=1))
+    with pytest.raises(
+        CheckpointError, match="is of a model whose weights are all trained, and the model is an adapter"
+    ):
+        other.load("a", tmp_path / "whole", optimizer=False)
+
+
+def test_a_base_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(InvalidInputError, match="model must be a folder or the hub's name of a causal language model"):
+        open_models(tmp_path).create("a", ADAPTER)
+
+
 def test_layers_that_are_not_linear_are_refused():
     with pytest.raises(InvalidInputError, match="train_attn must be False for GPT2LMHeadModel, which has no linear"):
         find_modules(tiny_model("gpt2"), LoraSpec(rank=1))
