@@ -104,10 +104,30 @@ def test_the_sdk_runs_a_whole_loop(server):
     logprobs = [each.result(60).loss_fn_outputs[0]["logprobs"].tolist() for each in outputs]
     assert logprobs[0] == logprobs[1]
     assert service.create_sampling_client(model_path=named).result().compute_logprobs(full).result(60) == scores[1]
+    service.close(status="success").result(60)  # frees its weights: the base's are restored all the same
+    base = connect(server).create_sampling_client(base_model="tiny").result().compute_logprobs(full).result(60)
+    np.testing.assert_allclose(base[1:], scores[0][1:], atol=1e-4)
     rest = tinker.RestClient(base_url=server.url, api_key=KEY)
     assert {path, named} <= {each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints}
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
-    service.close(status="success").result(60)
+
+
+def test_the_sdk_runs_a_loop_on_vllm(model, tmp_path):
+    lora = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3")
+    with served(model, "--tinker", "--tinker-store", str(tmp_path), *lora) as server:
+        service = connect(server)
+        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        before = client.save_weights_and_get_sampling_client().result()
+        sequences = sample(before, 2)
+        metrics = step(client, [make_datum(PROMPT, each) for each in sequences])
+        assert metrics["provenance_proven:sum"] == sum(len(each.tokens) for each in sequences)
+        after = client.save_weights_and_get_sampling_client().result()
+        base = service.create_sampling_client(base_model="tiny").result()
+        full = types.ModelInput.from_ints([*PROMPT, *sequences[0].tokens])
+        old, new, again, first = (each.compute_logprobs(full).result(60)[3:] for each in (before, after, before, base))
+        np.testing.assert_allclose(old, sequences[0].logprobs, atol=1e-3)
+        np.testing.assert_allclose([old, old], [again, first], atol=1e-3)
+        assert sum(new) > sum(old)
 
 
 def test_the_block_of_the_documentation_runs(server, capsys):

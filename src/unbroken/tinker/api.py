@@ -7,13 +7,13 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import orjson
 
@@ -22,10 +22,10 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.threads import DaemonThreads
-from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
+from unbroken.tinker.data import AdamParams, LoraSpec
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SampleBody, SamplerWeights, WeightSwitch, sample, write_base
+from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, sample, write_base
 from unbroken.tinker.sessions import (
     Promise,
     PromiseResult,
@@ -38,9 +38,9 @@ from unbroken.tinker.sessions import (
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
-    CreateBody,
-    ModelName,
     NameBody,
+    NewModelBody,
+    OfModelBody,
     SamplerBody,
     SaveBody,
     SessionBody,
@@ -52,8 +52,10 @@ from unbroken.tinker.wire import (
     read_loss_config,
 )
 from unbroken.transfer.files import write_tensors
-from unbroken.transfer.sources import NamedTensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
+
+if TYPE_CHECKING:
+    from unbroken.tinker.models import Models
 
 T = TypeVar("T")
 Answer: TypeAlias = Promise | PromiseResult | dict[str, Any] | None
@@ -61,40 +63,6 @@ _VERSIONS_HEADER = "X-Unbroken-Versions"
 _MAX_HEADER = 4096
 _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
-
-
-class TrainingBackend(Protocol):
-    """Trains the models of all clients. Its methods block, and are called one at a time."""
-
-    def create(self, model_id: str, lora: LoraSpec | None) -> LoraSpec | None:
-        """Make a model, an adapter or with None all weights; returns what is trained of it."""
-        ...
-
-    def forward_backward(
-        self, model_id: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], backward: bool
-    ) -> Output:
-        """Compute a loss, and with `backward` add its gradients to those that are there."""
-        ...
-
-    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """Make a step with the gradients, and forget them."""
-        ...
-
-    def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        """Write the model to a folder."""
-        ...
-
-    def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        """Read what `save` wrote."""
-        ...
-
-    def adapter(self, model_id: str) -> NamedTensors:
-        """What an engine takes as an update."""
-        ...
-
-    def delete(self, model_id: str) -> None:
-        """Free a model."""
-        ...
 
 
 class TinkerApi:
@@ -108,7 +76,7 @@ class TinkerApi:
         *,
         model: str,
         tokenizer: str,
-        open_backend: Callable[[], TrainingBackend],
+        open_backend: Callable[[], Models],
     ) -> None:
         """`model` and `tokenizer` are folders or hub names; the backend is opened with the first model."""
         self._context = context
@@ -117,7 +85,7 @@ class TinkerApi:
         self._model = model
         self._tokenizer = str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
         self._open_backend = open_backend
-        self._backend: TrainingBackend | None = None
+        self._backend: Models | None = None
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
         self._engine = require_updatable(context.service.engine)
         self._base = SamplerWeights()
@@ -131,7 +99,7 @@ class TinkerApi:
     def _base_model(self) -> str:
         return self._context.config.model_name
 
-    async def _train(self, work: Callable[[TrainingBackend], T]) -> T:
+    async def _train(self, work: Callable[[Models], T]) -> T:
         """Run `work` in the thread that trains."""
 
         def call() -> T:
@@ -197,7 +165,7 @@ class TinkerApi:
 
     # Models
 
-    async def create_model(self, owner: str, body: CreateBody, checkpoint: Checkpoint | None = None) -> Answer:
+    async def create_model(self, owner: str, body: NewModelBody, checkpoint: Checkpoint | None = None) -> Answer:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
         if body.session_id is None or body.model_seq_id is None:
             raise HttpError(400, "session_id and model_seq_id are required, for a model that is made")
@@ -268,7 +236,7 @@ class TinkerApi:
         )
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
-    async def describe_model(self, owner: str, body: ModelName) -> Answer:
+    async def describe_model(self, owner: str, body: OfModelBody) -> Answer:
         """What a model is."""
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
@@ -347,7 +315,7 @@ class TinkerApi:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, owner: str, body: CreateBody) -> Answer:
+    async def load_weights(self, owner: str, body: NewModelBody) -> Answer:
         """Load a checkpoint, into a model or into a new one."""
         if body.model_id is None:
             return await self.create_model(owner, body, await self._get_checkpoint(body.path, owner))
@@ -458,7 +426,7 @@ class TinkerApi:
         sampler = self.sessions.get_sampler(sampler_id, owner=owner)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
-    async def sample(self, owner: str, body: SampleBody) -> Answer:
+    async def sample(self, owner: str, body: CompletionsBody) -> Answer:
         """Sample completions of a prompt; the promise of before, if the call comes again."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
@@ -476,7 +444,7 @@ class TinkerApi:
         promise.task = asyncio.create_task(self.promises.run(promise, work))
         return promise
 
-    async def _sample(self, sampler: TinkerSampler, body: SampleBody, sequence_ids: list[str]) -> PromiseResult:
+    async def _sample(self, sampler: TinkerSampler, body: CompletionsBody, sequence_ids: list[str]) -> PromiseResult:
         sequences, scores = await sample(self._context, self._switch, sampler.weights, body)
         recorded = [
             RecordedSequence(
@@ -564,7 +532,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def _write(folder: Path, model_id: str, backend: TrainingBackend, *, state: bool = False) -> int:
+def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False) -> int:
     """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all."""
     with atomic_folder(folder) as temporary:
         if state:

@@ -29,6 +29,7 @@ from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import FinishReason, InFlight, SampledSequence, SamplingParams, ScoredSequence, TokenIds
 from unbroken.weights.folders import atomic_folder
 
+_MAX_VERSIONS = 10_000
 _MAX_SCORES = 2**24
 """Most logprobs that are computed to find those of given ids: positions times vocabulary."""
 
@@ -51,6 +52,7 @@ class WeightSwitch:
         """`make_base` makes the update that restores the base model's weights after one from a folder."""
         self._engine = engine
         self._make_base = make_base
+        self._base_folder: Path | None = None
         self._active: SamplerWeights | None = None
         """None: the base model's, as at the start."""
         self._loaded_version = 0
@@ -129,12 +131,13 @@ class WeightSwitch:
 
     async def _load(self, weights: SamplerWeights) -> None:
         engine = require_updatable(self._engine)
-        if (folder := weights.folder) is None:
-            assert self._active is not None
-            assert self._active.folder is not None
-            folder = await asyncio.to_thread(self._make_base, self._active.folder)
+        if weights.folder is not None and self._base_folder is None:  # now, while the folder is there
+            self._base_folder = await asyncio.to_thread(self._make_base, weights.folder)
+        folder = weights.folder or self._base_folder
+        assert folder is not None
         policy_version = engine.policy_version + 1
         self._versions[policy_version] = weights.version
+        self._versions.pop(policy_version - _MAX_VERSIONS, None)
         await engine.update_weights(FileSource(folder), policy_version=policy_version, in_flight=InFlight.PAUSE)
         self._active = None if weights.folder is None else weights
         self._loaded_version = weights.version
@@ -179,7 +182,7 @@ class SamplingParamsBody(BaseModel):
         )
 
 
-class SampleBody(BaseModel):
+class CompletionsBody(BaseModel):
     """A request for completions of a prompt, or for the prompt's logprobs."""
 
     prompt: PromptBody
@@ -198,7 +201,7 @@ class SampleBody(BaseModel):
 
 
 async def sample(
-    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: SampleBody
+    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: CompletionsBody
 ) -> tuple[list[SampledSequence], PromptScores]:
     """Sample a request's completions, and score its prompt, under the same weights.
 
@@ -225,7 +228,7 @@ async def sample(
     return list(result.sequences), scores
 
 
-def _check(body: SampleBody, length: int) -> None:
+def _check(body: CompletionsBody, length: int) -> None:
     if body.prompt_alt_tokens_k:
         raise InvalidInputError(
             f"prompt_alt_tokens_k must be 0, got {body.prompt_alt_tokens_k}: it is not computed here"
@@ -261,7 +264,9 @@ def _read_targets(given: TensorBody | None, length: int, vocab_size: int) -> np.
     return ids
 
 
-async def _score(context: ServerContext, body: SampleBody, ids: TokenIds, targets: np.ndarray | None) -> PromptScores:
+async def _score(
+    context: ServerContext, body: CompletionsBody, ids: TokenIds, targets: np.ndarray | None
+) -> PromptScores:
     if not body.prompt_logprobs and targets is None:
         return PromptScores()
     logprobs = np.full(len(ids), np.nan, np.float32)

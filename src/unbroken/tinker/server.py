@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -25,15 +25,15 @@ from unbroken.server.http.guard import AUTHORIZED, read_keys
 from unbroken.server.http.json import json_response
 from unbroken.server.options import ServeOptions
 from unbroken.server.process import serve
-from unbroken.tinker.api import Answer, TinkerApi, TrainingBackend
+from unbroken.tinker.api import Answer, TinkerApi
 from unbroken.tinker.options import TinkerOptions
-from unbroken.tinker.sampling import SampleBody
+from unbroken.tinker.sampling import CompletionsBody
 from unbroken.tinker.sessions import Promise, PromiseResult
 from unbroken.tinker.store import TinkerStore
 from unbroken.tinker.wire import (
-    CreateBody,
-    ModelName,
     NameBody,
+    NewModelBody,
+    OfModelBody,
     SamplerBody,
     SaveBody,
     SessionBody,
@@ -41,20 +41,23 @@ from unbroken.tinker.wire import (
     load_messages,
 )
 
+if TYPE_CHECKING:
+    from unbroken.tinker.models import Models
+
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
 _CALLS: Mapping[str, tuple[type[BaseModel], Callable[[TinkerApi, str, Any], Awaitable[Answer]]]] = {
     "create_session": (SessionBody, TinkerApi.create_session),
     "session_heartbeat": (NameBody, TinkerApi.note_heartbeat),
-    "create_model": (CreateBody, TinkerApi.create_model),
-    "get_info": (ModelName, TinkerApi.describe_model),
+    "create_model": (NewModelBody, TinkerApi.create_model),
+    "get_info": (OfModelBody, TinkerApi.describe_model),
     "optim_step": (StepBody, TinkerApi.optim_step),
     "save_weights": (SaveBody, TinkerApi.save_weights),
-    "load_weights": (CreateBody, TinkerApi.load_weights),
+    "load_weights": (NewModelBody, TinkerApi.load_weights),
     "save_weights_for_sampler": (SaveBody, TinkerApi.save_weights_for_sampler),
     "create_sampling_session": (SamplerBody, TinkerApi.create_sampler),
     "join_sampling_session": (NameBody, TinkerApi.join_sampler),
-    "asample": (SampleBody, TinkerApi.sample),
+    "asample": (CompletionsBody, TinkerApi.sample),
     "retrieve_future": (NameBody, TinkerApi.retrieve),
     "cancel_future": (NameBody, TinkerApi.cancel),
     "weights_info": (NameBody, TinkerApi.describe_weights),
@@ -120,7 +123,7 @@ def create_tinker_app(
     tinker: TinkerOptions,
     model: str,
     tokenizer: str,
-    open_backend: Callable[[], TrainingBackend],
+    open_backend: Callable[[], Models],
     **options: Any,
 ) -> FastAPI:
     """Make the application of a server with the Tinker API.
@@ -154,7 +157,7 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
-        if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/"):
+        if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/") and scope["path"] != f"{PREFIX}/healthz":
             if not any(hashlib.sha256(key).digest() in self._keys for key in read_keys(scope)):
                 error = HttpError(401, "the key in X-API-Key is none of those in --tinker-keys", code="invalid_api_key")
                 await error_response(error, path=scope["path"])(scope, receive, send)

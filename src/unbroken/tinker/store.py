@@ -29,6 +29,7 @@ from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
 from unbroken.ledger.store import open_store_reader
 from unbroken.types import Logprobs, SampledSequence, TokenIds
+from unbroken.weights.folders import remove_unfinished
 
 DATABASE = "tinker.sqlite3"
 _SCHEMA = """
@@ -136,6 +137,11 @@ class Checkpoint:
         """Whether training can go on from it."""
         return self.checkpoint_id.startswith("weights/")
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its time has passed."""
+        return self.expires is not None and self.expires < time.time()
+
     def describe(self) -> dict[str, Any]:
         """A `Checkpoint` of the API."""
         return {
@@ -197,6 +203,10 @@ class TinkerStore:
             raise StoreError(f"{folder / DATABASE} cannot be opened: {error}") from error
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
         self._write("UPDATE models SET ended = ? WHERE ended IS NULL", ("the server stopped",))
+        for owner, facts in self._read("SELECT owner, facts FROM checkpoints"):
+            if (checkpoint := Checkpoint(**json.loads(facts))).is_over:
+                self.delete_checkpoint(checkpoint, owner=owner)
+            remove_unfinished(self.folder_of(checkpoint.path).parent, "")
 
     @property
     def temporary_folder(self) -> Path:
@@ -333,7 +343,7 @@ class TinkerStore:
         """A checkpoint by its path; None if there is none of this owner, or its time is over."""
         rows = self._read("SELECT facts FROM checkpoints WHERE owner = ? AND path = ?", owner, path)
         found = Checkpoint(**json.loads(rows[0][0])) if rows else None
-        return None if found is None or (found.expires is not None and found.expires < time.time()) else found
+        return None if found is None or found.is_over else found
 
     def delete_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Forget a checkpoint, and remove its files."""

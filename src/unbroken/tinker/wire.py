@@ -370,7 +370,7 @@ class OptimizerBody(BaseModel):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateBody(BaseModel):
+class NewModelBody(BaseModel):
     """Of `create_model`, and of `load_weights`, which also loads into a model that is there."""
 
     session_id: str | None = None
@@ -385,13 +385,13 @@ class CreateBody(BaseModel):
     optimizer: bool = False
 
 
-class ModelName(BaseModel):
+class OfModelBody(BaseModel):
     """Names a model."""
 
     model_id: str
 
 
-class StepBody(ModelName):
+class StepBody(OfModelBody):
     """Of `optim_step`."""
 
     seq_id: int | None = None
@@ -400,7 +400,7 @@ class StepBody(ModelName):
     )
 
 
-class SaveBody(ModelName):
+class SaveBody(OfModelBody):
     """Of `save_weights` and `save_weights_for_sampler`."""
 
     path: str | None = None

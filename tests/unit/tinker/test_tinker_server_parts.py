@@ -259,4 +259,7 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
     )
     store.put_checkpoint(expired, owner="me")
     assert store.find_checkpoint(path, owner="me") is None
+    store.folder_of(path).mkdir(parents=True)
     store.close()
+    TinkerStore(tmp_path).close()
+    assert not store.folder_of(path).exists()
