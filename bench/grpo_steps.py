@@ -9,6 +9,7 @@ file that the benchmark reads, whose name begins with the environment variable G
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import psutil
 
 VARIABLE = "GRPO_STEPS"
 SCHEDULER = "grpo_steps.make_scheduler"
+_OWN_NAME = re.compile(r"/(\d+)(?:-[0-9a-f]+)?$")
+"""How the names of our requests end: with the turn, and what vLLM adds."""
 FIELDS = (
     "steps", "mixed", "only_prompts",  # steps; the rest of them sample only
     "sequences", "ids", "admissions",  # sums over steps: of sequences, of ids; steps that admit requests
@@ -144,7 +147,9 @@ def count_step(counts: dict[str, int], planned: Any) -> None:
         shortest = counts["shortest"] or length
         counts["shortest"] = min(shortest, length)
         counts["prompts"] += 1
-        if length > shortest + 8:  # first prompts differ by the digits of a number
+        own = _OWN_NAME.search(request.req_id)
+        # Of TRL's first prompts, the lengths differ by the digits of a number.
+        if (own is not None and own[1] != "0") or (own is None and length > shortest + 8):
             counts["later_prompts"] += 1
             counts["later_ids"] += length
             counts["later_cached"] += request.num_computed_tokens
