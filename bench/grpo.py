@@ -438,7 +438,9 @@ def run_modes(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     results: list[dict[str, Any]] = []
     # the engine's process finds its scheduler here
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).resolve().parent), os.getenv("PYTHONPATH")])
+    )
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = arguments.folder or Path(scratch) / "model"
         save_model(folder, arguments)
