@@ -23,7 +23,6 @@ NEWER = Path(sys.prefix, "transformers-5.23")
 """What experts need, which `make e2e` installs."""
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.alone,  # a rank must be killed before the run's last step
     pytest.mark.skipif(not NEWER.exists(), reason="transformers 5.23 is not installed beside ours (make e2e)"),
 ]
 NUM_STEPS = 8
