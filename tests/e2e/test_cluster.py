@@ -285,8 +285,10 @@ def test_a_run_whose_versions_cannot_be_written_ends_with_the_reason_and_continu
     recipe, full = tmp_path / "recipe.py", tmp_path / "run.full"
     recipe.write_text(FULL)
     with started(nodes, tmp_path / "run", model, recipe=recipe) as run:
+        run.hold(HELD_STEP)
         run.wait_for_steps(3)
         full.touch()
+        run.go_on()
         assert run.wait_until_ended() == 1
     assert "No space left on device" in run.text()
     assert all("No space left on device" in reason for reason in run.reasons("trainers"))
@@ -298,10 +300,12 @@ def test_a_run_whose_versions_cannot_be_written_ends_with_the_reason_and_continu
 
 def test_all_ends_with_the_head_and_the_same_command_continues(nodes, model, undisturbed, tmp_path):
     with started(nodes, tmp_path / "run", model) as run:
+        run.hold(HELD_STEP)
         run.wait_for_steps(3)
         nodes.kill_head()
         assert run.wait_until_ended() != 0
     nodes.start_again()
     with started(nodes, tmp_path / "run", model) as run:
+        run.go_on()
         run.finish()
     check(run, undisturbed)
