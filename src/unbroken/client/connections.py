@@ -77,7 +77,7 @@ class Connections(httpx.AsyncBaseTransport):
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(lambda: _Connection(origin), host, port, ssl=tls)
         except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection to {host} in {timeout_s:g} s") from None
+            raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from None
         except OSError as error:
             raise httpx.ConnectError(str(error)) from error
         return connection
