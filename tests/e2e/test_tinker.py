@@ -237,7 +237,7 @@ def test_a_key_sees_its_own_models_alone(model, tmp_path):
         with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
             theirs.create_training_client_from_state(path).result()
         for call, body in (
-            ("optim_step", {"model_id": client.model_id, "seq_id": 9}),
+            ("optim_step", {"model_id": client.model_id, "seq_id": 9, "adam_params": {}}),
             ("get_info", {"model_id": client.model_id}),
             ("weights_info", {"tinker_path": path}),
         ):
@@ -371,8 +371,9 @@ def test_bad_bodies_are_refused(server):
     for path, body, status in (
         ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "other"}, 400),
         ("create_model", {"session_id": "x", "model_seq_id": 1, "base_model": "tiny"}, 404),
-        ("load_weights", {"path": "tinker://x/weights/y", "session_id": session, "model_seq_id": 3}, 404),
+        ("load_weights", {"path": "tinker://x/weights/y", "optimizer": False, "session_id": session}, 404),
         ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "model_path": "x"}, 404),
+        ("get_info", {}, 400),
         ("billing/usage", {}, 404),
     ):  # fmt: skip
         assert raw.http.post(path, json=body).status_code == status, path

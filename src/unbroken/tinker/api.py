@@ -15,8 +15,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import orjson
-
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.server.context import ServerContext
@@ -38,13 +36,7 @@ from unbroken.tinker.sessions import (
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
-    NameBody,
-    NewModelBody,
-    OfModelBody,
-    SamplerBody,
-    SaveBody,
-    SessionBody,
-    StepBody,
+    CallBody,
     encode_forward_backward,
     encode_sample,
     parse_forward_backward,
@@ -59,8 +51,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Answer: TypeAlias = Promise | PromiseResult | dict[str, Any] | None
-_VERSIONS_HEADER = "X-Unbroken-Versions"
-_MAX_HEADER = 4096
 _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
 
@@ -110,41 +100,22 @@ class TinkerApi:
         return await self._training.run(call)
 
     async def describe_server(self, owner: str) -> Answer:
-        """The served model."""
         model = {"model_name": self._base_model, "max_context_length": self._engine.context_length}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     # Sessions
 
-    async def create_session(self, owner: str, body: SessionBody) -> Answer:
-        """Begin a session."""
+    async def create_session(self, owner: str, body: CallBody) -> Answer:
         session = TinkerSession(
             session_id=str(uuid.uuid4()),
             owner=owner,
-            user_metadata=body.user_metadata,
-            display_name=body.display_name,
         )
         self.sessions.add(session)
         return {"type": "create_session", "session_id": session.session_id}
 
-    async def note_heartbeat(self, owner: str, body: NameBody) -> Answer:
-        """Note that a client is alive."""
-        self.sessions.get(body.name, owner=owner, status=410)
+    async def note_heartbeat(self, owner: str, body: CallBody) -> Answer:
+        self.sessions.get(body.session_id, owner=owner, status=410)
         return {"type": "session_heartbeat"}
-
-    async def list_sessions(self, owner: str) -> Answer:
-        """The open sessions."""
-        return {"sessions": self.sessions.list_ids(owner=owner)}
-
-    async def describe_session(self, owner: str, session_id: str) -> Answer:
-        """A session's models and samplers."""
-        session = self.sessions.get(session_id, owner=owner)
-        return {
-            "training_run_ids": list(session.runs),
-            "sampler_ids": list(session.samplers),
-            "user_metadata": session.user_metadata,
-            "display_name": session.display_name,
-        }
 
     async def finish_session(self, owner: str, session_id: str) -> Answer:
         """End a session, and free what it has."""
@@ -165,17 +136,15 @@ class TinkerApi:
 
     # Models
 
-    async def create_model(self, owner: str, body: NewModelBody, checkpoint: Checkpoint | None = None) -> Answer:
+    async def create_model(self, owner: str, body: CallBody, checkpoint: Checkpoint | None = None) -> Answer:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
-        if body.session_id is None or body.model_seq_id is None:
-            raise HttpError(400, "session_id and model_seq_id are required, for a model that is made")
         session = self.sessions.get(body.session_id, owner=owner)
         if body.base_model is not None or checkpoint is None:
             self._check_base(body.base_model)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         if model_id in session.runs:
             return session.runs[model_id].created
-        number = sum(run.owner == owner for run in self.sessions.runs.values())
+        number = self.sessions.count_runs(owner=owner)
         if number >= self._options.tinker_max_models:
             raise HttpError(
                 400,
@@ -184,12 +153,10 @@ class TinkerApi:
             )
         given = None if body.lora_config is None or body.lora_config.rank == 0 else body.lora_config.model_dump()
         lora = given if checkpoint is None else checkpoint.lora
-        facts = ModelFacts(
-            base_model=self._base_model, session_id=body.session_id, lora=lora, user_metadata=body.user_metadata
-        )
+        facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
         promise = self.promises.open(f"{model_id}:0", "create_model", owner=owner, model_id=model_id)
-        run = TrainingRun(model_id, facts, owner=owner, promises=self.promises, created=promise)
-        self.sessions.add_run(session, run)
+        run = TrainingRun(facts, owner=owner, promises=self.promises, created=promise)
+        session.runs[model_id] = run
         work = partial(self._create, session, run, checkpoint, body.optimizer)
         promise.task = asyncio.create_task(self.promises.run(promise, work))
         return promise
@@ -205,9 +172,9 @@ class TinkerApi:
             if checkpoint is not None:
                 await self._load(run, checkpoint, optimizer)
         except BaseException:
-            self.sessions.drop_run(session, run)
+            session.runs.pop(run.model_id, None)
             raise
-        await self._storing.run(partial(self._store.put_model, run.model_id, run.facts, owner=run.owner))
+        await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
         if checkpoint is None:
             return PromiseResult.of({"model_id": run.model_id, "type": "create_model"})
         return PromiseResult.of({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
@@ -236,8 +203,7 @@ class TinkerApi:
         )
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
-    async def describe_model(self, owner: str, body: OfModelBody) -> Answer:
-        """What a model is."""
+    async def describe_model(self, owner: str, body: CallBody) -> Answer:
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
             "type": "get_info",
@@ -268,8 +234,7 @@ class TinkerApi:
         )
         return PromiseResult(body=encode_forward_backward(output, metrics), media_type=PROTOBUF)
 
-    async def optim_step(self, owner: str, body: StepBody) -> Answer:
-        """Make a step with the gradients of the calls before."""
+    async def optim_step(self, owner: str, body: CallBody) -> Answer:
         run = await self._get_run(body.model_id, owner)
 
         async def work() -> PromiseResult:
@@ -281,7 +246,7 @@ class TinkerApi:
 
     # Checkpoints
 
-    async def save_weights(self, owner: str, body: SaveBody) -> Answer:
+    async def save_weights(self, owner: str, body: CallBody) -> Answer:
         """Save a model with its optimizer, so that training can go on from there."""
         run = await self._get_run(body.model_id, owner)
 
@@ -296,7 +261,7 @@ class TinkerApi:
 
         return run.submit(body.seq_id, "save_weights", work)
 
-    async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: SaveBody) -> None:
+    async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: CallBody) -> None:
         checkpoint = Checkpoint(
             path=path,
             model_id=run.model_id,
@@ -315,15 +280,15 @@ class TinkerApi:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, owner: str, body: NewModelBody) -> Answer:
-        """Load a checkpoint, into a model or into a new one."""
-        if body.model_id is None:
-            return await self.create_model(owner, body, await self._get_checkpoint(body.path, owner))
+    async def load_weights(self, owner: str, body: CallBody) -> Answer:
+        path = body.path or ""
+        if not body.model_id:
+            return await self.create_model(owner, body, await self._get_checkpoint(path, owner))
         run = await self._get_run(body.model_id, owner)
 
         async def work() -> PromiseResult:
-            await self._load(run, await self._get_checkpoint(body.path, owner), body.optimizer)
-            return PromiseResult.of({"path": body.path, "model_id": run.model_id, "type": "load_weights"})
+            await self._load(run, await self._get_checkpoint(path, owner), body.optimizer)
+            return PromiseResult.of({"path": path, "model_id": run.model_id, "type": "load_weights"})
 
         return run.submit(body.seq_id, "load_weights", work)
 
@@ -336,7 +301,7 @@ class TinkerApi:
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
 
-    async def save_weights_for_sampler(self, owner: str, body: SaveBody) -> Answer:
+    async def save_weights_for_sampler(self, owner: str, body: CallBody) -> Answer:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
         run = await self._get_run(body.model_id, owner)
 
@@ -352,10 +317,10 @@ class TinkerApi:
 
         return run.submit(body.seq_id, "save_weights_for_sampler", work)
 
-    async def _make_sampler(self, run: TrainingRun, body: SaveBody) -> TinkerSampler:
+    async def _make_sampler(self, run: TrainingRun, body: CallBody) -> TinkerSampler:
         if body.sampling_session_seq_id is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
-        session = self.sessions.get(run.facts.session_id, owner=run.owner)
+        session = self.sessions.get(run.session_id, owner=run.owner)
         folder = self._store.temporary_folder / session.session_id / str(body.sampling_session_seq_id)
         await self._train(partial(_write, folder, run.model_id))
         weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
@@ -364,34 +329,29 @@ class TinkerApi:
             weights = run.inflight
         return self.sessions.add_sampler(session, body.sampling_session_seq_id, weights, base_model=self._base_model)
 
-    async def describe_weights(self, owner: str, body: NameBody) -> Answer:
-        """What is needed to load a checkpoint."""
-        found = await self._get_checkpoint(body.name, owner)
+    async def describe_weights(self, owner: str, body: CallBody) -> Answer:
+        found = await self._get_checkpoint(body.path or "", owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
         is_lora = found.lora is not None
         return {"base_model": found.base_model, "is_lora": is_lora, "lora_rank": lora.get("rank"), **parts}
 
     async def list_checkpoints(self, owner: str, model_id: str | None = None, *, page: slice = slice(None)) -> Answer:
-        """The checkpoints of a key, or of one training run."""
         saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
         return {"checkpoints": [each.describe() for each in saved[page]], "cursor": _make_cursor(page, len(saved))}
 
     async def delete_checkpoint(self, owner: str, model_id: str, kind: str, name: str) -> Answer:
-        """Delete a checkpoint."""
         found = await self._get_checkpoint(f"tinker://{model_id}/{kind}/{name}", owner)
         await self._storing.run(partial(self._store.delete_checkpoint, found, owner=owner))
         return None
 
     async def list_runs(self, owner: str, *, page: slice = slice(None)) -> Answer:
-        """The training runs of a key."""
         runs = await self._storing.run(partial(self._store.list_models, owner=owner))
         saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner))
         described = [run.describe(owner, [each for each in saved if each.model_id == run.model_id]) for run in runs]
         return {"training_runs": described[page], "cursor": _make_cursor(page, len(described))}
 
     async def describe_run(self, owner: str, model_id: str) -> Answer:
-        """One training run."""
         found = await self._storing.run(partial(self._store.find_model, model_id, owner=owner))
         if found is None:
             raise HttpError(404, f"this key has no model {model_id[:200]!r}")
@@ -400,8 +360,7 @@ class TinkerApi:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, body: SamplerBody) -> Answer:
-        """Make a sampler of the base model, or of a checkpoint."""
+    async def create_sampler(self, owner: str, body: CallBody) -> Answer:
         session = self.sessions.get(body.session_id, owner=owner)
         weights = self._base
         if body.model_path is None or body.base_model is not None:
@@ -410,19 +369,19 @@ class TinkerApi:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
             folder = self._store.folder_of(checkpoint.path) / "sampler"
             weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
+        number = body.sampling_session_seq_id or 0
         sampler = self.sessions.add_sampler(
-            session, body.sampling_session_seq_id, weights, base_model=self._base_model, model_path=body.model_path
+            session, number, weights, base_model=self._base_model, model_path=body.model_path
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
-    async def join_sampler(self, owner: str, body: NameBody) -> Answer:
+    async def join_sampler(self, owner: str, body: CallBody) -> Answer:
         """Give a copy of a sampler, in another process, its number."""
-        sampler = self.sessions.get_sampler(body.name, owner=owner)
+        sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
         sampler.num_clones += 1
         return {"type": "join_sampling_session", "client_counter": sampler.num_clones}
 
     async def describe_sampler(self, owner: str, sampler_id: str) -> Answer:
-        """What a sampler samples from."""
         sampler = self.sessions.get_sampler(sampler_id, owner=owner)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
@@ -459,12 +418,8 @@ class TinkerApi:
             for each, sequence_id in zip(sequences, sequence_ids, strict=True)
         ]
         await self._storing.run(partial(self._store.add_sequences, recorded))
-        spans = orjson.dumps([each.version_spans for each in recorded]).decode()
-        return PromiseResult(
-            body=encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs),
-            media_type=PROTOBUF,
-            headers={_VERSIONS_HEADER: spans} if len(spans) < _MAX_HEADER else {},
-        )
+        answer = encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs)
+        return PromiseResult(body=answer, media_type=PROTOBUF)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""
@@ -482,25 +437,25 @@ class TinkerApi:
 
     # Promises
 
-    async def retrieve(self, owner: str, body: NameBody) -> Answer:
+    async def retrieve(self, owner: str, body: CallBody) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
-        promise = self.promises.find(body.name, owner=owner)
+        promise = self.promises.find(body.request_id, owner=owner)
         if promise is None:
-            gone = await self.explain_gone(body.name.rpartition(":")[0], owner)
+            gone = await self.explain_gone(body.request_id.rpartition(":")[0], owner)
             if gone.status == 404:
                 return {
-                    "error": f"call {body.name[:200]!r} is not known: the server started again",
+                    "error": f"call {body.request_id[:200]!r} is not known: the server started again",
                     "category": "server",
                 }
             return {"error": gone.message, "category": "server"}
         with suppress(TimeoutError):
             await asyncio.wait_for(promise.done.wait(), _POLL_S)
-        pending = {"type": "try_again", "request_id": body.name, "queue_state": "active"}
+        pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return pending if promise.result is None else promise.result
 
-    async def cancel(self, owner: str, body: NameBody) -> Answer:
+    async def cancel(self, owner: str, body: CallBody) -> Answer:
         """End a sampling call whose result nobody waits for."""
-        promise = self.promises.find(body.name, owner=owner)
+        promise = self.promises.find(body.request_id, owner=owner)
         if promise is not None and promise.kind == "sample":
             promise.cancel()
         return None

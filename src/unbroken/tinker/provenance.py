@@ -11,8 +11,9 @@ sequence, or more than one, has them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,42 +28,10 @@ from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim
 _SAMPLED = "sampled"
 
 
-@dataclass(slots=True, kw_only=True)
-class ProvenanceCounts:
-    """What was found in the data of one request; targets are counted in ids."""
-
-    proven: int = 0
-    """Targets that the server sampled, by a span that is true."""
-    matched: int = 0
-    """Targets that the server sampled, found by their ids: there was no span."""
-    unproven: int = 0
-    """Targets of data without spans, or with several targets a position, that were not found."""
-    false_spans: int = 0
-    logprobs_changed: int = 0
-    """Logprobs given with the loss that are not those of the sampling."""
-    logprobs_difference: float = 0.0
-    """The largest difference of such a logprob."""
-    unsampled_trained: int = 0
-    """Targets with an advantage or a weight that spans say were not sampled."""
-    other_model: int = 0
-    """Sampled targets of another training run, or of the base model."""
-    lags: list[int] = field(default_factory=list)
-    """Of each sampled target of this model: how many versions older its weights were."""
-
-    def to_metrics(self) -> dict[str, float]:
-        """The metrics of an answer, named as the SDK adds those of several chunks up."""
-        return {
-            "provenance_proven:sum": self.proven,
-            "provenance_matched:sum": self.matched,
-            "provenance_unproven:sum": self.unproven,
-            "provenance_false_spans:sum": self.false_spans,
-            "provenance_logprobs_changed:sum": self.logprobs_changed,
-            "provenance_logprobs_difference:max": self.logprobs_difference,
-            "provenance_unsampled_trained:sum": self.unsampled_trained,
-            "provenance_other_model:sum": self.other_model,
-            "provenance_version_lag:max": max(self.lags, default=0),
-            "provenance_version_lag:mean": float(np.mean(self.lags)) if self.lags else 0.0,
-        }
+_COUNTED = (
+    "proven", "matched", "unproven", "false_spans", "logprobs_changed", "unsampled_trained", "other_model"
+)  # fmt: skip
+"""What is counted of a request's targets (docs/tinker.md says what each means)."""
 
 
 class ProvenanceCheck:
@@ -79,7 +48,11 @@ class ProvenanceCheck:
         self._version = version
         self._fills = loss == "stable_reinforce"
         self._known: dict[str, RecordedSequence] = {}
-        self.counts = ProvenanceCounts()
+        self._counts = Counter(dict.fromkeys(_COUNTED, 0))
+        self._difference = 0.0
+        """The largest difference of a given logprob from that of the sampling."""
+        self._lags: list[int] = []
+        """Of each sampled target of this model: how many versions older its weights were."""
 
     def check(self, data: Sequence[ClaimedDatum]) -> tuple[list[Datum], dict[str, float]]:
         """Check all data; returns what is to be trained, and the metrics of the answer.
@@ -103,7 +76,16 @@ class ProvenanceCheck:
                 if self._policy is not ProvenancePolicy.OFF:
                     self._match(each)
                 checked.append(each.datum)
-        return checked, {} if self._policy is ProvenancePolicy.OFF else self.counts.to_metrics()
+        return checked, {} if self._policy is ProvenancePolicy.OFF else self._make_metrics()
+
+    def _make_metrics(self) -> dict[str, float]:
+        """Named as the SDK adds those of several chunks up."""
+        return {
+            **{f"provenance_{name}:sum": float(number) for name, number in self._counts.items()},
+            "provenance_logprobs_difference:max": self._difference,
+            "provenance_version_lag:max": float(max(self._lags, default=0)),
+            "provenance_version_lag:mean": float(np.mean(self._lags)) if self._lags else 0.0,
+        }
 
     def _check_spans(self, where: str, each: ClaimedDatum) -> Datum:
         datum = each.datum
@@ -116,7 +98,7 @@ class ProvenanceCheck:
                 sampled[start : start + claim.length] = 1
                 logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
                 if targets is not None:
-                    self.counts.proven += claim.length
+                    self._counts["proven"] += claim.length
                     self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
 
         used = datum.inputs.get("advantages", datum.inputs.get("weights"))
@@ -126,9 +108,9 @@ class ProvenanceCheck:
         self._check_field(f"{where}.model_input", datum.input_ids, each.input_claims)
         self._check_field(f"{where}.loss_fn_inputs", targets, each.target_claims, number, is_blank=is_blank, take=take)
         if targets is None:
-            self.counts.unproven += number
+            self._counts["unproven"] += number
         if used is not None:
-            self.counts.unsampled_trained += int(((used != 0) & (sampled == 0)).sum())
+            self._counts["unsampled_trained"] += int(((used != 0) & (sampled == 0)).sum())
         if not self._fills:
             return datum
         return replace(datum, inputs={"logprobs": logprobs, **datum.inputs, _SAMPLED: sampled})
@@ -207,23 +189,23 @@ class ProvenanceCheck:
     def _refuse(self, problem: str) -> None:
         if self._policy is ProvenancePolicy.REFUSE:
             raise InvalidInputError(f"{problem}. Nothing of this request was trained (--tinker-provenance refuse)")
-        self.counts.false_spans += 1
+        self._counts["false_spans"] += 1
 
     def _match(self, each: ClaimedDatum) -> None:
         """Look a datum without spans up by its ids."""
         datum = each.datum
         if datum.targets is None or datum.targets.ndim != 1:
-            self.counts.unproven += len(datum.input_ids)
+            self._counts["unproven"] += len(datum.input_ids)
             return
         last = datum.targets[-1:].astype(np.int32)
         found = self._store.find_by_content(hash_content(datum.input_ids, last), owner=self._owner)
         number = min(len(found[0].ids), len(datum.targets)) if len(found) == 1 else 0
         if not number or not np.array_equal(found[0].ids[-number:], datum.targets[-number:]):
-            self.counts.unproven += len(datum.targets)
+            self._counts["unproven"] += len(datum.targets)
             return
         offset = len(found[0].ids) - number
-        self.counts.matched += number
-        self.counts.unproven += len(datum.targets) - number
+        self._counts["matched"] += number
+        self._counts["unproven"] += len(datum.targets) - number
         self._compare_logprobs(datum.inputs, len(datum.targets) - number, found[0], offset, number)
 
     def _compare_logprobs(
@@ -233,10 +215,10 @@ class ProvenanceCheck:
         given = inputs.get("logprobs")
         if given is not None and given.ndim == 1 and start + length <= len(given):
             difference = np.abs(given[start : start + length] - sequence.logprobs[offset : offset + length])
-            self.counts.logprobs_changed += int((difference > 0).sum())
-            self.counts.logprobs_difference = max(self.counts.logprobs_difference, float(difference.max(initial=0)))
+            self._counts["logprobs_changed"] += int((difference > 0).sum())
+            self._difference = max(self._difference, float(difference.max(initial=0)))
         if sequence.model_id != self._model_id:
-            self.counts.other_model += length
+            self._counts["other_model"] += length
             return
         versions = sequence.versions[offset : offset + length]
-        self.counts.lags.extend((self._version - versions).tolist())
+        self._lags.extend((self._version - versions).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,43 +30,31 @@ from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.sampling import CompletionsBody
 from unbroken.tinker.sessions import Promise, PromiseResult
 from unbroken.tinker.store import TinkerStore
-from unbroken.tinker.wire import (
-    NameBody,
-    NewModelBody,
-    OfModelBody,
-    SamplerBody,
-    SaveBody,
-    SessionBody,
-    StepBody,
-    load_messages,
-)
+from unbroken.tinker.wire import CallBody, load_messages
 
 if TYPE_CHECKING:
     from unbroken.tinker.models import Models
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
-_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[TinkerApi, str, Any], Awaitable[Answer]]]] = {
-    "create_session": (SessionBody, TinkerApi.create_session),
-    "session_heartbeat": (NameBody, TinkerApi.note_heartbeat),
-    "create_model": (NewModelBody, TinkerApi.create_model),
-    "get_info": (OfModelBody, TinkerApi.describe_model),
-    "optim_step": (StepBody, TinkerApi.optim_step),
-    "save_weights": (SaveBody, TinkerApi.save_weights),
-    "load_weights": (NewModelBody, TinkerApi.load_weights),
-    "save_weights_for_sampler": (SaveBody, TinkerApi.save_weights_for_sampler),
-    "create_sampling_session": (SamplerBody, TinkerApi.create_sampler),
-    "join_sampling_session": (NameBody, TinkerApi.join_sampler),
-    "asample": (CompletionsBody, TinkerApi.sample),
-    "retrieve_future": (NameBody, TinkerApi.retrieve),
-    "cancel_future": (NameBody, TinkerApi.cancel),
-    "weights_info": (NameBody, TinkerApi.describe_weights),
+_CALLS: Mapping[str, tuple[tuple[str, ...], Callable[[TinkerApi, str, CallBody], Awaitable[Answer]]]] = {
+    "create_session": ((), TinkerApi.create_session),
+    "session_heartbeat": (("session_id",), TinkerApi.note_heartbeat),
+    "create_model": (("session_id", "model_seq_id", "base_model"), TinkerApi.create_model),
+    "get_info": (("model_id",), TinkerApi.describe_model),
+    "optim_step": (("model_id", "seq_id", "adam_params"), TinkerApi.optim_step),
+    "save_weights": (("model_id", "seq_id"), TinkerApi.save_weights),
+    "load_weights": (("path", "optimizer"), TinkerApi.load_weights),
+    "save_weights_for_sampler": (("model_id", "seq_id"), TinkerApi.save_weights_for_sampler),
+    "create_sampling_session": (("session_id", "sampling_session_seq_id"), TinkerApi.create_sampler),
+    "join_sampling_session": (("sampling_session_id",), TinkerApi.join_sampler),
+    "retrieve_future": (("request_id",), TinkerApi.retrieve),
+    "cancel_future": (("request_id",), TinkerApi.cancel),
+    "weights_info": (("path",), TinkerApi.describe_weights),
 }
-"""What is called by POST, with its body in JSON."""
+"""What is called by POST, and the fields that its body must have."""
 _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("GET", "get_server_capabilities"): TinkerApi.describe_server,
-    ("GET", "sessions"): TinkerApi.list_sessions,
-    ("GET", "sessions/{session_id}"): TinkerApi.describe_session,
     ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
     ("GET", "samplers/{sampler_id}"): TinkerApi.describe_sampler,
     ("GET", "sequences/{sequence_id}"): TinkerApi.describe_sequence,
@@ -139,8 +127,9 @@ def create_tinker_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with inner(app):
-            with api.sessions.watching():
-                yield
+            watching = asyncio.create_task(api.sessions.watch())
+            yield
+            watching.cancel()
 
     app.router.lifespan_context = lifespan
     if (keys := tinker.read_keys()) is not None:
@@ -172,8 +161,9 @@ def make_routes() -> list[Routes]:
     open_routes.add_api_route(f"{PREFIX}/healthz", partial(_answer_fixed, {"status": "ok"}), name="healthz")
     for name, fixed in _FIXED.items():
         routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
-    for name, (body, call) in _CALLS.items():
-        routes.add_api_route(f"{PREFIX}/{name}", _make_call(body, call), methods=["POST"], name=name)
+    for name, (required, call) in _CALLS.items():
+        routes.add_api_route(f"{PREFIX}/{name}", _make_call(required, call), methods=["POST"], name=name)
+    routes.add_api_route(f"{PREFIX}/asample", _sample, methods=["POST"])
     for (method, path), look in _LOOKS.items():
         takes_page = method == "GET" and path.endswith(("checkpoints", "training_runs"))
         handle = _make_look(look, takes_page=takes_page)
@@ -194,7 +184,7 @@ def _respond(answer: Answer) -> Response:
     if answer is None:
         return Response(status_code=204)
     if isinstance(answer, PromiseResult):
-        return Response(answer.body, media_type=answer.media_type, headers=answer.headers)
+        return Response(answer.body, media_type=answer.media_type)
     if isinstance(answer, Promise):
         fields = {"request_id": answer.request_id, "model_id": answer.model_id or None}
         return json_response({**fields, "sample_sequence_ids": answer.sequence_ids or None})
@@ -206,13 +196,18 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
 
 
 def _make_call(
-    body_type: type[BaseModel], call: Callable[[TinkerApi, str, Any], Awaitable[Answer]]
+    required: tuple[str, ...], call: Callable[[TinkerApi, str, CallBody], Awaitable[Answer]]
 ) -> Callable[..., Awaitable[Response]]:
-    async def handle(request: Request, body: Any) -> Response:
+    async def handle(request: Request, body: CallBody) -> Response:
+        if missing := [name for name in required if name not in body.model_fields_set]:
+            raise HttpError(400, f"{missing[0]} is required", param=missing[0])
         return _respond(await call(*_find(request), body))
 
-    handle.__annotations__["body"] = body_type
     return handle
+
+
+async def _sample(request: Request, body: CompletionsBody) -> Response:
+    return _respond(await TinkerApi.sample(*_find(request), body))
 
 
 def _make_look(look: Callable[..., Awaitable[Answer]], *, takes_page: bool) -> Callable[..., Awaitable[Response]]:

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +37,6 @@ class PromiseResult:
 
     body: bytes
     media_type: str = _JSON
-    headers: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(value: Any) -> PromiseResult:
@@ -142,13 +140,14 @@ class Promises:
 class TrainingRun:
     """A model that is trained, and its calls in the order of their `seq_id`."""
 
-    def __init__(self, model_id: str, facts: ModelFacts, *, owner: str, promises: Promises, created: Promise) -> None:
-        self.model_id = model_id
+    def __init__(self, facts: ModelFacts, *, owner: str, promises: Promises, created: Promise) -> None:
+        self.model_id = facts.model_id
+        self.session_id = facts.model_id.partition(":")[0]
         self.facts = facts
         self.owner = owner
         self.version = 0
         """Rises with each change of the weights."""
-        self.inflight = SamplerWeights(model_id=model_id)
+        self.inflight = SamplerWeights(model_id=facts.model_id)
         """What its `inflight` samplers share."""
         self.created = created
         self._promises = promises
@@ -213,7 +212,6 @@ class TinkerSampler:
 
     sampler_id: str
     owner: str
-    session_id: str
     base_model: str
     weights: SamplerWeights
     model_path: str | None = None
@@ -234,8 +232,6 @@ class TinkerSession:
 
     session_id: str
     owner: str
-    user_metadata: dict[str, Any] | None = None
-    display_name: str | None = None
     seen_s: float = field(default_factory=time.monotonic)
     runs: dict[str, TrainingRun] = field(default_factory=dict)
     samplers: dict[str, TinkerSampler] = field(default_factory=dict)
@@ -249,8 +245,6 @@ class TinkerSessions:
         self.idle_s = idle_s
         self._end_session = end_session
         self._by_id: dict[str, TinkerSession] = {}
-        self.runs: dict[str, TrainingRun] = {}
-        self.samplers: dict[str, TinkerSampler] = {}
 
     def add(self, session: TinkerSession) -> None:
         """Begin a session."""
@@ -268,13 +262,9 @@ class TinkerSessions:
         session.seen_s = time.monotonic()
         return session
 
-    def list_ids(self, *, owner: str) -> list[str]:
-        """The open sessions of an owner."""
-        return [each.session_id for each in self._by_id.values() if each.owner == owner]
-
-    def add_run(self, session: TinkerSession, run: TrainingRun) -> None:
-        """Add a training run to its session."""
-        session.runs[run.model_id] = self.runs[run.model_id] = run
+    def count_runs(self, *, owner: str) -> int:
+        """How many models an owner trains."""
+        return sum(len(each.runs) for each in self._by_id.values() if each.owner == owner)
 
     def add_sampler(
         self,
@@ -287,51 +277,39 @@ class TinkerSessions:
     ) -> TinkerSampler:
         """Add a sampler to its session; the one of before, if the number comes again."""
         sampler_id = f"{session.session_id}:sample:{seq_id}"
-        if sampler_id not in self.samplers:
-            sampler = TinkerSampler(
-                sampler_id=sampler_id,
-                owner=session.owner,
-                session_id=session.session_id,
-                base_model=base_model,
-                weights=weights,
-                model_path=model_path,
-            )
-            session.samplers[sampler_id] = self.samplers[sampler_id] = sampler
-        return self.samplers[sampler_id]
-
-    def drop_run(self, session: TinkerSession, run: TrainingRun) -> None:
-        """Forget a training run whose model could not be made."""
-        session.runs.pop(run.model_id, None)
-        self.runs.pop(run.model_id, None)
+        sampler = TinkerSampler(
+            sampler_id=sampler_id, owner=session.owner, base_model=base_model, weights=weights, model_path=model_path
+        )
+        return session.samplers.setdefault(sampler_id, sampler)
 
     def find_run(self, model_id: str, *, owner: str) -> TrainingRun | None:
-        """A training run of this owner whose model is there."""
-        run = self.runs.get(model_id)
-        if run is None or run.owner != owner:
-            return None
-        self.get(run.facts.session_id, owner=owner)
-        return run
+        """A training run of this owner whose model is there. Its name begins with its session's."""
+        session = self._find(model_id, owner)
+        return None if session is None else session.runs.get(model_id)
 
     def get_sampler(self, sampler_id: str, *, owner: str) -> TinkerSampler:
         """A sampler of this owner; otherwise `HttpError`."""
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None or sampler.owner != owner:
+        session = self._find(sampler_id, owner)
+        if session is None or sampler_id not in session.samplers:
             raise HttpError(
                 410,
                 f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again. "
                 "Make another SamplingClient",
             )
-        self.get(sampler.session_id, owner=owner)
-        return sampler
+        return session.samplers[sampler_id]
+
+    def _find(self, name: str, owner: str) -> TinkerSession | None:
+        """The session of a model or sampler, whose client is alive."""
+        session = self._by_id.get(name.partition(":")[0])
+        if session is None or session.owner != owner:
+            return None
+        session.seen_s = time.monotonic()
+        return session
 
     async def end(self, session: TinkerSession, reason: str) -> None:
         """End a session, and free what it has."""
         if self._by_id.pop(session.session_id, None) is None:
             return
-        for model_id in session.runs:
-            self.runs.pop(model_id, None)
-        for sampler_id in session.samplers:
-            self.samplers.pop(sampler_id, None)
         await self._end_session(session, reason)
 
     async def end_idle(self) -> None:
@@ -340,20 +318,11 @@ class TinkerSessions:
             if time.monotonic() - session.seen_s > self.idle_s:
                 await self.end(session, f"its client was silent for {self.idle_s:g} s")
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """End idle sessions within the block."""
-
-        async def watch() -> None:
-            while True:
-                await asyncio.sleep(min(1.0, self.idle_s / 4))
-                try:
-                    await self.end_idle()
-                except Exception:
-                    _log.exception("an idle session could not be ended")
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+    async def watch(self) -> None:
+        """End idle sessions, until cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self.idle_s / 4))
+            try:
+                await self.end_idle()
+            except Exception:
+                _log.exception("an idle session could not be ended")

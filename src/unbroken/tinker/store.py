@@ -72,24 +72,16 @@ class RecordedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known of a training run."""
+    """What is known of a training run, whose model may be gone."""
 
+    model_id: str
     base_model: str
-    session_id: str
     lora: Mapping[str, Any] | None
     """The fields of its `LoraSpec`; None for full fine-tuning."""
     user_metadata: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRun:
-    """A training run, whose model may be gone."""
-
-    model_id: str
-    facts: ModelFacts
-    used: float
+    used: float = field(default_factory=time.time)
     """When its model was made, or freed."""
-    ended: str | None
+    ended: str | None = None
     """Why its model is gone; None if it is not."""
 
     def describe(self, owner: str, saved: Sequence[Checkpoint]) -> dict[str, Any]:
@@ -100,14 +92,14 @@ class KnownRun:
 
         return {
             "training_run_id": self.model_id,
-            "base_model": self.facts.base_model,
+            "base_model": self.base_model,
             "model_owner": owner,
-            "is_lora": self.facts.lora is not None,
-            "lora_rank": None if self.facts.lora is None else self.facts.lora["rank"],
+            "is_lora": self.lora is not None,
+            "lora_rank": None if self.lora is None else self.lora["rank"],
             "last_request_time": _format_time(self.used),
             "last_checkpoint": find_last(training=True),
             "last_sampler_checkpoint": find_last(training=False),
-            "user_metadata": self.facts.user_metadata,
+            "user_metadata": self.user_metadata,
         }
 
 
@@ -305,26 +297,25 @@ class TinkerStore:
             for row in rows
         ]
 
-    def put_model(self, model_id: str, facts: ModelFacts, *, owner: str) -> None:
+    def put_model(self, facts: ModelFacts, *, owner: str) -> None:
         """Record that a training run begins."""
         text = json.dumps({name: getattr(facts, name) for name in ModelFacts.__slots__})
-        self._write("INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, NULL)", (model_id, owner, text, time.time()))
+        self._write(
+            "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, NULL)", (facts.model_id, owner, text, facts.used)
+        )
 
     def end_model(self, model_id: str, reason: str) -> None:
         """Record why a training run's model is gone."""
         self._write("UPDATE models SET ended = ?, used = ? WHERE id = ?", (reason, time.time(), model_id))
 
-    def find_model(self, model_id: str, *, owner: str) -> KnownRun | None:
+    def find_model(self, model_id: str, *, owner: str) -> ModelFacts | None:
         """A training run of an owner."""
         return next((run for run in self.list_models(owner=owner) if run.model_id == model_id), None)
 
-    def list_models(self, *, owner: str) -> list[KnownRun]:
+    def list_models(self, *, owner: str) -> list[ModelFacts]:
         """The training runs of an owner, the newest first."""
-        rows = self._read("SELECT id, facts, used, ended FROM models WHERE owner = ? ORDER BY used DESC", owner)
-        return [
-            KnownRun(model_id=row[0], facts=ModelFacts(**json.loads(row[1])), used=row[2], ended=row[3])
-            for row in rows
-        ]  # fmt: skip
+        rows = self._read("SELECT facts, used, ended FROM models WHERE owner = ? ORDER BY used DESC", owner)
+        return [ModelFacts(**{**json.loads(facts), "used": used, "ended": ended}) for facts, used, ended in rows]
 
     def put_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Record a checkpoint, whose files are whole."""

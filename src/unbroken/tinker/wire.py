@@ -347,13 +347,6 @@ def _write_tops(message: Any, tops: TopLogprobs, number: int, *, num_empty: int)
     message.k, message.length = number, len(ids)
 
 
-class SessionBody(BaseModel):
-    """Of `create_session`."""
-
-    user_metadata: dict[str, Any] | None = None
-    display_name: str | None = None
-
-
 class LoraBody(BaseModel):
     """The adapter of a model; rank 0 trains all weights."""
 
@@ -370,58 +363,26 @@ class OptimizerBody(BaseModel):
     type: Literal["adamw"] = "adamw"
 
 
-class NewModelBody(BaseModel):
-    """Of `create_model`, and of `load_weights`, which also loads into a model that is there."""
+class CallBody(BaseModel):
+    """The fields of all calls but those of sampling; each call has some of them."""
 
-    session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    session_id: str = ""
+    model_id: str = ""
+    sampling_session_id: str = ""
+    request_id: str = ""
+    seq_id: int | None = None
+    model_seq_id: int = Field(default=0, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
     base_model: str | None = None
+    model_path: str | None = None
+    path: str | None = Field(default=None, validation_alias=AliasChoices("path", "tinker_path"))
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody | None = None
-    model_id: str | None = None
-    seq_id: int | None = None
-    path: str = ""
     optimizer: bool = False
-
-
-class OfModelBody(BaseModel):
-    """Names a model."""
-
-    model_id: str
-
-
-class StepBody(OfModelBody):
-    """Of `optim_step`."""
-
-    seq_id: int | None = None
     adam_params: dict[str, Any] = Field(
         default_factory=dict, validation_alias=AliasChoices("adam_params", "optim_params", "optimizer_params")
     )
-
-
-class SaveBody(OfModelBody):
-    """Of `save_weights` and `save_weights_for_sampler`."""
-
-    path: str | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    user_metadata: dict[str, str] | None = None
-
-
-class SamplerBody(BaseModel):
-    """Of `create_sampling_session`."""
-
-    session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-class NameBody(BaseModel):
-    """Names a session, a sampler, a call or a checkpoint."""
-
-    name: str = Field(validation_alias=AliasChoices("session_id", "sampling_session_id", "request_id", "tinker_path"))
+    overwrite: bool = False
+    ttl_seconds: int | None = None

@@ -21,7 +21,7 @@ from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, Tink
 from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, load_messages, read_data
 from unbroken.transfer.files import FileSource
 
-FACTS = ModelFacts(base_model="tiny", session_id="s", lora=None)
+FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
 SEQUENCE = RecordedSequence(
     sequence_id="s1",
     owner="me",
@@ -58,7 +58,7 @@ INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 def make_run(promises: Promises) -> TrainingRun:
     created = promises.open("run:0", "create_model", owner="me")
     promises.finish(created, PromiseResult.of({}))
-    return TrainingRun("run", FACTS, owner="me", promises=promises, created=created)
+    return TrainingRun(FACTS, owner="me", promises=promises, created=created)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
     store = TinkerStore(tmp_path)
     with pytest.raises(StoreError, match="is in use by another server"):
         TinkerStore(tmp_path)
-    store.put_model("run", FACTS, owner="me")
+    store.put_model(FACTS, owner="me")
     path = "tinker://run/weights/a"
     store.put_checkpoint(
         Checkpoint(path=path, model_id="run", base_model="tiny", lora={"rank": 4}, version=3, num_bytes=1), owner="me"
