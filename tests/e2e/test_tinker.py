@@ -138,6 +138,35 @@ def test_the_block_of_the_documentation_runs(server, capsys):
     assert path.startswith("tinker://")
 
 
+def test_more_calls_than_the_queue_has_room_for_wait(model, tmp_path):
+    with start(model, tmp_path, "--max-queued", "4") as server:
+        client = connect(server).create_sampling_client(base_model="tiny").result()
+        prompt = types.ModelInput.from_ints(PROMPT)
+        answers = [client.sample(prompt, 2, SAMPLING) for _ in range(12)]
+        assert all(len(each.result(60).sequences) == 2 for each in answers)
+
+
+def test_all_weights_are_trained_with_rank_0(model, tmp_path):
+    with start(model, tmp_path) as server:
+        service, raw = connect(server), RawClient(server.url)
+        client = service.create_lora_training_client(base_model="tiny", rank=0).result()
+        assert client.get_info().is_lora is False
+        before = client.save_weights_and_get_sampling_client().result()
+        (sequence,) = sample(before)
+        step(client, [make_datum(PROMPT, sequence)])
+        after = client.save_weights_and_get_sampling_client().result()
+        base = service.create_sampling_client(base_model="tiny").result()
+        full = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
+        old, new, first = (sum(each.compute_logprobs(full).result(60)[3:]) for each in (before, after, base))
+        assert new > old
+        assert first == pytest.approx(old, abs=1e-3)
+        session = raw.post("create_session")["session_id"]
+        adapter = raw.post(
+            "create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 4}
+        )
+        assert "cannot have an adapter" in raw.wait(adapter)["error"]
+
+
 def test_sampling_parameters(server):
     client = connect(server).create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])

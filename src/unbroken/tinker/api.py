@@ -36,7 +36,7 @@ from unbroken.tinker.sessions import (
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
-    CallBody,
+    ApiCallBody,
     encode_forward_backward,
     encode_sample,
     parse_forward_backward,
@@ -105,7 +105,7 @@ class TinkerApi:
 
     # Sessions
 
-    async def create_session(self, owner: str, body: CallBody) -> Answer:
+    async def create_session(self, owner: str, body: ApiCallBody) -> Answer:
         session = TinkerSession(
             session_id=str(uuid.uuid4()),
             owner=owner,
@@ -113,7 +113,7 @@ class TinkerApi:
         self.sessions.add(session)
         return {"type": "create_session", "session_id": session.session_id}
 
-    async def note_heartbeat(self, owner: str, body: CallBody) -> Answer:
+    async def note_heartbeat(self, owner: str, body: ApiCallBody) -> Answer:
         self.sessions.get(body.session_id, owner=owner, status=410)
         return {"type": "session_heartbeat"}
 
@@ -136,7 +136,7 @@ class TinkerApi:
 
     # Models
 
-    async def create_model(self, owner: str, body: CallBody, checkpoint: Checkpoint | None = None) -> Answer:
+    async def create_model(self, owner: str, body: ApiCallBody, checkpoint: Checkpoint | None = None) -> Answer:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
         session = self.sessions.get(body.session_id, owner=owner)
         if body.base_model is not None or checkpoint is None:
@@ -203,7 +203,7 @@ class TinkerApi:
         )
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
-    async def describe_model(self, owner: str, body: CallBody) -> Answer:
+    async def describe_model(self, owner: str, body: ApiCallBody) -> Answer:
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
             "type": "get_info",
@@ -234,7 +234,7 @@ class TinkerApi:
         )
         return PromiseResult(body=encode_forward_backward(output, metrics), media_type=PROTOBUF)
 
-    async def optim_step(self, owner: str, body: CallBody) -> Answer:
+    async def optim_step(self, owner: str, body: ApiCallBody) -> Answer:
         run = await self._get_run(body.model_id, owner)
 
         async def work() -> PromiseResult:
@@ -246,7 +246,7 @@ class TinkerApi:
 
     # Checkpoints
 
-    async def save_weights(self, owner: str, body: CallBody) -> Answer:
+    async def save_weights(self, owner: str, body: ApiCallBody) -> Answer:
         """Save a model with its optimizer, so that training can go on from there."""
         run = await self._get_run(body.model_id, owner)
 
@@ -261,7 +261,7 @@ class TinkerApi:
 
         return run.submit(body.seq_id, "save_weights", work)
 
-    async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: CallBody) -> None:
+    async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: ApiCallBody) -> None:
         checkpoint = Checkpoint(
             path=path,
             model_id=run.model_id,
@@ -280,7 +280,7 @@ class TinkerApi:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, owner: str, body: CallBody) -> Answer:
+    async def load_weights(self, owner: str, body: ApiCallBody) -> Answer:
         path = body.path or ""
         if not body.model_id:
             return await self.create_model(owner, body, await self._get_checkpoint(path, owner))
@@ -301,7 +301,7 @@ class TinkerApi:
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
 
-    async def save_weights_for_sampler(self, owner: str, body: CallBody) -> Answer:
+    async def save_weights_for_sampler(self, owner: str, body: ApiCallBody) -> Answer:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
         run = await self._get_run(body.model_id, owner)
 
@@ -317,7 +317,7 @@ class TinkerApi:
 
         return run.submit(body.seq_id, "save_weights_for_sampler", work)
 
-    async def _make_sampler(self, run: TrainingRun, body: CallBody) -> TinkerSampler:
+    async def _make_sampler(self, run: TrainingRun, body: ApiCallBody) -> TinkerSampler:
         if body.sampling_session_seq_id is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
         session = self.sessions.get(run.session_id, owner=run.owner)
@@ -329,7 +329,7 @@ class TinkerApi:
             weights = run.inflight
         return self.sessions.add_sampler(session, body.sampling_session_seq_id, weights, base_model=self._base_model)
 
-    async def describe_weights(self, owner: str, body: CallBody) -> Answer:
+    async def describe_weights(self, owner: str, body: ApiCallBody) -> Answer:
         found = await self._get_checkpoint(body.path or "", owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -360,7 +360,7 @@ class TinkerApi:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, body: CallBody) -> Answer:
+    async def create_sampler(self, owner: str, body: ApiCallBody) -> Answer:
         session = self.sessions.get(body.session_id, owner=owner)
         weights = self._base
         if body.model_path is None or body.base_model is not None:
@@ -375,7 +375,7 @@ class TinkerApi:
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
-    async def join_sampler(self, owner: str, body: CallBody) -> Answer:
+    async def join_sampler(self, owner: str, body: ApiCallBody) -> Answer:
         """Give a copy of a sampler, in another process, its number."""
         sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
         sampler.num_clones += 1
@@ -437,7 +437,7 @@ class TinkerApi:
 
     # Promises
 
-    async def retrieve(self, owner: str, body: CallBody) -> Answer:
+    async def retrieve(self, owner: str, body: ApiCallBody) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
         promise = self.promises.find(body.request_id, owner=owner)
         if promise is None:
@@ -453,7 +453,7 @@ class TinkerApi:
         pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return pending if promise.result is None else promise.result
 
-    async def cancel(self, owner: str, body: CallBody) -> Answer:
+    async def cancel(self, owner: str, body: ApiCallBody) -> Answer:
         """End a sampling call whose result nobody waits for."""
         promise = self.promises.find(body.request_id, owner=owner)
         if promise is not None and promise.kind == "sample":

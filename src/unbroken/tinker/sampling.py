@@ -22,14 +22,25 @@ from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_scoring, require_updatable
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
+from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.tinker.wire import PromptBody, PromptScores, TensorBody, check_vocabulary
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
-from unbroken.types import FinishReason, InFlight, SampledSequence, SamplingParams, ScoredSequence, TokenIds
+from unbroken.types import (
+    FinishReason,
+    InFlight,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    ScoredSequence,
+    TokenIds,
+)
 from unbroken.weights.folders import atomic_folder
 
 _MAX_VERSIONS = 10_000
+_FULL_S = 0.1
 _MAX_SCORES = 2**24
 """Most logprobs that are computed to find those of given ids: positions times vocabulary."""
 
@@ -149,9 +160,11 @@ def write_base(loaded: Path, target: Path, model: Path) -> Path:
     if not first.endswith((A, B)):
         return model
     module = first.removesuffix(A).removesuffix(B)
+    given = read_tensors(FileSource(loaded).paths())
     with atomic_folder(target) as temporary:
-        zeros = ((name, tensor * 0) for name, tensor in read_tensors(FileSource(loaded).paths()))
-        list(write_tensors(temporary, (each for each in zeros if each[0].startswith(module))))
+        list(
+            write_tensors(temporary, ((name, tensor * 0) for name, tensor in given if name in (module + A, module + B)))
+        )
     return target
 
 
@@ -221,11 +234,22 @@ async def sample(
     prompt = RequestPrompt(token_ids=ids)
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
-        (result,) = await context.service.sample(requests)
+        (result,) = await _sample_with_room(context, requests)
         scores = await _score(context, body, ids, targets)
     if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
         raise EngineError("the request was aborted")
     return list(result.sequences), scores
+
+
+async def _sample_with_room(context: ServerContext, requests: list[SampleRequest]) -> list[SampleResult]:
+    """Sample once the server's queue has room: the call was taken, so it cannot be refused now."""
+    while True:
+        try:
+            return await context.service.sample(requests)
+        except HttpError as error:
+            if error.status != 429:
+                raise
+            await asyncio.sleep(_FULL_S)
 
 
 def _check(body: CompletionsBody, length: int) -> None:

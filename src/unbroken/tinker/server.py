@@ -30,14 +30,14 @@ from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.sampling import CompletionsBody
 from unbroken.tinker.sessions import Promise, PromiseResult
 from unbroken.tinker.store import TinkerStore
-from unbroken.tinker.wire import CallBody, load_messages
+from unbroken.tinker.wire import ApiCallBody, load_messages
 
 if TYPE_CHECKING:
     from unbroken.tinker.models import Models
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
-_CALLS: Mapping[str, tuple[tuple[str, ...], Callable[[TinkerApi, str, CallBody], Awaitable[Answer]]]] = {
+_CALLS: Mapping[str, tuple[tuple[str, ...], Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]]] = {
     "create_session": ((), TinkerApi.create_session),
     "session_heartbeat": (("session_id",), TinkerApi.note_heartbeat),
     "create_model": (("session_id", "model_seq_id", "base_model"), TinkerApi.create_model),
@@ -196,9 +196,9 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
 
 
 def _make_call(
-    required: tuple[str, ...], call: Callable[[TinkerApi, str, CallBody], Awaitable[Answer]]
+    required: tuple[str, ...], call: Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]
 ) -> Callable[..., Awaitable[Response]]:
-    async def handle(request: Request, body: CallBody) -> Response:
+    async def handle(request: Request, body: ApiCallBody) -> Response:
         if missing := [name for name in required if name not in body.model_fields_set]:
             raise HttpError(400, f"{missing[0]} is required", param=missing[0])
         return _respond(await call(*_find(request), body))

@@ -363,7 +363,7 @@ class OptimizerBody(BaseModel):
     type: Literal["adamw"] = "adamw"
 
 
-class CallBody(BaseModel):
+class ApiCallBody(BaseModel):
     """The fields of all calls but those of sampling; each call has some of them."""
 
     session_id: str = ""
