@@ -106,10 +106,7 @@ class TinkerApi:
     # Sessions
 
     async def create_session(self, owner: str, body: ApiCallBody) -> Answer:
-        session = TinkerSession(
-            session_id=str(uuid.uuid4()),
-            owner=owner,
-        )
+        session = TinkerSession(session_id=str(uuid.uuid4()), owner=owner)
         self.sessions.add(session)
         return {"type": "create_session", "session_id": session.session_id}
 
@@ -327,7 +324,7 @@ class TinkerApi:
         if body.kind == "inflight":
             await self._switch.publish(run.inflight, folder / "sampler", run.version)
             weights = run.inflight
-        return self.sessions.add_sampler(session, body.sampling_session_seq_id, weights, base_model=self._base_model)
+        return self.sessions.add_sampler(session, body.sampling_session_seq_id, weights)
 
     async def describe_weights(self, owner: str, body: ApiCallBody) -> Answer:
         found = await self._get_checkpoint(body.path or "", owner)
@@ -370,9 +367,7 @@ class TinkerApi:
             folder = self._store.folder_of(checkpoint.path) / "sampler"
             weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
         number = body.sampling_session_seq_id or 0
-        sampler = self.sessions.add_sampler(
-            session, number, weights, base_model=self._base_model, model_path=body.model_path
-        )
+        sampler = self.sessions.add_sampler(session, number, weights, model_path=body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
     async def join_sampler(self, owner: str, body: ApiCallBody) -> Answer:
@@ -383,7 +378,7 @@ class TinkerApi:
 
     async def describe_sampler(self, owner: str, sampler_id: str) -> Answer:
         sampler = self.sessions.get_sampler(sampler_id, owner=owner)
-        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+        return {"sampler_id": sampler_id, "base_model": self._base_model, "model_path": sampler.model_path}
 
     async def sample(self, owner: str, body: CompletionsBody) -> Answer:
         """Sample completions of a prompt; the promise of before, if the call comes again."""

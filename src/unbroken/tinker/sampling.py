@@ -203,8 +203,6 @@ class CompletionsBody(BaseModel):
     num_samples: int = Field(default=1, ge=1)
     sampling_session_id: str | None = None
     seq_id: int | None = Field(default=None, ge=0)
-    base_model: str | None = None
-    model_path: str | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0)
     topk_sample_logprobs: int = Field(default=0, ge=0)

@@ -212,7 +212,6 @@ class TinkerSampler:
 
     sampler_id: str
     owner: str
-    base_model: str
     weights: SamplerWeights
     model_path: str | None = None
     num_clones: int = 0
@@ -267,20 +266,12 @@ class TinkerSessions:
         return sum(len(each.runs) for each in self._by_id.values() if each.owner == owner)
 
     def add_sampler(
-        self,
-        session: TinkerSession,
-        seq_id: int,
-        weights: SamplerWeights,
-        *,
-        base_model: str,
-        model_path: str | None = None,
+        self, session: TinkerSession, seq_id: int, weights: SamplerWeights, *, model_path: str | None = None
     ) -> TinkerSampler:
         """Add a sampler to its session; the one of before, if the number comes again."""
-        sampler_id = f"{session.session_id}:sample:{seq_id}"
-        sampler = TinkerSampler(
-            sampler_id=sampler_id, owner=session.owner, base_model=base_model, weights=weights, model_path=model_path
-        )
-        return session.samplers.setdefault(sampler_id, sampler)
+        name = f"{session.session_id}:sample:{seq_id}"
+        sampler = TinkerSampler(sampler_id=name, owner=session.owner, weights=weights, model_path=model_path)
+        return session.samplers.setdefault(name, sampler)
 
     def find_run(self, model_id: str, *, owner: str) -> TrainingRun | None:
         """A training run of this owner whose model is there. Its name begins with its session's."""
