@@ -4,15 +4,16 @@
     the datum's model_input          [5 6 7 8 9]       spans: prompt of s1 from 0, 3 ids; sampled in s1 from 0, 2 ids
     the datum's target_tokens        [6 7 8 9 2]       spans: prompt of s1 from 1, 2 ids; sampled in s1 from 0, 3 ids
 
-Each span is compared id by id, and the spans of a field cover it exactly. `logprobs` given for sampled targets are
-those of the sampling, or they are counted. A datum without spans is looked up by its ids, and counted as unproven if no
-sequence, or more than one, has them.
+Each span is compared id by id, and the spans of a field cover it exactly. Before a sampled target model_input has what
+it was sampled after: the prompt, and the ids sampled before it. `logprobs` given for sampled targets are those of the
+sampling, or they are counted. A datum without spans is looked up by its ids, and counted as unproven if no sequence, or
+more than one, has them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +25,14 @@ from unbroken.tinker.data import Datum
 from unbroken.tinker.options import ProvenancePolicy
 from unbroken.tinker.store import RecordedSequence, TinkerStore, hash_content
 from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim
+from unbroken.types import TokenIds
 
 _SAMPLED = "sampled"
 
 
 _COUNTED = (
-    "proven", "matched", "unproven", "false_spans", "logprobs_changed", "unsampled_trained", "other_model"
+    "proven", "matched", "unproven", "false_spans", "false_contexts", "logprobs_changed", "unsampled_trained",
+    "other_model",
 )  # fmt: skip
 """What is counted of a request's targets (docs/tinker.md says what each means)."""
 
@@ -51,8 +54,8 @@ class ProvenanceCheck:
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._difference = 0.0
         """The largest difference of a given logprob from that of the sampling."""
-        self._lags: list[int] = []
-        """Of each sampled target of this model: how many versions older its weights were."""
+        self._lags: Counter[int] = Counter()
+        """How many sampled targets of this model have weights that were so many versions older."""
 
     def check(self, data: Sequence[ClaimedDatum]) -> tuple[list[Datum], dict[str, float]]:
         """Check all data; returns what is to be trained, and the metrics of the answer.
@@ -84,7 +87,7 @@ class ProvenanceCheck:
             **{f"provenance_{name}:sum": float(number) for name, number in self._counts.items()},
             "provenance_logprobs_difference:max": self._difference,
             "provenance_version_lag:max": float(max(self._lags, default=0)),
-            "provenance_version_lag:mean": float(np.mean(self._lags)) if self._lags else 0.0,
+            "provenance_version_lag:mean": sum(lag * n for lag, n in self._lags.items()) / max(self._lags.total(), 1),
         }
 
     def _check_spans(self, where: str, each: ClaimedDatum) -> Datum:
@@ -92,21 +95,23 @@ class ProvenanceCheck:
         number = len(datum.input_ids)
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
         sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
-
-        def take(start: int, claim: ProvenanceClaim, sequence: RecordedSequence) -> None:
-            if claim.sampled:
-                sampled[start : start + claim.length] = 1
-                logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
-                if targets is not None:
-                    self._counts["proven"] += claim.length
-                    self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
-
         used = datum.inputs.get("advantages", datum.inputs.get("weights"))
         used = used if used is not None and used.shape == sampled.shape else None
         # Loops write 0 for targets that the loss does not use.
         is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)
-        self._check_field(f"{where}.model_input", datum.input_ids, each.input_claims)
-        self._check_field(f"{where}.loss_fn_inputs", targets, each.target_claims, number, is_blank=is_blank, take=take)
+        list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims))
+        compared: dict[str, tuple[TokenIds, int]] = {}
+        fields = f"{where}.loss_fn_inputs"
+        for span, start, claim, sequence in self._find_true(fields, targets, each.target_claims, number, is_blank):
+            if not claim.sampled or (
+                targets is not None and not self._has_context(span, datum, start, claim, sequence, compared)
+            ):
+                continue
+            sampled[start : start + claim.length] = 1
+            logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
+            if targets is not None:
+                self._counts["proven"] += claim.length
+                self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
         if targets is None:
             self._counts["unproven"] += number
         if used is not None:
@@ -115,19 +120,16 @@ class ProvenanceCheck:
             return datum
         return replace(datum, inputs={"logprobs": logprobs, **datum.inputs, _SAMPLED: sampled})
 
-    def _check_field(
+    def _find_true(
         self,
         where: str,
         ids: NDArray[Any] | None,
         claims: Sequence[ProvenanceClaim],
         length: int = 0,
-        *,
         is_blank: NDArray[np.bool_] | None = None,
-        take: Callable[[int, ProvenanceClaim, RecordedSequence], None] = lambda *_: None,
-    ) -> None:
-        """Check the spans of one field, whose `ids` are None if there are several a position.
-
-        Where `is_blank`, a span of a prompt says nothing of the id.
+    ) -> Iterator[tuple[str, int, ProvenanceClaim, RecordedSequence]]:
+        """Check the spans of one field, whose `ids` are None if there are several a position. Yields those that are
+        true, each with its name and its start. Where `is_blank`, a span of a prompt says nothing of the id.
         """
         length = length if ids is None else len(ids)
         covered = sum(claim.length for claim in claims)
@@ -136,13 +138,48 @@ class ProvenanceCheck:
             return
         start = 0
         for number, claim in enumerate(claims):
-            place = slice(start, start + claim.length)
+            place, span = slice(start, start + claim.length), f"{where}, span {number}"
             given = None if ids is None else ids[place]
             blank = None if claim.sampled or is_blank is None else is_blank[place]
-            sequence = self._check_claim(f"{where}, span {number}", claim, given, start, blank)
-            if sequence is not None:
-                take(start, claim, sequence)
+            sequence = self._check_claim(span, claim, given, start, blank)
+            if sequence is not None and claim.length:
+                yield span, start, claim, sequence
             start += claim.length
+
+    def _has_context(
+        self,
+        where: str,
+        datum: Datum,
+        start: int,
+        claim: ProvenanceClaim,
+        sequence: RecordedSequence,
+        compared: dict[str, tuple[TokenIds, int]],
+    ) -> bool:
+        """Whether all before the targets of a span is what they were sampled after. `compared` is filled: of each
+        sequence its prompt and sampled ids, and how many of them the datum's input begins with.
+        """
+        if claim.sequence_id not in compared:
+            whole = np.concatenate([sequence.prompt_ids, sequence.ids])
+            both = min(len(whole), len(datum.input_ids))
+            wrong = np.flatnonzero(whole[:both] != datum.input_ids[:both])
+            compared[claim.sequence_id] = whole, int(wrong[0]) if len(wrong) else both
+        whole, same = compared[claim.sequence_id]
+        wanted, given = len(sequence.prompt_ids) + claim.offset, start + 1
+        more = claim.length - 1 if wanted == given else 0
+        place = min(same, wanted + more, given + more)
+        if place == wanted + more == given + more:
+            return True
+        ids = [
+            f"id {each[place]}" if place < end + more else "no id"
+            for each, end in ((whole, wanted), (datum.input_ids, given))
+        ]
+        self._refuse(
+            f"{where}, position {min(max(start, place), start + more)}: the sampled ids of {claim.sequence_id!r} from "
+            f"{claim.offset} came after {wanted} ids, its prompt and those sampled before, and here come after {given} "
+            f"of model_input: at position {place} the sequence has {ids[0]}, and {ids[1]} was given",
+            "false_contexts",
+        )
+        return False
 
     def _check_claim(
         self,
@@ -186,10 +223,10 @@ class ProvenanceCheck:
             self._known[sequence_id] = found
         return self._known[sequence_id]
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str, counted: str = "false_spans") -> None:
         if self._policy is ProvenancePolicy.REFUSE:
             raise InvalidInputError(f"{problem}. Nothing of this request was trained (--tinker-provenance refuse)")
-        self._counts["false_spans"] += 1
+        self._counts[counted] += 1
 
     def _match(self, each: ClaimedDatum) -> None:
         """Look a datum without spans up by its ids."""
@@ -220,5 +257,6 @@ class ProvenanceCheck:
         if sequence.model_id != self._model_id:
             self._counts["other_model"] += length
             return
-        versions = sequence.versions[offset : offset + length]
-        self._lags.extend((self._version - versions).tolist())
+        for first, stop, version in sequence.version_spans:
+            if (number := min(stop, offset + length) - max(first, offset)) > 0:
+                self._lags[self._version - version] += number

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
@@ -60,14 +59,6 @@ class RecordedSequence:
     """[C]"""
     version_spans: tuple[tuple[int, int, int], ...]
     """(start, stop, version): the version of the weights of each id, which rises with each change of the model."""
-
-    @property
-    def versions(self) -> NDArray[np.int64]:
-        """[C] the version of each id."""
-        return np.repeat(
-            np.array([version for *_, version in self.version_spans], np.int64),
-            [stop - start for start, stop, _ in self.version_spans],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ SEQUENCE = RecordedSequence(
 )
 
 
-def prompt(length: int, offset: int = 0) -> ProvenanceClaim:
-    return ProvenanceClaim(sampled=False, sequence_id="s1", offset=offset, length=length)
+def prompt(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
+    return ProvenanceClaim(sampled=False, sequence_id=name, offset=offset, length=length)
 
 
 def sampled(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
@@ -107,6 +108,75 @@ def test_a_false_span_is_refused_counted_or_not_looked_at(store, inputs, targets
     assert check(store, [claimed(inputs, targets)], "off")[1] == {}
     with pytest.raises(InvalidInputError, match="has sampled no sequence"):
         check(store, [claimed(INPUTS, TARGETS)], owner="other")
+
+
+OTHERS = (
+    replace(SEQUENCE, sequence_id="s2", ids=np.array([4, 8, 1], np.int32)),  # of the same prompt
+    replace(SEQUENCE, sequence_id="s3", prompt_ids=np.array([3, 7], np.int32)),
+    replace(
+        SEQUENCE,
+        sequence_id="s4",
+        prompt_ids=np.array([5, 6, 7, 8, 9, 2, 1, 1], np.int32),
+        ids=np.array([3, 4], np.int32),
+    ),  # the turn after s1
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "targets", "inputs", "claims", "problem"),
+    [
+        pytest.param(
+            [5, 6, 7, 8, 9], [6, 7, 4, 8, 1], INPUTS, [prompt(2, 1), sampled(3, name="s2")],
+            "span 1, position 3: .* 's2' from 0 came after 3 ids, .* after 3 .*: at position 3 .* id 4, and id 8",
+            id="targets of another completion",
+        ),
+        pytest.param(
+            [8, 9], [9, 2], [sampled(2)], [sampled(2, 1)],
+            "span 0, position 0: .* of 's1' from 1 came after 4 ids, .* after 1 of .*: at position 0 .* id 5, and id 8",
+            id="no prompt",
+        ),
+        pytest.param(
+            [5, 6, 7, 8], [7, 8, 9, 2], [prompt(3), sampled(1)], [prompt(1, 2), sampled(3)],
+            "span 1, position 1: .* came after 3 ids, .* after 2 of .*: at position 2 .* id 7, and no id was given",
+            id="shifted",
+        ),
+        pytest.param(
+            [5, 6, 7, 2, 9], [6, 7, 2, 9, 8], [prompt(3), sampled(1, 2), sampled(1, 1)],
+            [prompt(2, 1), sampled(1, 2), sampled(1, 1), sampled(1)],
+            "span 1, position 2: .* from 2 came after 5 ids, .* after 3 of .*: at position 3 .* id 8, and no id was",
+            id="reversed",
+        ),
+        pytest.param(
+            [3, 7, 8, 9], [7, 8, 9, 2], [prompt(2, name="s3"), sampled(2)], [prompt(1, 1, name="s3"), sampled(3)],
+            "span 1, position 1: .* of 's1' .*: at position 0 the sequence has id 5, and id 3 was given",
+            id="another prompt",
+        ),
+    ],
+)  # fmt: skip
+def test_sampled_targets_must_come_after_what_they_were_sampled_after(store, ids, targets, inputs, claims, problem):
+    store.add_sequences([OTHERS[0]]), store.add_sequences([OTHERS[1]])
+    data = ClaimedDatum(
+        datum=Datum(input_ids=np.array(ids, np.int32), targets=np.array(targets, np.int64)),
+        input_claims=tuple(inputs),
+        target_claims=tuple(claims),
+    )
+    with pytest.raises(InvalidInputError, match=rf"data\[0\].loss_fn_inputs, {problem}"):
+        check(store, [data])
+    metrics = check(store, [data], "count")[1]
+    assert metrics["provenance_false_contexts:sum"] == len([each for each in claims if each.sampled])
+    assert metrics["provenance_proven:sum"] == metrics["provenance_false_spans:sum"] == 0
+
+
+def test_turns_whose_prompts_extend_each_other_are_proven_in_one_datum(store):
+    store.add_sequences([OTHERS[2]])
+    prompt_2, sampled_2 = prompt(2, 6, name="s4"), sampled(2, name="s4")
+    inputs, ids = [*INPUTS[:1], sampled(3), prompt_2, sampled(1, name="s4")], (5, 6, 7, 8, 9, 2, 1, 1, 3, 4)
+    data = claimed(inputs, [*TARGETS, prompt_2, sampled_2], ids=ids)
+    assert check(store, [data])[1]["provenance_proven:sum"] == 5
+    changed = claimed(inputs, [*TARGETS, prompt_2, sampled_2], ids=(5, 6, 7, 8, 9, 2, 1, 2, 3, 4))
+    assert check(store, [changed], "count")[1]["provenance_false_contexts:sum"] == 1  # of the second turn
+    many = [sampled(1, offset) for offset in range(3)]  # as many spans of one sequence
+    assert check(store, [claimed([prompt(3), *many[:2]], [prompt(2, 1), *many])])[1]["provenance_proven:sum"] == 3
 
 
 def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store):
