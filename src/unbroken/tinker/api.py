@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.server.context import ServerContext
-from unbroken.server.http.errors import HttpError
+from unbroken.server.http.errors import HttpError, to_http_error
 from unbroken.threads import DaemonThreads
 from unbroken.tinker.data import AdamParams, LoraSpec
 from unbroken.tinker.options import TinkerOptions
@@ -185,6 +185,18 @@ class TinkerApi:
         if run is None:
             raise await self.explain_gone(model_id, owner)
         return run
+
+    def refuse(self, owner: str, given: Mapping[str, Any], kind: str, error: Exception) -> Promise:
+        """Fail a call of which only the number can be read, so that later ones go on; raise `error` if it has none."""
+        model_id, seq_id = given.get("model_id"), given.get("seq_id")
+        run = self.sessions.find_run(model_id, owner=owner) if isinstance(model_id, str) else None
+        if run is None or type(seq_id) is not int:
+            raise error
+
+        async def fail() -> PromiseResult:
+            raise to_http_error(error)
+
+        return run.submit(seq_id, kind, fail)
 
     async def explain_gone(self, model_id: str, owner: str) -> HttpError:
         """The error for a model that is not there: why, and how to go on."""

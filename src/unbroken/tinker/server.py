@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from pydantic import ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -162,7 +163,7 @@ def make_routes() -> list[Routes]:
     for name, fixed in _FIXED.items():
         routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
     for name, (required, call) in _CALLS.items():
-        routes.add_api_route(f"{PREFIX}/{name}", _make_call(required, call), methods=["POST"], name=name)
+        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name, required, call), methods=["POST"], name=name)
     routes.add_api_route(f"{PREFIX}/asample", _sample, methods=["POST"])
     for (method, path), look in _LOOKS.items():
         takes_page = method == "GET" and path.endswith(("checkpoints", "training_runs"))
@@ -196,12 +197,17 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
 
 
 def _make_call(
-    required: tuple[str, ...], call: Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]
+    kind: str, required: tuple[str, ...], call: Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]
 ) -> Callable[..., Awaitable[Response]]:
-    async def handle(request: Request, body: ApiCallBody) -> Response:
-        if missing := [name for name in required if name not in body.model_fields_set]:
-            raise HttpError(400, f"{missing[0]} is required", param=missing[0])
-        return _respond(await call(*_find(request), body))
+    async def handle(request: Request, given: dict[str, Any]) -> Response:
+        api, owner = _find(request)
+        try:
+            body = ApiCallBody.model_validate(given)
+            if missing := [name for name in required if name not in body.model_fields_set]:
+                raise HttpError(400, f"{missing[0]} is required", param=missing[0])
+        except (ValidationError, HttpError) as error:
+            return _respond(api.refuse(owner, given, kind, error))
+        return _respond(await call(api, owner, body))
 
     return handle
 

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 MAX_OPEN = 10_000
 """Most promises of one key that are not answered yet."""
 _MAX_AHEAD = 10_000
+_MISSING_S = 120.0
+"""How long later calls wait for one that does not come; the SDK sends a lost one again within that time."""
 _MAX_REMEMBERED = 20_000
 _KEPT_S = 3600.0
 _MAX_KEPT_BYTES = 512 * 2**20
@@ -155,6 +157,8 @@ class TrainingRun:
         self._by_seq: dict[int, Promise] = {}
         self._waiting: dict[int, Work] = {}
         self._runner: asyncio.Task[None] | None = None
+        self._came = asyncio.Event()
+        """The next call is there, or the run has ended."""
         self._ended = ""
 
     def submit(self, seq_id: int | None, kind: str, work: Work) -> Promise:
@@ -181,27 +185,41 @@ class TrainingRun:
         self._by_seq[seq_id], self._waiting[seq_id] = promise, work
         self._by_seq.pop(seq_id - _MAX_REMEMBERED, None)
         if self._ended:
-            self._fail(seq_id, self._ended)
-        elif self._runner is None or self._runner.done():
+            self._fail_waiting(self._ended)
+        elif seq_id == self._next:
+            self._came.set()
+        if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
         return promise
 
     async def _run(self) -> None:
-        while self._next in self._waiting:
-            number, work = self._next, self._waiting.pop(self._next)
-            self._next += 1
-            await self._promises.run(self._by_seq[number], work)
+        """Do the calls in order while some wait; those that wait too long for one that does not come fail."""
+        while self._waiting:
+            if self._next in self._waiting:
+                number, work = self._next, self._waiting.pop(self._next)
+                self._next += 1
+                await self._promises.run(self._by_seq[number], work)
+                continue
+            self._came.clear()
+            try:
+                await asyncio.wait_for(self._came.wait(), _MISSING_S)
+            except TimeoutError:
+                missing, self._next = self._next, max(self._waiting) + 1
+                self._fail_waiting(
+                    f"call {missing} of model {self.model_id} never arrived, or was refused: what came after it waited "
+                    f"{_MISSING_S:g} s and was not done"
+                )
 
-    def _fail(self, seq_id: int, reason: str) -> None:
-        self._waiting.pop(seq_id, None)
-        failure = HttpError(410, f"model {self.model_id} is gone: {reason}")
-        self._promises.finish(self._by_seq[seq_id], PromiseResult.failed(failure))
+    def _fail_waiting(self, reason: str) -> None:
+        for seq_id in list(self._waiting):
+            del self._waiting[seq_id]
+            self._promises.finish(self._by_seq[seq_id], PromiseResult.failed(HttpError(410, reason)))
 
     async def end(self, reason: str) -> None:
         """Take no more calls; those that wait fail, and the one that runs is waited for."""
-        self._ended = reason
-        for seq_id in list(self._waiting):
-            self._fail(seq_id, reason)
+        self._ended = f"model {self.model_id} is gone: {reason}"
+        self._fail_waiting(self._ended)
+        self._came.set()
         if self._runner is not None:
             await asyncio.wait({self._runner})
 

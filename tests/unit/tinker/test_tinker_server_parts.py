@@ -268,6 +268,29 @@ async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
     assert b"model run is gone: the end" in waiting.result.body
 
 
+async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
+    monkeypatch.setattr(sessions, "_MISSING_S", 0.1)
+    promises, done = Promises(), []
+    run = make_run(promises)
+
+    async def act() -> PromiseResult:
+        done.append(1)
+        return PromiseResult.of({})
+
+    late = [run.submit(number, "optim_step", act) for number in (2, 3)]
+    await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in late)), 5)
+    assert all(b"call 1 of model run never arrived" in each.result.body for each in late)
+    assert all(b'"user"' in each.result.body for each in late)
+    with pytest.raises(HttpError, match=r"must lie in \[4, "):
+        run.submit(1, "optim_step", act)
+    await asyncio.wait_for(run.submit(4, "optim_step", act).done.wait(), 5)
+    waiting = run.submit(6, "optim_step", act)
+    await asyncio.sleep(0.01)
+    run.submit(5, "optim_step", act)
+    await asyncio.wait_for(waiting.done.wait(), 5)
+    assert done == [1, 1, 1]
+
+
 class CountedEngine:
     """An engine that only takes weights."""
 
