@@ -17,15 +17,15 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 73_500,
-    "files of src": 396,
+    "lines of src": 77_900,
+    "files of src": 409,
     "modules with one importer, under 100 lines": 36,
     "public class names that exist twice": 0,
     "lines of the longest function": 70,
     "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 75_000,
-    "modules that tests import by name": 237,
+    "lines of tests": 78_200,
+    "modules that tests import by name": 247,
 }
 """The largest value of each number that passes."""
 GOALS = {

@@ -12,7 +12,8 @@ With exact numerics (`Numerics.EXACT`) a row has the same bits in any pass: ids 
 alone or beside other rows. The sums are the same in any case, but kernels add them in an order that depends on shapes.
 On a CPU two rules are enough, for any model, without code for one:
 
-1.  Products have a multiple of `find_row_multiple` rows, which is 4 so far: what is left over goes to other kernels.
+1.  Passes have a multiple of `find_row_multiple` rows, 4 for each thread so far: what products leave over of that goes
+    to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
 2.  Attention (`attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
     behind the last key adds exactly nothing.
 
@@ -49,6 +50,7 @@ EXACT_ATTENTION = "unbroken_exact"
 """The name for `set_attn_implementation`."""
 BLOCK = 64
 _MAX_THREADS = 2
+_WIDTH_MULTIPLE = 8
 _NUM_SUMMED = 96
 """Factors of each sum in the probe for rule 1."""
 _logger = logging.getLogger(__name__)
@@ -138,16 +140,25 @@ def attend_exactly(model: Any) -> None:
         raise InvalidInputError(
             f"numerics must be fast for {name} on {model.device} in {model.dtype}: exact needs a CPU, and float32"
         )
+    multiple = find_row_multiple(model.dtype)
+    if (length := getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0) % multiple:
+        raise InvalidInputError(
+            f"numerics must be fast for {name}, whose {length} positions are no multiple of {multiple}"
+        )
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        width = getattr(module, "out_features", None)
+        if width is not None and module is not head and ".lora_" not in path and width % _WIDTH_MULTIPLE:
+            raise InvalidInputError(
+                f"numerics must be fast for {name}: {path} has {width} features, no multiple of {_WIDTH_MULTIPLE}"
+            )
     AttentionInterface.register(EXACT_ATTENTION, attend)
     AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
-    try:
-        model.set_attn_implementation(EXACT_ATTENTION)
-    except ValueError as error:
-        raise InvalidInputError(
-            f"numerics must be fast for {name}, whose attention cannot be chosen: {error}"
-        ) from error
-    if (module := find_other_bits(model)) is not None:
-        raise InvalidInputError(f"numerics must be fast for {name}: {module} has other bits beside a longer row")
+    model.set_attn_implementation(EXACT_ATTENTION)
+    if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
+        raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
+    if (found := find_other_bits(model)) is not None:
+        raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row")
 
 
 @torch.no_grad()
@@ -207,7 +218,7 @@ def attend(
     rows, T ids of each, L keys, H query heads, G key-value heads, D head size, N blocks, Q queries that share keys.
     """
     if s_aux is not None:
-        raise ValueError(f"numerics must be fast for {type(module).__name__}, whose attention has sinks")
+        raise InvalidInputError(f"numerics must be fast for {type(module).__name__}, whose attention has sinks")
     num_rows, num_heads, num_ids, size = query.shape
     num_groups, num_keys = key.shape[1], key.shape[2]
     shared = num_heads // num_groups * num_ids
@@ -259,7 +270,7 @@ def _find_row_multiple(dtype: torch.dtype, num_threads: int) -> int:
     for multiple in (4 << k for k in range(most.bit_length())):
         numbers = range(multiple, 4 * most + 1, multiple)
         if all(torch.equal(linear(rows[:number], weight), together[:number]) for number in numbers):
-            return multiple
+            return max(multiple, 4 * num_threads)
     raise InvalidInputError(f"numerics must be fast on this machine: products of up to {4 * most} rows all differ")
 
 

@@ -145,6 +145,9 @@ NOT_RUN = {
     ("docs/rollouts.md", "OUTPUT/rollouts/"): DIAGRAM,
     ("docs/rollouts.md", '{"token_ids": [1, 2, 3, 4, 5, 6]'): DIAGRAM,
     ("docs/training.md", "echo http://10.0.0.1:8000"): "tests/e2e/test_engines_come_and_go.py does it",
+    ("docs/gateway.md", "unbroken gateway --upstream http://10.0.0.1:8000 --tokenizer path/to/model --store"): (
+        "tests/e2e/test_gateways_together.py does it"
+    ),
     ("docs/training.md", "unbroken numerics path"): "tests/unit/runs/test_runs_numerics.py does it",
     ("docs/training.md", "openssl rand"): "tests/unit/runs/test_runs_samplers.py does it",
     ("docs/training.md", "model = get_peft_model"): PART,

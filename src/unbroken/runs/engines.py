@@ -115,12 +115,7 @@ async def open_engine(
     vocab_size = len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            embedded = replace(
-                config.embedded,
-                records_routing=config.embedded.records_routing or records_routing,
-                numerics=config.embedded.numerics if numerics is Numerics.FAST else numerics,
-            )
-            engine = _make_embedded(embedded, model, device, image_processor)
+            engine = _make_embedded(config.embedded, model, device, image_processor, records_routing, numerics)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
@@ -142,8 +137,18 @@ async def open_engine(
 
 
 def _make_embedded(
-    config: TransformersEngineConfig, model: Any, device: Any, image_processor: ImageProcessor | None
+    config: TransformersEngineConfig,
+    model: Any,
+    device: Any,
+    image_processor: ImageProcessor | None,
+    records_routing: bool,
+    numerics: Numerics,
 ) -> TransformersEngine:
+    config = replace(
+        config,
+        records_routing=config.records_routing or records_routing,
+        numerics=config.numerics if numerics is Numerics.FAST else numerics,
+    )
     try:
         own = copy.deepcopy(model).to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
@@ -388,7 +393,11 @@ def _serve_command(
     numerics: Numerics = Numerics.FAST,
 ) -> list[str]:
     lora = _lora_options(adapter_rank) if _serves_vllm(config.serve_options) else []
-    exact = [] if numerics is Numerics.FAST else ["--numerics", numerics]
+    exact = [] if numerics is Numerics.FAST else ["--numerics", numerics, "--dtype", "float32"]
+    if exact and _serves_vllm(config.serve_options):
+        raise InvalidInputError(
+            'trainer.numerics must be fast with vLLM, got exact: give engine.serve_options ["--engine", "transformers"]'
+        )
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *lora,

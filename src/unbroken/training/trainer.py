@@ -297,13 +297,14 @@ class Trainer:
         dealt = (
             numbers for _ in range(self._config.num_iterations) for numbers in self._deal_out(len(units) + len(idle))
         )
+        num_updates = self.backend.num_updates
         updates = (
             self._update(
                 [scored_units[i] for i in numbers if i < len(units)],
                 [idle[i - len(units)] for i in numbers if i >= len(units)],
-                has_new_weights=index > 0,
+                has_new_weights=self.backend.num_updates > num_updates,
             )
-            for index, numbers in enumerate(dealt)
+            for numbers in dealt
         )
         return tuple(update for update in updates if update is not None)
 
@@ -355,13 +356,17 @@ class Trainer:
             trajectories=weighed.trajectories,
             entropy=self.objective.get_entropy(config),
         )
+        computed = [rows[index].sample for index in passes.rows]
+        if config.numerics is Numerics.EXACT and not has_new_weights:
+            try:
+                with self.fail_together():
+                    check_same_bits(computed, passes.logprobs, self.policy_version)
+            except UnbrokenError:
+                self.backend.optimizer.zero_grad()
+                raise
         loss = sum(passes.stats, weighed.loss)
         self._adapt_entropy_weight(loss)
         learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
-        computed = [rows[index].sample for index in passes.rows]
-        if config.numerics is Numerics.EXACT and not has_new_weights:
-            with self.fail_together():
-                check_same_bits(computed, passes.logprobs, self.policy_version)
         rollout_logprobs = [sample.rollout_logprobs[sample.loss_mask] for sample in computed]
         return UpdateStats(
             loss=loss,

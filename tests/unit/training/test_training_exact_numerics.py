@@ -111,7 +111,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("num_threads", [1, 2])
 async def test_they_are_equal_with_one_thread_and_with_two(threads, num_threads):
     threads(num_threads)
-    sizes = {"hidden_size": 256, "intermediate_size": 512}  # so that two threads share the functions of one pass
+    sizes = {"hidden_size": 256, "intermediate_size": 1000}  # two threads share the functions of one pass
     check_equal(await sample_and_train(tiny_model("llama", **sizes), tiny_model("llama", **sizes), num_steps=1))
 
 
@@ -158,6 +158,13 @@ async def test_one_bit_of_difference_ends_the_step_with_the_position_and_both_nu
     assert trainer.policy_version == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_weights())
 
+    logprobs[position] = right  # nothing of the refused step is left for the next one
+    trainer.step([*rows[:4], replace(rows[4], rollout_logprobs=logprobs), *rows[5:]])
+    other = make_trainer(tiny_qwen3())
+    other.step([*rows[:4], replace(rows[4], rollout_logprobs=logprobs), *rows[5:]])
+    after = dict(trainer.named_weights())
+    assert all(torch.equal(after[name], tensor) for name, tensor in other.named_weights())
+
 
 @pytest.mark.parametrize(
     "setting",
@@ -180,6 +187,24 @@ def test_settings_that_change_sums_are_refused(setting):
 def test_mixtures_of_experts_are_refused(make):
     with pytest.raises(InvalidInputError, match="numerics must be fast for Qwen3MoeForCausalLM: experts"):
         make(tiny_model("qwen3_moe"))
+
+
+def test_adapters_that_do_not_merge_alike_are_refused():
+    with pytest.raises(InvalidInputError, match=r"numerics must be fast with the adapter of .*more than A and B"):
+        make_trainer(with_lora(tiny_qwen3(), use_dora=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"intermediate_size": 60}, "60 features, no multiple of 8"),
+        ({"max_position_embeddings": 67}, "67 positions are no multiple of 4"),
+    ],
+    ids=["width", "positions"],
+)
+def test_sizes_that_leave_something_over_are_refused(changes, reason):
+    with pytest.raises(InvalidInputError, match=f"numerics must be fast for LlamaForCausalLM.*{reason}"):
+        make_engine(tiny_model("llama", **changes))
 
 
 def test_an_engine_in_half_precision_is_refused():

@@ -238,6 +238,7 @@ class ContinuousBatch:
         length = min(int(table.num_cached[slots].max()) + width, int(table.length[slots].max()))
         width = min(width, max(1, max_mask // (len(slots) * length)))
         counts = np.minimum(missing[slots], width)
+        width += -width % self._forward.row_multiple
         offsets = np.minimum(np.arange(width), counts[:, None] - 1)
         positions = table.num_cached[slots, None] + offsets
         ids = table.ids[slots[:, None], positions]
@@ -285,7 +286,7 @@ class ContinuousBatch:
     def _draw(self, ready: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
         """Feed the last id of rows, and draw the next: the ids, their logprobs, and [R, V] those of all ids."""
         table = self._table
-        fed = _fill_gaps(ready)
+        fed = _fill_gaps(ready, multiple=self._forward.row_multiple, num_slots=table.num_slots)
         if table.num_cached[fed].max() > 2 * table.num_cached[ready].max():
             fed = ready  # all rows of a pass read as far as the longest
         positions = table.num_cached[fed, None]
@@ -460,11 +461,16 @@ def _num_shared(row: Row, other: Row) -> int:
     return width if same.all() else int(same.argmin())
 
 
-def _fill_gaps(slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Add the few slots between `slots`: consecutive slots are read without copying keys and values.
+def _fill_gaps(slots: NDArray[np.int64], *, multiple: int, num_slots: int) -> NDArray[np.int64]:
+    """Add the few slots between `slots`: consecutive slots are read without copying keys and values. Then add those
+    behind or before them for a `multiple` of rows, where there are as many.
 
     An added slot feeds an arbitrary id at the first position that is not cached. Its keys and values are never used:
     the row that needs the position stores its own there first.
     """
     span = int(slots[-1] - slots[0]) + 1
-    return np.arange(slots[0], slots[0] + span) if span <= 1.25 * len(slots) else slots
+    if span > 1.25 * len(slots):
+        return slots
+    wanted = span + -span % multiple
+    first = min(int(slots[0]), max(num_slots - wanted, 0))
+    return np.arange(first, first + wanted) if wanted <= num_slots else np.arange(slots[0], slots[0] + span)

@@ -396,7 +396,9 @@ def _context_length(model: Any, config: TransformersEngineConfig) -> int:
 
 
 async def open_engine(options: EngineOptions) -> TransformersEngine:
-    """Load the model of `unbroken serve`, which gives `--dtype`, `--device`, `--max-batch` and `--context-length`."""
+    """Load the model of `unbroken serve`, which gives `--dtype`, `--device`, `--max-batch`,
+    `--context-length` and `--numerics`.
+    """
     if options.adapters:
         raise InvalidInputError(f"--adapter needs --engine vllm, got {dict(options.adapters)}")
     return await asyncio.to_thread(_load_engine, options)
@@ -409,7 +411,7 @@ def _load_engine(options: EngineOptions) -> TransformersEngine:
     parser.add_argument("--max-batch", type=int, default=TransformersEngineConfig().max_batch)
     parser.add_argument("--context-length", "--max-model-len", type=int)
     parser.add_argument("--enable-return-routed-experts", action="store_true")
-    parser.add_argument("--numerics", type=Numerics, default=Numerics.FAST)
+    parser.add_argument("--numerics", choices=list(Numerics), default=Numerics.FAST)
     arguments = parser.parse_args(list(options.words))
     auto: Any = AutoModelForCausalLM if options.image_processor is None else AutoModelForImageTextToText
     model = auto.from_pretrained(options.model, dtype=arguments.dtype).to(arguments.device)
@@ -419,7 +421,7 @@ def _load_engine(options: EngineOptions) -> TransformersEngine:
             max_batch=arguments.max_batch,
             context_length=arguments.context_length,
             records_routing=arguments.enable_return_routed_experts,
-            numerics=arguments.numerics,
+            numerics=Numerics(arguments.numerics),
         ),
         decode=options.decode,
         image_processor=options.image_processor,

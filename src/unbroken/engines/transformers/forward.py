@@ -84,12 +84,14 @@ class SlotForward:
         self.model = model.eval()
         fix_rotary(model, context_length)
         choose_attention(model)
-        self.is_exact, self._row_multiple = numerics is Numerics.EXACT, 1
+        self.is_exact = numerics is Numerics.EXACT
+        self.row_multiple = 1
+        """The rows of a pass, times ids, are filled up to a multiple."""
         if self.is_exact:
             if processor is not None:
                 raise InvalidInputError(f"numerics must be fast with images, which {type(model).__name__} takes here")
             attend_exactly(model)
-            self._row_multiple = find_row_multiple(model.dtype)
+            self.row_multiple = find_row_multiple(model.dtype)
         elif model.config._attn_implementation == "sdpa":
             use_grouped_sdpa(model)
         self.device: torch.device = model.device
@@ -188,7 +190,7 @@ class SlotForward:
         logits: torch.Tensor
         if image_inputs is None:
             num_ids = ids_1T.shape[1]
-            filled_1T = pad(ids_1T, (0, -num_ids % self._row_multiple))
+            filled_1T = pad(ids_1T, (0, -num_ids % self.row_multiple))
             logits = self.model(input_ids=filled_1T, use_cache=False).logits[:, :num_ids]
         else:
             with replace_sampled_placeholders(self.model, ids_1T, image_inputs.token_types_1T) as fed_1T:
@@ -203,7 +205,7 @@ class SlotForward:
         image_features: Mapping[int, ImageFeatures],
     ) -> dict[str, Any]:
         """Aim the cache and make the model's inputs: a row sees its slot up to its own position."""
-        if missing := -len(slots_R) % (self._row_multiple // math.gcd(positions_RT.shape[1], self._row_multiple)):
+        if missing := -len(slots_R) % (self.row_multiple // math.gcd(positions_RT.shape[1], self.row_multiple)):
             repeated = np.pad(np.arange(len(slots_R)), (0, missing), mode="edge")
             slots_R, positions_RT, ids_RT = slots_R[repeated], positions_RT[repeated], ids_RT[repeated]
             of_last = image_features.get(len(slots_R) - missing - 1)

@@ -163,16 +163,24 @@ def merge_in_passes(model: Any) -> int:
     """Let LoRA layers compute with W + scaling * B A, as a sampler with merged weights does; returns how many.
 
     Raises:
-        InvalidInputError: an adapter changes another layer than a linear one.
+        InvalidInputError: an adapter changes another layer than a linear one, is more than A and B (DoRA, a bias of B),
+            or is merged already; or there are several.
     """
     if not is_adapted(model):
         return 0
     from peft.tuners.lora.layer import Linear
 
+    if len(model.active_adapters) != 1:
+        raise InvalidInputError(f"numerics must be fast with several active adapters, got {model.active_adapters}")
+    (active,) = model.active_adapters
     layers = list(_adapted_layers(model))
     for name, layer in layers:
         if type(layer) is not Linear or type(layer.get_base_layer()) is not nn.Linear:
             raise InvalidInputError(f"numerics must be fast with an adapter of {name}, which is no linear layer")
+        if layer.merged or active in layer.lora_variant or layer.lora_B[active].bias is not None:
+            raise InvalidInputError(
+                f"numerics must be fast with the adapter of {name}: it is merged, or more than A and B"
+            )
         layer.forward = MethodType(_forward_merged, layer)
     return len(layers)
 

@@ -132,17 +132,14 @@ class PolicyLogprobs(nn.Module):
                 f"{type(causal).__name__} must have output embeddings that are a matrix alone with trainer.parallel"
             )
         choose_attention(causal)
-        is_exact, self._row_multiple = numerics is Numerics.EXACT, 1
-        if is_exact and images is not None:
-            raise InvalidInputError(f"numerics must be fast with images, which {type(causal).__name__} takes here")
-        if is_exact:
-            attend_exactly(causal)
-            self._row_multiple = find_row_multiple(causal.dtype)
+        is_exact = numerics is Numerics.EXACT
+        self._row_multiple = _make_exact(model, takes_images=images is not None) if is_exact else 1
         self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:
             raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
         fuse_norms(causal)
-        merge_in_passes(model) if is_exact else fuse_adapters(model)
+        if not is_exact:
+            fuse_adapters(model)
         keep_residual_exact(model)
         self._packing = packing
         self.routers = routers
@@ -507,6 +504,16 @@ class PolicyLogprobs(nn.Module):
         hidden_BTD = hidden_states(self.causal, probe_BT, pixels)
         logits = self._logits(hidden_BTD, self._head_weight())
         return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def _make_exact(model: Any, *, takes_images: bool) -> int:
+    """Let the model compute with exact numerics; returns what the number of rows of a pass is a multiple of."""
+    causal = causal_lm(model)
+    if takes_images:
+        raise InvalidInputError(f"numerics must be fast with images, which {type(causal).__name__} takes here")
+    merge_in_passes(model)
+    attend_exactly(causal)
+    return find_row_multiple(causal.dtype)
 
 
 def _disable_dropout(model: Any) -> None:

@@ -71,28 +71,35 @@ class LogitScaling:
     CONFIG_NAMES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
     factor: float = 1.0
+    divisor: float = 1.0
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma)."""
 
     @classmethod
     def from_config(cls, config: Any) -> LogitScaling:
         """Read a text config: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
-        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(factor=factor, softcap=getattr(config, "final_logit_softcapping", None))
+        return cls(
+            factor=getattr(config, "logit_scale", None) or 1.0,
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale, then cap."""
         if self.factor != 1.0:
             logits = logits * self.factor
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
     def pull_back(self, gradient: torch.Tensor, unscaled: torch.Tensor) -> torch.Tensor:
         """The gradient for `unscaled` logits, from that for `apply(unscaled)`."""
+        factor = self.factor / self.divisor
         if self.softcap is not None:
-            gradient = gradient * (1 - torch.tanh(unscaled * (self.factor / self.softcap)).square())
-        return gradient * self.factor if self.factor != 1.0 else gradient
+            gradient = gradient * (1 - torch.tanh(unscaled * (factor / self.softcap)).square())
+        return gradient * factor if factor != 1.0 else gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
