@@ -150,6 +150,7 @@ class TinkerApi:
             )
         given = None if body.lora_config is None or body.lora_config.rank == 0 else body.lora_config.model_dump()
         lora = given if checkpoint is None else checkpoint.lora
+        self._check_kind(lora)
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
         promise = self.promises.open(f"{model_id}:0", "create_model", owner=owner, model_id=model_id)
         run = TrainingRun(facts, owner=owner, promises=self.promises, created=promise)
@@ -179,6 +180,13 @@ class TinkerApi:
     def _check_base(self, name: str | None) -> None:
         if name not in (self._base_model, self._model):
             raise HttpError(400, f"base_model must be {self._base_model!r}, this server's model, got {name!r:.200}")
+
+    def _check_kind(self, lora: Mapping[str, Any] | None) -> None:
+        """Raise `HttpError` unless an adapter, or all weights with None, is what this server's models are."""
+        if (lora is None) != self._options.tinker_full:
+            kinds = ("all weights (rank 0)", "adapters") if self._options.tinker_full else ("adapters", "rank 0")
+            option = f"start a server {'without' if self._options.tinker_full else 'with'} --tinker-full"
+            raise HttpError(400, f"this server trains and samples {kinds[0]}, not {kinds[1]}: {option} for that")
 
     async def _get_run(self, model_id: str, owner: str) -> TrainingRun:
         run = self.sessions.find_run(model_id, owner=owner)
@@ -376,6 +384,7 @@ class TinkerApi:
             self._check_base(body.base_model)
         if body.model_path is not None:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
+            self._check_kind(checkpoint.lora)
             folder = self._store.folder_of(checkpoint.path) / "sampler"
             weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
         number = body.sampling_session_seq_id or 0

@@ -37,6 +37,9 @@ class TinkerOptions:
     tinker_keys: Path | None = None
     """File with one key of a client a line (the SDK asks for the prefix tml-): each sees its own models, and no others
     are let in. Without it, every key is let in that the server lets in, and still sees its own models only."""
+    tinker_full: bool = False
+    """Train all weights (rank 0), of one model at a time, instead of adapters: an engine that has sampled from other
+    whole weights takes no adapters any more."""
     tinker_idle_s: float = 300.0
     """Seconds after which a client that gives no sign of life has its models freed; the SDK gives one every 10 s."""
     tinker_max_models: int = 8
@@ -69,6 +72,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add("tinker_provenance", type=ProvenancePolicy, metavar="{refuse,count,off}")
     group.add("tinker_sessions", metavar="STORE")
     group.add("tinker_keys", type=Path, metavar="FILE")
+    group.add("tinker_full", action="store_true")
     group.add("tinker_idle_s", type=float, metavar="SECONDS")
     group.add("tinker_max_models", type=int, metavar="NUMBER")
 
@@ -76,7 +80,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
 def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
     """Convert the options; None without `--tinker`. Raises `InvalidInputError` for an invalid value."""
     if not arguments.tinker:
-        for name in ("store", "sessions", "keys"):
+        for name in ("store", "sessions", "keys", "full"):
             if getattr(arguments, f"tinker_{name}") != getattr(TinkerOptions(), f"tinker_{name}"):
                 raise InvalidInputError(f"--tinker-{name} needs --tinker")
         return None

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.server.http.errors import HttpError
 from unbroken.tinker import sessions
+from unbroken.tinker.api import TinkerApi
 from unbroken.tinker.data import Datum
-from unbroken.tinker.options import ProvenancePolicy
+from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch
 from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, load_messages, read_data
+from unbroken.tinker.wire import ApiCallBody, ClaimedDatum, LoraBody, ProvenanceClaim, load_messages, read_data
 from unbroken.transfer.files import FileSource
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
@@ -303,6 +306,59 @@ class CountedEngine:
         await asyncio.sleep(0.001)
         self.policy_version = policy_version
         self.loaded.append(source.folder.name)
+
+
+class WrittenModels:
+    """A backend whose weights are one tensor."""
+
+    def create(self, model_id: str, lora: Any) -> Any:
+        return lora
+
+    def delete(self, model_id: str) -> None:
+        pass
+
+    def adapter(self, model_id: str) -> Any:
+        return iter([("x.lora_A.weight", torch.zeros(2, 2))])
+
+
+def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TinkerApi:
+    for module in ("api", "sampling"):
+        monkeypatch.setattr(f"unbroken.tinker.{module}.require_updatable", lambda engine: engine)
+    config = SimpleNamespace(model_name="tiny", limits=SimpleNamespace(max_n=8, max_body_bytes=1000))
+    context: Any = SimpleNamespace(config=config, service=SimpleNamespace(engine=CountedEngine()))
+    models: Any = WrittenModels()
+    return TinkerApi(
+        context, store, TinkerOptions(**options), model="tiny", tokenizer="tiny", open_backend=lambda: models
+    )
+
+
+async def make_model(api: TinkerApi, number: int = 0, session: str = "", rank: int = 4) -> tuple[str, str]:
+    """A session and a model of it."""
+    session = session or (await api.create_session("me", ApiCallBody()))["session_id"]
+    body = ApiCallBody(session_id=session, model_seq_id=number, base_model="tiny", lora_config=LoraBody(rank=rank))
+    made = await api.create_model("me", body)
+    await made.done.wait()
+    return session, made.model_id
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
+    """An engine that has sampled from other whole weights takes no adapters until it starts again."""
+    api = make_api(store, monkeypatch, tinker_full=full)
+    session, _ = await make_model(api, rank=0 if full else 4)
+    with pytest.raises(HttpError, match="--tinker-full for that"):
+        await make_model(api, 1, session, rank=4 if full else 0)
+    for name, lora in (("whole", None), ("adapter", {"rank": 4})):
+        path = f"tinker://run/sampler_weights/{name}"
+        store.put_checkpoint(
+            Checkpoint(path=path, model_id="run", base_model="tiny", lora=lora, version=0, num_bytes=1), owner="me"
+        )
+        body = ApiCallBody(session_id=session, sampling_session_seq_id=0, model_path=path)
+        if full == (lora is None):
+            await api.create_sampler("me", body)
+        else:
+            with pytest.raises(HttpError, match="--tinker-full for that"):
+                await api.create_sampler("me", body)
 
 
 async def test_requests_for_the_same_weights_go_together(monkeypatch):
