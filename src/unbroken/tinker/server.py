@@ -148,11 +148,12 @@ class KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, as ASGI has it."""
         if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/") and scope["path"] != f"{PREFIX}/healthz":
-            if not any(hashlib.sha256(key).digest() in self._keys for key in read_keys(scope)):
+            matched = [key for key in read_keys(scope) if hashlib.sha256(key).digest() in self._keys]
+            if not matched:
                 error = HttpError(401, "the key in X-API-Key is none of those in --tinker-keys", code="invalid_api_key")
                 await error_response(error, path=scope["path"])(scope, receive, send)
                 return
-            scope[AUTHORIZED] = True
+            scope[AUTHORIZED] = matched[0]
         await self._app(scope, receive, send)
 
 
@@ -176,9 +177,10 @@ def make_routes() -> list[Routes]:
 
 
 def _find(request: Request) -> tuple[TinkerApi, str]:
-    """The API, and who asks: a hash of the key, by which a key's own models are known."""
-    key = next(iter(read_keys(request.scope)), b"")
-    return request.app.state.tinker, hashlib.sha256(key).hexdigest()[:32]
+    """The API, and who asks: a hash of the key that let the request in, by which a key's own models are known."""
+    scope, config = request.scope, request.app.state.context.config
+    given = [scope.get(AUTHORIZED), (config.api_key or "").encode(), *read_keys(scope)]
+    return request.app.state.tinker, hashlib.sha256(next(filter(None, given), b"")).hexdigest()[:32]
 
 
 def _respond(answer: Answer) -> Response:

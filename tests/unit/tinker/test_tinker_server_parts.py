@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi import FastAPI, Request
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.server.http.errors import HttpError
-from unbroken.tinker import sessions
+from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi
 from unbroken.tinker.data import Datum
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
@@ -359,6 +362,26 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
         else:
             with pytest.raises(HttpError, match="--tinker-full for that"):
                 await api.create_sampler("me", body)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+async def test_the_owner_is_the_key_that_lets_the_request_in(gate):
+    """Otherwise keys that are made up beside a valid one have limits of their own."""
+    app, owners = FastAPI(), set()
+
+    async def look(request: Request) -> None:
+        owners.add(server._find(request)[1])
+
+    app.add_api_route("/api/v1/look", look, methods=["GET"])
+    app.state.tinker = None
+    app.state.context = SimpleNamespace(config=SimpleNamespace(api_key=None if gate else "tml-one"))
+    if gate:
+        app.add_middleware(server.KeyGate, keys=frozenset([b"tml-one", b"tml-two"]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        for given in ({}, {"Authorization": "Bearer made-up"}, {"Authorization": "Bearer made-up-2"}):
+            answer = await client.get("/api/v1/look", headers={"X-API-Key": "tml-one", **given})
+            assert answer.status_code == 200
+    assert owners == {hashlib.sha256(b"tml-one").hexdigest()[:32]}
 
 
 async def test_requests_for_the_same_weights_go_together(monkeypatch):
