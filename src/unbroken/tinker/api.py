@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError, to_http_error
 from unbroken.threads import DaemonThreads
@@ -44,6 +44,7 @@ from unbroken.tinker.wire import (
     read_loss_config,
 )
 from unbroken.transfer.files import write_tensors
+from unbroken.transfer.sources import NamedTensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -503,13 +504,21 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_finite(tensors: NamedTensors) -> NamedTensors:
+    """Pass weights on; `TrainingError` for those that are not finite, which no engine and no checkpoint gets."""
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise TrainingError(f"weight {name} is not finite, so it is not saved: load a checkpoint into this model")
+        yield name, tensor
+
+
 def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False) -> int:
     """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all."""
     with atomic_folder(folder) as temporary:
         if state:
             backend.save(model_id, temporary / "state", optimizer=True)
         (temporary / "sampler").mkdir()
-        list(write_tensors(temporary / "sampler", backend.adapter(model_id)))
+        list(write_tensors(temporary / "sampler", check_finite(backend.adapter(model_id))))
         files = [path for path in temporary.rglob("*") if path.is_file()]
         for path in files:
             flush_to_disk(path)

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from unbroken.errors import CheckpointError, InvalidInputError, WeightsError, missing_extra
+from unbroken.errors import CheckpointError, InvalidInputError, TrainingError, WeightsError, missing_extra
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
 from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
@@ -104,7 +104,7 @@ class Models:
         if self._models and (lora is None or is_whole):
             raise InvalidInputError(
                 f"model {model_id!r} cannot {'train all weights' if lora is None else 'have an adapter'} (rank "
-                f"{0 if lora is None else lora.rank}) while model {next(iter(self._models))!r} "
+                f"{0 if lora is None else lora.rank}) while another model "
                 f"{'trains all weights' if is_whole else 'is an adapter on the weights'} of the one base"
             )
         adapter = ""
@@ -168,7 +168,8 @@ class Models:
         """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them.
 
         Raises:
-            TrainingError: the gradients are not finite. They are cleared, and the weights are as before.
+            TrainingError: the gradients are not finite: they are cleared, and the weights are as before. Or the step
+                made weights that are not finite.
         """
         backend, model = self._activate(model_id), self._models[model_id]
         for parameter in model.parameters.values():
@@ -178,6 +179,11 @@ class Models:
             group.update(betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=params.weight_decay)
         norm = backend.optimizer_step(params.learning_rate, max_grad_norm=params.grad_clip_norm or math.inf)
         model.num_steps += 1
+        if not torch.stack([each.isfinite().all() for each in model.parameters.values()]).all():
+            raise TrainingError(
+                f"the step, with learning_rate {params.learning_rate} and eps {params.eps}, made weights that are not "
+                "finite: load a checkpoint into this model"
+            )
         return {"grad_norm": norm, "num_steps": float(model.num_steps)}
 
     def adapter(self, model_id: str) -> WeightStream:

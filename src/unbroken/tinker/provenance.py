@@ -49,6 +49,7 @@ class ProvenanceCheck:
         self._owner = owner
         self._model_id = model_id
         self._version = version
+        self._loss = loss
         self._fills = loss == "stable_reinforce"
         self._known: dict[str, RecordedSequence] = {}
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
@@ -95,7 +96,11 @@ class ProvenanceCheck:
         number = len(datum.input_ids)
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
         sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
-        used = datum.inputs.get("advantages", datum.inputs.get("weights"))
+        used = datum.inputs.get("weights")
+        if self._loss == "dro":  # its penalty is of all positions
+            used = np.ones(number, np.float32) if used is None else used
+        else:
+            used = datum.inputs.get("advantages", used)
         used = used if used is not None and used.shape == sampled.shape else None
         # Loops write 0 for targets that the loss does not use.
         is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)

@@ -162,9 +162,8 @@ def write_base(loaded: Path, target: Path, model: Path) -> Path:
     module = first.removesuffix(A).removesuffix(B)
     given = read_tensors(FileSource(loaded).paths())
     with atomic_folder(target) as temporary:
-        list(
-            write_tensors(temporary, ((name, tensor * 0) for name, tensor in given if name in (module + A, module + B)))
-        )
+        zeros = ((name, each.new_zeros(each.shape)) for name, each in given if name in (module + A, module + B))
+        list(write_tensors(temporary, zeros))
     return target
 
 

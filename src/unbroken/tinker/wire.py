@@ -26,8 +26,8 @@ from unbroken.types import FinishReason, SampledSequence, TokenIds, TopLogprobs
 
 PROTOBUF = "application/x-protobuf"
 _MAX_WINDOW = 2**27
-_MAX_DENSE = 2**26
-"""Most cells of a sparse tensor once it is dense."""
+_MAX_CELLS = 2**24
+"""Most targets of a request with several a position: all positions times the most targets of one."""
 _EMPTY_LOGPROB = -99999.0
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype(np.float32), 2: np.dtype(np.int64)}
 _DTYPE_NAMES = {0: "no dtype", 1: "float32", 2: "int64", 3: "int32", 4: "bfloat16"}
@@ -95,10 +95,13 @@ def _expand(body: bytes, max_bytes: int) -> bytes:
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(body, read_across_frames=True)
         expanded = reader.read(max_bytes + 1)
+        number = zstandard.frame_content_size(body)  # -1 if it is not known
     except zstandard.ZstdError as error:
         raise HttpError(400, f"the body must be compressed by zstd, as Content-Encoding says: {error}") from None
     if len(expanded) > max_bytes:
         raise HttpError(413, f"the body must have at most {max_bytes} bytes once expanded (max_body_bytes), got more")
+    if len(expanded) < number:
+        raise HttpError(400, f"the body's zstd frame must have {number} bytes once expanded, got {len(expanded)}")
     return bytes(expanded)
 
 
@@ -122,6 +125,7 @@ def read_data(message: Any, vocab_size: int, context_length: int) -> list[Claime
     """
     if not message.data:
         raise InvalidInputError("data must have at least one datum, got none")
+    _check_shapes(message, vocab_size)
     found = []
     for index, given in enumerate(message.data):
         try:
@@ -129,6 +133,27 @@ def read_data(message: Any, vocab_size: int, context_length: int) -> list[Claime
         except InvalidInputError as error:
             raise InvalidInputError(f"data[{index}]: {error}") from None
     return found
+
+
+def _check_shapes(message: Any, vocab_size: int) -> None:
+    """Check the shapes of all data, before any sparse tensor becomes dense and rows are padded to the widest."""
+    num_rows, widest = 0, 1
+    for index, datum in enumerate(message.data):
+        shapes = {name: tuple(tensor.shape) for name, tensor in datum.loss_fn_inputs.items()}
+        for name, shape in shapes.items():
+            if len(shape) > 2 or min(shape, default=0) < 0 or max(shape[1:], default=1) > vocab_size:
+                raise InvalidInputError(
+                    f"data[{index}]: loss_fn_inputs[{name!r}] must have a shape [T], or [T, K] with K at most "
+                    f"{vocab_size} (the vocabulary), got {list(shape[:9])}"
+                )
+            widest = max([widest, *shape[1:]])
+        num_ids = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
+        num_rows += max([num_ids, *(shape[0] for shape in shapes.values() if shape)])
+    if widest > 1 and num_rows * widest > _MAX_CELLS:
+        raise InvalidInputError(
+            f"data with several targets a position must have at most {_MAX_CELLS} of them, {num_rows} positions times "
+            f"the most of one, got {widest}"
+        )
 
 
 def _read_datum(given: Any, vocab_size: int, context_length: int) -> ClaimedDatum:
@@ -191,8 +216,6 @@ def _read_tensor(tensor: Any, name: str) -> NDArray[Any]:
         given = _DTYPE_NAMES.get(tensor.dtype, f"dtype {tensor.dtype}")
         raise InvalidInputError(f"loss_fn_inputs[{name!r}] must be float32 or int64, got {given}")
     shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape):
-        raise InvalidInputError(f"loss_fn_inputs[{name!r}] must have a shape of sizes >= 0, got {list(shape)}")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         array = _expand_csr(tensor.sparse_csr, dtype, shape, name)
     else:
@@ -217,9 +240,8 @@ def _to_float(array: NDArray[Any], name: str) -> NDArray[np.float32]:
 def _expand_csr(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
     """Make a sparse tensor dense: cells that are not listed are 0."""
     what = f"loss_fn_inputs[{name!r}]"
-    if len(shape) != 2 or math.prod(shape) > _MAX_DENSE:
-        raise InvalidInputError(f"{what} is sparse, so its shape must be [T, K] of at most {_MAX_DENSE} cells, "
-                                f"got {list(shape)}")  # fmt: skip
+    if len(shape) != 2:
+        raise InvalidInputError(f"{what} is sparse, so its shape must be [T, K], got {list(shape)}")
     values = _from_bytes(csr.values, dtype, what)
     rows = _from_bytes(csr.crow_indices, np.dtype(np.int64), f"{what}.crow_indices")
     columns = _from_bytes(csr.col_indices, np.dtype(np.int64), f"{what}.col_indices")
@@ -227,9 +249,12 @@ def _expand_csr(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: st
         raise InvalidInputError(f"{what}.crow_indices must rise from 0 to {len(values)} in {shape[0] + 1} steps")
     if len(columns) != len(values) or ((columns < 0) | (columns >= shape[1])).any():
         raise InvalidInputError(f"{what}.col_indices must be {len(values)} numbers in [0, {shape[1]})")
-    array = np.zeros(shape, dtype)
-    array[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return array
+    places = np.repeat(np.arange(shape[0]) * shape[1], np.diff(rows)) + columns
+    if len(np.unique(places)) < len(places):
+        raise InvalidInputError(f"{what}.col_indices must list a column once in a row")
+    array = np.zeros(math.prod(shape), dtype)
+    array[places] = values
+    return array.reshape(shape)
 
 
 def _read_claim(span: Any) -> ProvenanceClaim:

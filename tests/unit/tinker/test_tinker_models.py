@@ -434,7 +434,7 @@ def test_all_weights_of_one_model_can_be_trained(folder, tmp_path):
     models.optim_step("a", AdamParams(learning_rate=0.01))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in models.adapter("a"))
     with pytest.raises(
-        InvalidInputError, match=r"'b' cannot have an adapter .rank 3. while model 'a' trains all weights"
+        InvalidInputError, match=r"'b' cannot have an adapter .rank 3. while another model trains all weights"
     ):
         models.create("b", ADAPTER)
     place = dict(models.adapter("a"))["lm_head.weight"].data_ptr()
@@ -447,7 +447,9 @@ def test_all_weights_of_one_model_can_be_trained(folder, tmp_path):
     assert fresh.metrics["loss:sum"] == pytest.approx(first.metrics["loss:sum"], rel=1e-5)
     gc.collect()
     assert trained() is None, "the base that was trained is gone"
-    with pytest.raises(InvalidInputError, match=r"'c' cannot train all weights .rank 0. while model 'b' is an adapter"):
+    with pytest.raises(
+        InvalidInputError, match=r"'c' cannot train all weights .rank 0. while another model is an adapter"
+    ):
         models.create("c", None)
 
 
@@ -473,6 +475,20 @@ def test_a_gradient_that_is_not_finite_is_refused_and_cleared(folder, tmp_path):
     models.save("a", tmp_path / "after", optimizer=False)
     names = [tmp_path / part / "adapter_model.safetensors" for part in ("before", "after")]
     assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_a_step_that_makes_weights_that_are_not_finite_is_an_error_until_others_are_loaded(folder, tmp_path):
+    models = open_models(folder, dtype=None)
+    models.create("a", ADAPTER)
+    models.save("a", tmp_path / "good", optimizer=True)
+    for params in (AdamParams(eps=0), AdamParams()):  # 0 / 0
+        with pytest.raises(TrainingError, match="made weights that are not finite: load a checkpoint"):
+            models.optim_step("a", params)
+    models.load("a", tmp_path / "good", optimizer=True)
+    models.optim_step("a", AdamParams())
+    for name in ("learning_rate", "eps", "weight_decay"):
+        with pytest.raises(InvalidInputError, match=rf"adam_params.{name} must lie in \[0, 1e12\]"):
+            AdamParams(**{name: 1e300})
 
 
 def test_folders_of_other_models_are_refused(folder, tied_folder, tmp_path):

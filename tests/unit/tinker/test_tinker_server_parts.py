@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,20 +14,30 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import zstandard
 from fastapi import FastAPI, Request
 
-from unbroken.errors import InvalidInputError, StoreError
+from unbroken.errors import InvalidInputError, StoreError, TrainingError
 from unbroken.server.http.errors import HttpError
 from unbroken.tinker import server, sessions
-from unbroken.tinker.api import TinkerApi
+from unbroken.tinker.api import TinkerApi, check_finite
 from unbroken.tinker.data import Datum
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SamplerWeights, WeightSwitch
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
 from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import ApiCallBody, ClaimedDatum, LoraBody, ProvenanceClaim, load_messages, read_data
-from unbroken.transfer.files import FileSource
+from unbroken.tinker.wire import (
+    PROTOBUF,
+    ApiCallBody,
+    ClaimedDatum,
+    LoraBody,
+    ProvenanceClaim,
+    load_messages,
+    parse_forward_backward,
+    read_data,
+)
+from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
 SEQUENCE = RecordedSequence(
@@ -193,6 +204,14 @@ def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store
     data.datum.inputs["advantages"][1] = 1
     with pytest.raises(InvalidInputError, match=r"loss_fn_inputs, span 0, position 1: .* have id 7 at 2, and id 0 was"):
         check(store, [data])
+    data.datum.inputs["advantages"][1] = 0
+    with pytest.raises(InvalidInputError, match=r"span 0, position 0: .* have id 6 at 1, and id 0 was"):
+        check(store, [data], loss="dro")  # it trains them all the same
+    assert check(store, [claimed(INPUTS, TARGETS, advantages=[0] * 5)], loss="dro")[1][
+        "provenance_unsampled_trained:sum"
+    ] == 2  # fmt: skip
+    data.datum.inputs["weights"] = np.array([0, 0, 1, 1, 1], np.float32)
+    assert check(store, [data], loss="dro")[1]["provenance_proven:sum"] == 3
     plain = claimed([], [])
     plain.datum.targets[:2] = 0
     assert check(store, [plain])[1]["provenance_matched:sum"] == 3
@@ -225,13 +244,39 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
     csr.values, csr.col_indices = np.array([7, 8, 9]).tobytes(), np.array([0, 2, 1]).tobytes()
     csr.crow_indices = np.array([0, 2, 3]).tobytes()
     assert read_data(message, 10, 100)[0].datum.targets.tolist() == [[7, 0, 8], [0, 9, 0]]
-    for rows, columns in (([0, 2, 4], [0, 2, 1]), ([0, 3], [0, 2, 1]), ([0, 2, 3], [0, 3, 1]), ([0, 2, 1], [0, 1, 2])):
+    for rows, columns in (
+        ([0, 2, 4], [0, 2, 1]), ([0, 3], [0, 2, 1]), ([0, 2, 3], [0, 3, 1]), ([0, 2, 1], [0, 1, 2]),
+        ([0, 2, 3], [2, 2, 1]),
+    ):  # fmt: skip
         csr.crow_indices, csr.col_indices = np.array(rows).tobytes(), np.array(columns).tobytes()
         with pytest.raises(InvalidInputError, match=r"data\[0\]: .*_indices must"):
             read_data(message, 10, 100)
     tensor.shape[1] = 2**40
-    with pytest.raises(InvalidInputError, match="at most 67108864 cells"):
+    with pytest.raises(InvalidInputError, match=r"data\[0\]: .* or \[T, K\] with K at most 10"):
         read_data(message, 10, 100)
+    tensor.shape.extend([1] * 69)
+    with pytest.raises(InvalidInputError, match=r"must have a shape \[T\], or"):
+        read_data(message, 10, 100)
+
+
+def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
+    """Also of rows with one target a position, which are padded to the widest."""
+    message = load_messages().ForwardBackwardRequest()
+    for shape in ([2, 2**21], [9], [5, 1]):
+        message.data.add().loss_fn_inputs["target_tokens"].shape.extend(shape)
+    message.data.add().model_input.add().encoded_text.tokens = bytes(4 * 100)  # whose tensors have no shapes
+    monkeypatch.setattr("unbroken.tinker.wire._read_datum", lambda *_: pytest.fail("read"))
+    with pytest.raises(InvalidInputError, match=r"at most 16777216 of them, 116 positions times .*, got 2097152"):
+        read_data(message, 2**22, 100)
+    message.data[1].loss_fn_inputs["target_tokens"].shape[0] = -9
+    with pytest.raises(InvalidInputError, match=r"data\[1\]: .* got \[-9\]"):
+        read_data(message, 2**22, 100)
+
+
+def test_a_zstd_frame_that_is_cut_is_named():
+    body = zstandard.ZstdCompressor().compress(np.random.default_rng(0).bytes(2**18))
+    with pytest.raises(HttpError, match="zstd frame must have 262144 bytes once expanded, got"):
+        parse_forward_backward(body[: 2**17 + 100], PROTOBUF, "zstd", 2**20)
 
 
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
@@ -405,6 +450,17 @@ async def test_requests_for_the_same_weights_go_together(monkeypatch):
     left.cancel()
     await asyncio.wait({left})
     await asyncio.wait_for(use(one), 1)
+
+
+def test_what_restores_the_base_is_finite_and_nothing_that_is_not_is_saved(tmp_path):
+    adapter = {f"layer.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", math.inf), ("B", 1.0))}
+    (tmp_path / "loaded").mkdir()
+    list(write_tensors(tmp_path / "loaded", adapter.items()))
+    zeros = dict(read_tensors(FileSource(write_base(tmp_path / "loaded", tmp_path / "base", tmp_path)).paths()))
+    assert zeros.keys() == adapter.keys()
+    assert not any(each.any() for each in zeros.values())
+    with pytest.raises(TrainingError, match=r"weight layer\.lora_A\.weight is not finite"):
+        list(check_finite(adapter.items()))
 
 
 def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
