@@ -293,7 +293,7 @@ def test_calls_run_once_and_in_order_however_they_arrive(server):
     assert raw.wait(again)["metrics"]["num_steps"] == 1
     answer = raw.send(make_message(model_id, 2))
     assert answer.status_code == 400
-    assert "seq_id 2" in answer.text
+    assert f"call {model_id}:2 was optim_step" in answer.text
 
 
 def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import time
@@ -14,6 +15,8 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel
 
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
@@ -141,7 +144,7 @@ class TinkerApi:
             self._check_base(body.base_model)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         if model_id in session.runs:
-            return session.runs[model_id].created
+            return session.runs[model_id].created.repeat("create_model", _encode(body))
         number = self.sessions.count_runs(owner=owner)
         if number >= self._options.tinker_max_models:
             raise HttpError(
@@ -153,7 +156,8 @@ class TinkerApi:
         lora = given if checkpoint is None else checkpoint.lora
         self._check_kind(lora)
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        promise = self.promises.open(f"{model_id}:0", "create_model", owner=owner, model_id=model_id)
+        request_id = f"{model_id}:0"
+        promise = self.promises.open(request_id, "create_model", _encode(body), owner=owner, model_id=model_id)
         run = TrainingRun(facts, owner=owner, promises=self.promises, created=promise)
         session.runs[model_id] = run
         work = partial(self._create, session, run, checkpoint, body.optimizer)
@@ -205,7 +209,7 @@ class TinkerApi:
         async def fail() -> PromiseResult:
             raise to_http_error(error)
 
-        return run.submit(seq_id, kind, fail)
+        return run.submit(seq_id, kind, fail, json.dumps(given).encode())
 
     async def explain_gone(self, model_id: str, owner: str) -> HttpError:
         """The error for a model that is not there: why, and how to go on."""
@@ -238,7 +242,8 @@ class TinkerApi:
         message = await asyncio.to_thread(parse_forward_backward, body, content_type, encoding, max_bytes)
         run = await self._get_run(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
-        return run.submit(message.seq_id, kind, partial(self._forward_backward, run, message))
+        content = await asyncio.to_thread(message.SerializeToString, deterministic=True)
+        return run.submit(message.seq_id, kind, partial(self._forward_backward, run, message), content)
 
     async def _forward_backward(self, run: TrainingRun, message: Any) -> PromiseResult:
         data = await asyncio.to_thread(read_data, message, self._engine.vocab_size, self._engine.context_length)
@@ -260,7 +265,7 @@ class TinkerApi:
             run.version += 1
             return PromiseResult.of({"metrics": dict(metrics)})
 
-        return run.submit(body.seq_id, "optim_step", work)
+        return run.submit(body.seq_id, "optim_step", work, _encode(body))
 
     # Checkpoints
 
@@ -277,7 +282,7 @@ class TinkerApi:
             await self._keep(run, path, num_bytes, body)
             return PromiseResult.of({"path": path, "type": "save_weights"})
 
-        return run.submit(body.seq_id, "save_weights", work)
+        return run.submit(body.seq_id, "save_weights", work, _encode(body))
 
     async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: ApiCallBody) -> None:
         checkpoint = Checkpoint(
@@ -308,7 +313,7 @@ class TinkerApi:
             await self._load(run, await self._get_checkpoint(path, owner), body.optimizer)
             return PromiseResult.of({"path": path, "model_id": run.model_id, "type": "load_weights"})
 
-        return run.submit(body.seq_id, "load_weights", work)
+        return run.submit(body.seq_id, "load_weights", work, _encode(body))
 
     async def _load(self, run: TrainingRun, checkpoint: Checkpoint, optimizer: bool) -> None:
         if not checkpoint.is_for_training:
@@ -333,7 +338,7 @@ class TinkerApi:
             sampler = await self._make_sampler(run, body)
             return PromiseResult.of({"sampling_session_id": sampler.sampler_id, "type": kind})
 
-        return run.submit(body.seq_id, "save_weights_for_sampler", work)
+        return run.submit(body.seq_id, "save_weights_for_sampler", work, _encode(body))
 
     async def _make_sampler(self, run: TrainingRun, body: ApiCallBody) -> TinkerSampler:
         if body.sampling_session_seq_id is None:
@@ -408,12 +413,14 @@ class TinkerApi:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
         sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
         if body.seq_id in sampler.promises:
-            return sampler.promises[body.seq_id]
+            return sampler.promises[body.seq_id].repeat("sample", _encode(body))
         max_n = self._context.config.limits.max_n
         if body.num_samples > max_n:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
-        promise = self.promises.open(request_id, "sample", owner=owner, model_id=sampler.weights.model_id)
+        promise = self.promises.open(
+            request_id, "sample", _encode(body), owner=owner, model_id=sampler.weights.model_id
+        )
         promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         sampler.add(body.seq_id, promise)
         work = partial(self._sample, sampler, body, promise.sequence_ids)
@@ -476,6 +483,11 @@ class TinkerApi:
         if promise is not None and promise.kind == "sample":
             promise.cancel()
         return None
+
+
+def _encode(body: BaseModel) -> bytes:
+    """What a call is known by when it comes again."""
+    return json.dumps(body.model_dump()).encode()
 
 
 def _make_cursor(page: slice, number: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ POST forward_backward, seq_id 1  ─┘   1, 2, 3           a seq_id that comes 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -66,6 +67,8 @@ class Promise:
     request_id: str
     owner: str
     kind: str
+    digest: bytes
+    """Of kind and body."""
     model_id: str = ""
     sequence_ids: list[str] = field(default_factory=list)
     """Of a sampling call: the ids of its completions."""
@@ -74,10 +77,25 @@ class Promise:
     finished_s: float = 0.0
     task: asyncio.Task[None] | None = None
 
+    def repeat(self, kind: str, body: bytes) -> Promise:
+        """Return the promise, for a call that came again; `HttpError` if it is not the same call."""
+        if hash_call(kind, body) != self.digest:
+            raise HttpError(  # not 409: the SDK would send it again for ever
+                400,
+                f"call {self.request_id} was {self.kind}, and came again as {kind}, or with another body: another call "
+                "needs another seq_id",
+            )
+        return self
+
     def cancel(self) -> None:
         """End the work, if it is one that can be left."""
         if self.task is not None:
             self.task.cancel()
+
+
+def hash_call(kind: str, body: bytes) -> bytes:
+    """A hash by which a call that comes again is known."""
+    return hashlib.blake2b(body, digest_size=16, person=kind.encode()[:16]).digest()
 
 
 class Promises:
@@ -90,7 +108,7 @@ class Promises:
         self._num_open: dict[str, int] = {}
         self._num_bytes = 0
 
-    def open(self, request_id: str, kind: str, *, owner: str, model_id: str = "") -> Promise:
+    def open(self, request_id: str, kind: str, body: bytes, *, owner: str, model_id: str = "") -> Promise:
         """Make a promise; `HttpError` (429) if the owner has too many open ones."""
         number = self._num_open.get(owner, 0)
         if number >= MAX_OPEN:
@@ -99,7 +117,8 @@ class Promises:
                 f"this key has {number} calls that are not answered yet, the most there may be: wait for some of them",
                 headers={"Retry-After": "1"},
             )
-        promise = Promise(request_id=request_id, owner=owner, kind=kind, model_id=model_id)
+        digest = hash_call(kind, body)
+        promise = Promise(request_id=request_id, owner=owner, kind=kind, digest=digest, model_id=model_id)
         self._by_id[request_id] = promise
         self._num_open[owner] = number + 1
         return promise
@@ -161,19 +180,16 @@ class TrainingRun:
         """The next call is there, or the run has ended."""
         self._ended = ""
 
-    def submit(self, seq_id: int | None, kind: str, work: Work) -> Promise:
+    def submit(self, seq_id: int | None, kind: str, work: Work, body: bytes) -> Promise:
         """Take a call, which runs after those with lower numbers; the promise of before, if it comes again.
 
         Raises:
-            HttpError: the number is not valid, or was that of a call of another kind.
+            HttpError: the number is not valid, or was that of another call.
         """
         if seq_id is None or seq_id < 1:
             raise HttpError(400, f"seq_id must be a whole number >= 1, got {seq_id}")
-        known = self._by_seq.get(seq_id)
-        if known is not None:
-            if known.kind != kind:
-                raise HttpError(400, f"seq_id {seq_id} of {self.model_id} was {known.kind}, and came again as {kind}")
-            return known
+        if seq_id in self._by_seq:
+            return self._by_seq[seq_id].repeat(kind, body)
         if not self._next <= seq_id < self._next + _MAX_AHEAD:
             raise HttpError(
                 400,
@@ -181,7 +197,7 @@ class TrainingRun:
                 "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
             )
         request_id = f"{self.model_id}:{seq_id}"
-        promise = self._promises.open(request_id, kind, owner=self.owner, model_id=self.model_id)
+        promise = self._promises.open(request_id, kind, body, owner=self.owner, model_id=self.model_id)
         self._by_seq[seq_id], self._waiting[seq_id] = promise, work
         self._by_seq.pop(seq_id - _MAX_REMEMBERED, None)
         if self._ended:

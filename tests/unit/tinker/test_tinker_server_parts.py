@@ -24,7 +24,7 @@ from unbroken.tinker.api import TinkerApi, check_finite
 from unbroken.tinker.data import Datum
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
+from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, write_base
 from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
@@ -74,7 +74,7 @@ INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 
 
 def make_run(promises: Promises) -> TrainingRun:
-    created = promises.open("run:0", "create_model", owner="me")
+    created = promises.open("run:0", "create_model", b"", owner="me")
     promises.finish(created, PromiseResult.of({}))
     return TrainingRun(FACTS, owner="me", promises=promises, created=created)
 
@@ -282,10 +282,10 @@ def test_a_zstd_frame_that_is_cut_is_named():
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
     promises = Promises()
     monkeypatch.setattr(sessions, "MAX_OPEN", 3)
-    held = [promises.open(str(number), "sample", owner="me") for number in range(3)]
+    held = [promises.open(str(number), "sample", b"", owner="me") for number in range(3)]
     with pytest.raises(HttpError, match="3 calls that are not answered yet"):
-        promises.open("4", "sample", owner="me")
-    promises.open("5", "sample", owner="other")
+        promises.open("4", "sample", b"", owner="me")
+    promises.open("5", "sample", b"", owner="other")
     promises.finish(held[0], PromiseResult.of({"number": 1}))
     assert promises.find("0", owner="me").result == PromiseResult.of({"number": 1})
     assert promises.find("0", owner="other") is None
@@ -309,14 +309,28 @@ async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
 
         return act
 
-    held = [run.submit(number, "optim_step", work(number)) for number in (3, 2, 4, 2, 1, 1)]
+    held = [run.submit(number, "optim_step", work(number), b"") for number in (3, 2, 4, 2, 1, 1)]
     for each in held:
         await each.done.wait()
     assert done == [1, 2, 3, 4]
     assert held[1].result == PromiseResult.of({"error": "two is wrong", "category": "user"})
-    waiting = run.submit(6, "optim_step", work(6))
+    waiting = run.submit(6, "optim_step", work(6), b"")
     await run.end("the end")
     assert b"model run is gone: the end" in waiting.result.body
+
+
+async def test_a_number_that_comes_again_with_another_body_is_refused():
+    run = make_run(Promises())
+
+    async def act() -> PromiseResult:
+        return PromiseResult.of({})
+
+    first = run.submit(1, "optim_step", act, b'{"learning_rate": 1}')
+    assert run.submit(1, "optim_step", act, b'{"learning_rate": 1}') is first
+    for kind, body in (("optim_step", b'{"learning_rate": 2}'), ("forward", b'{"learning_rate": 1}')):
+        with pytest.raises(HttpError, match="run:1 was optim_step, and came again") as refused:
+            run.submit(1, kind, act, body)
+        assert refused.value.status == 400  # the SDK sends a call again for ever that is answered by 409
 
 
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
@@ -328,16 +342,16 @@ async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monke
         done.append(1)
         return PromiseResult.of({})
 
-    late = [run.submit(number, "optim_step", act) for number in (2, 3)]
+    late = [run.submit(number, "optim_step", act, b"") for number in (2, 3)]
     await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in late)), 5)
     assert all(b"call 1 of model run never arrived" in each.result.body for each in late)
     assert all(b'"user"' in each.result.body for each in late)
     with pytest.raises(HttpError, match=r"must lie in \[4, "):
-        run.submit(1, "optim_step", act)
-    await asyncio.wait_for(run.submit(4, "optim_step", act).done.wait(), 5)
-    waiting = run.submit(6, "optim_step", act)
+        run.submit(1, "optim_step", act, b"")
+    await asyncio.wait_for(run.submit(4, "optim_step", act, b"").done.wait(), 5)
+    waiting = run.submit(6, "optim_step", act, b"")
     await asyncio.sleep(0.01)
-    run.submit(5, "optim_step", act)
+    run.submit(5, "optim_step", act, b"")
     await asyncio.wait_for(waiting.done.wait(), 5)
     assert done == [1, 1, 1]
 
@@ -427,6 +441,26 @@ async def test_the_owner_is_the_key_that_lets_the_request_in(gate):
             answer = await client.get("/api/v1/look", headers={"X-API-Key": "tml-one", **given})
             assert answer.status_code == 200
     assert owners == {hashlib.sha256(b"tml-one").hexdigest()[:32]}
+
+
+async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store, monkeypatch):
+    api = make_api(store, monkeypatch)
+    session, _ = await make_model(api, rank=4)
+    await make_model(api, 0, session, rank=4)
+    with pytest.raises(HttpError, match="came again as create_model"):
+        await make_model(api, 0, session, rank=8)
+    body = ApiCallBody(session_id=session, sampling_session_seq_id=0, base_model="tiny")
+    sampler = (await api.create_sampler("me", body))["sampling_session_id"]
+
+    def request(**settings: Any) -> CompletionsBody:
+        prompt = {"chunks": [{"tokens": [1, 2]}]}
+        return CompletionsBody(prompt=prompt, sampling_params=settings, sampling_session_id=sampler, seq_id=0)
+
+    first = await api.sample("me", request(seed=1))
+    assert await api.sample("me", request(seed=1)) is first
+    with pytest.raises(HttpError, match="came again as sample"):
+        await api.sample("me", request(seed=2))
+    await first.done.wait()
 
 
 async def test_requests_for_the_same_weights_go_together(monkeypatch):
