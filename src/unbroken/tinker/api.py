@@ -28,6 +28,7 @@ from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, sample, write_base
 from unbroken.tinker.sessions import (
+    FORGOTTEN,
     Promise,
     PromiseResult,
     Promises,
@@ -465,7 +466,10 @@ class TinkerApi:
         """The result of a call, or after some seconds that it is still to come."""
         promise = self.promises.find(body.request_id, owner=owner)
         if promise is None:
-            gone = await self.explain_gone(body.request_id.rpartition(":")[0], owner)
+            name = body.request_id.rpartition(":")[0]
+            if self.sessions.has(name, owner=owner):
+                return FORGOTTEN
+            gone = await self.explain_gone(name, owner)
             if gone.status == 404:
                 return {
                     "error": f"call {body.request_id[:200]!r} is not known: the server started again",
@@ -474,8 +478,10 @@ class TinkerApi:
             return {"error": gone.message, "category": "server"}
         with suppress(TimeoutError):
             await asyncio.wait_for(promise.done.wait(), _POLL_S)
-        pending = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        return pending if promise.result is None else promise.result
+        if promise.result is None:
+            return {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        self.promises.note_sent(promise)
+        return promise.result
 
     async def cancel(self, owner: str, body: ApiCallBody) -> Answer:
         """End a sampling call whose result nobody waits for."""

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ _MISSING_S = 120.0
 _MAX_REMEMBERED = 20_000
 _KEPT_S = 3600.0
 _MAX_KEPT_BYTES = 512 * 2**20
+"""Most bytes of the results of one key: then those that were sent are forgotten."""
 _JSON = "application/json"
 
 
@@ -57,7 +58,9 @@ class PromiseResult:
 
 
 Work = Callable[[], Awaitable[PromiseResult]]
-_FORGOTTEN = PromiseResult.failed(HttpError(410, f"the result is kept for {_KEPT_S:g} s, and no longer"))
+FORGOTTEN = PromiseResult.failed(
+    HttpError(410, f"the result is kept for {_KEPT_S:g} s, and no longer; one that was sent makes room for others")
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,10 +106,13 @@ class Promises:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Promise] = {}
-        self._kept: OrderedDict[str, int] = OrderedDict()
-        """The bytes of each result, the oldest first."""
+        self._kept: OrderedDict[str, None] = OrderedDict()
+        """Those with results, the oldest first."""
+        self._sent: dict[str, OrderedDict[str, None]] = {}
+        """Of each owner: those whose results were sent."""
         self._num_open: dict[str, int] = {}
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()
+        """Of each owner: all bytes of its results."""
 
     def open(self, request_id: str, kind: str, body: bytes, *, owner: str, model_id: str = "") -> Promise:
         """Make a promise; `HttpError` (429) if the owner has too many open ones."""
@@ -117,6 +123,14 @@ class Promises:
                 f"this key has {number} calls that are not answered yet, the most there may be: wait for some of them",
                 headers={"Retry-After": "1"},
             )
+        if self._num_bytes[owner] > _MAX_KEPT_BYTES and not self._sent.get(owner):
+            raise HttpError(
+                429,
+                f"this key has {self._num_bytes[owner]} bytes of results that it has not asked for: retrieve them",
+                headers={"Retry-After": "1"},
+            )
+        if request_id in self._kept:  # of a call so long ago that its sampler has forgotten it
+            self._forget(request_id)
         digest = hash_call(kind, body)
         promise = Promise(request_id=request_id, owner=owner, kind=kind, digest=digest, model_id=model_id)
         self._by_id[request_id] = promise
@@ -141,16 +155,26 @@ class Promises:
         promise.result, promise.finished_s = result, time.monotonic()
         promise.done.set()
         self._num_open[promise.owner] -= 1
-        self._kept[promise.request_id] = len(result.body)
-        self._num_bytes += len(result.body)
-        while self._kept and self._is_over(next(iter(self._kept))):
-            request_id, size = self._kept.popitem(last=False)
-            self._num_bytes -= size
-            self._by_id.pop(request_id).result = _FORGOTTEN
+        self._kept[promise.request_id] = None
+        self._num_bytes[promise.owner] += len(result.body)
+        sent = self._sent.get(promise.owner)
+        while sent and self._num_bytes[promise.owner] > _MAX_KEPT_BYTES:
+            self._forget(next(iter(sent)))
+        while self._by_id[oldest := next(iter(self._kept))].finished_s < promise.finished_s - _KEPT_S:
+            self._forget(oldest)
 
-    def _is_over(self, request_id: str) -> bool:
-        age = time.monotonic() - self._by_id[request_id].finished_s
-        return age > _KEPT_S or self._num_bytes > _MAX_KEPT_BYTES
+    def _forget(self, request_id: str) -> None:
+        del self._kept[request_id]
+        promise = self._by_id.pop(request_id)
+        self._sent.get(promise.owner, OrderedDict()).pop(request_id, None)
+        assert promise.result is not None, "only what has a result is kept"
+        self._num_bytes[promise.owner] -= len(promise.result.body)
+        promise.result = FORGOTTEN
+
+    def note_sent(self, promise: Promise) -> None:
+        """The result was sent: when there is no room, it is forgotten before any that was not."""
+        if promise.request_id in self._kept:
+            self._sent.setdefault(promise.owner, OrderedDict())[promise.request_id] = None
 
     def find(self, request_id: str, *, owner: str) -> Promise | None:
         """A promise of this owner."""
@@ -311,6 +335,11 @@ class TinkerSessions:
         """A training run of this owner whose model is there. Its name begins with its session's."""
         session = self._find(model_id, owner)
         return None if session is None else session.runs.get(model_id)
+
+    def has(self, name: str, *, owner: str) -> bool:
+        """Whether this owner's model or sampler of this name is there."""
+        session = self._find(name, owner)
+        return session is not None and (name in session.runs or name in session.samplers)
 
     def get_sampler(self, sampler_id: str, *, owner: str) -> TinkerSampler:
         """A sampler of this owner; otherwise `HttpError`."""

@@ -289,10 +289,32 @@ async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypa
     promises.finish(held[0], PromiseResult.of({"number": 1}))
     assert promises.find("0", owner="me").result == PromiseResult.of({"number": 1})
     assert promises.find("0", owner="other") is None
-    monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 20)
+    monkeypatch.setattr(sessions, "_KEPT_S", 0)
     promises.finish(held[1], PromiseResult.of({"number": 2}))
     assert promises.find("0", owner="me") is None
     assert promises.find("1", owner="me") is not None
+
+
+async def test_results_of_a_key_make_room_for_its_own_alone_once_they_were_sent(monkeypatch):
+    promises = Promises()
+    monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 30)
+    mine, theirs = (
+        [promises.open(f"{owner}:{number}", "sample", b"", owner=owner) for number in range(3)]
+        for owner in ("me", "other")
+    )
+    for each in (*mine, *theirs):
+        promises.finish(each, PromiseResult.of({"number": 123}))  # 14 bytes
+        if each is theirs[0]:
+            promises.note_sent(each)
+    assert promises.find("other:0", owner="other") is None
+    assert theirs[0].result == sessions.FORGOTTEN
+    kept = [promises.find(each.request_id, owner=each.owner) for each in (*mine, *theirs[1:])]
+    assert kept == [*mine, *theirs[1:]]
+    promises.open("other:3", "sample", b"", owner="other")
+    with pytest.raises(HttpError, match="this key has 42 bytes of results that it has not asked for"):
+        promises.open("me:3", "sample", b"", owner="me")
+    promises.note_sent(mine[1])
+    promises.open("me:3", "sample", b"", owner="me")
 
 
 async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
