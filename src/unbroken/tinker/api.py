@@ -29,6 +29,7 @@ from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, sample, write_base
 from unbroken.tinker.sessions import (
     FORGOTTEN,
+    MAX_SNAPSHOTS,
     Promise,
     PromiseResult,
     Promises,
@@ -345,13 +346,26 @@ class TinkerApi:
         if body.sampling_session_seq_id is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
         session = self.sessions.get(run.session_id, owner=run.owner)
+        if f"{session.session_id}:sample:{body.sampling_session_seq_id}" in session.samplers:
+            raise InvalidInputError(f"sampling_session_seq_id {body.sampling_session_seq_id} is another sampler's")
         folder = self._store.temporary_folder / session.session_id / str(body.sampling_session_seq_id)
         await self._train(partial(_write, folder, run.model_id))
         weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
+        unused: Path | None = None
         if body.kind == "inflight":
+            unused = run.inflight.folder
             await self._switch.publish(run.inflight, folder / "sampler", run.version)
             weights = run.inflight
-        return self.sessions.add_sampler(session, body.sampling_session_seq_id, weights)
+        sampler = self.sessions.add_sampler(session, body.sampling_session_seq_id, weights)
+        if body.kind == "snapshot":
+            run.snapshots.append(sampler)
+            if len(run.snapshots) > MAX_SNAPSHOTS:
+                oldest = run.snapshots.pop(0)
+                del session.samplers[oldest.sampler_id]
+                unused = oldest.weights.folder
+        if unused is not None:
+            await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
+        return sampler
 
     async def describe_weights(self, owner: str, body: ApiCallBody) -> Answer:
         found = await self._get_checkpoint(body.path or "", owner)

@@ -142,6 +142,10 @@ class WeightSwitch:
 
     async def _load(self, weights: SamplerWeights) -> None:
         engine = require_updatable(self._engine)
+        if weights.folder is not None and not weights.folder.exists():
+            raise HttpError(
+                410, f"weights of model {weights.model_id} are gone: its session has ended, or made newer ones"
+            )
         if weights.folder is not None and self._base_folder is None:  # now, while the folder is there
             self._base_folder = await asyncio.to_thread(self._make_base, weights.folder)
         folder = weights.folder or self._base_folder

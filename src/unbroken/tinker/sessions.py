@@ -25,6 +25,8 @@ from unbroken.tinker.store import ModelFacts
 _log = logging.getLogger(__name__)
 MAX_OPEN = 10_000
 """Most promises of one key that are not answered yet."""
+MAX_SNAPSHOTS = 8
+"""Most samplers of a model that have weights without a name: each is a copy on the disk."""
 _MAX_AHEAD = 10_000
 _MISSING_S = 120.0
 """How long later calls wait for one that does not come; the SDK sends a lost one again within that time."""
@@ -194,6 +196,8 @@ class TrainingRun:
         """Rises with each change of the weights."""
         self.inflight = SamplerWeights(model_id=facts.model_id)
         """What its `inflight` samplers share."""
+        self.snapshots: list[TinkerSampler] = []
+        """Samplers of weights without a name, the oldest first."""
         self.created = created
         self._promises = promises
         self._next = 1
@@ -347,8 +351,8 @@ class TinkerSessions:
         if session is None or sampler_id not in session.samplers:
             raise HttpError(
                 410,
-                f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again. "
-                "Make another SamplingClient",
+                f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again, "
+                f"or its model has {MAX_SNAPSHOTS} newer ones. Make another SamplingClient",
             )
         return session.samplers[sampler_id]
 

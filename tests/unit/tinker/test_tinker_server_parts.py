@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -485,11 +486,36 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     await first.done.wait()
 
 
-async def test_requests_for_the_same_weights_go_together(monkeypatch):
+async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypatch):
+    api = make_api(store, monkeypatch)
+    session, model_id = await make_model(api)
+    made = []
+    for number, kind in enumerate([*["snapshot"] * (sessions.MAX_SNAPSHOTS + 2), *["inflight"] * 3], start=1):
+        body = ApiCallBody(model_id=model_id, seq_id=number, sampling_session_seq_id=number, kind=kind)
+        promise = await api.save_weights_for_sampler("me", body)
+        await promise.done.wait()
+        made.append(json.loads(promise.result.body)["sampling_session_id"])
+    folders = {each.name for each in (store.temporary_folder / session).iterdir()}
+    assert folders == {str(number) for number in (*range(3, sessions.MAX_SNAPSHOTS + 3), len(made))}
+    for name in made[:2]:
+        with pytest.raises(HttpError, match="its model has 8 newer ones") as gone:
+            api.sessions.get_sampler(name, owner="me")
+        assert gone.value.status == 410
+    for name in made[2:]:
+        async with api._switch.use(api.sessions.get_sampler(name, owner="me").weights):
+            pass
+    with pytest.raises(HttpError, match="are gone: its session has ended, or made newer ones"):
+        async with api._switch.use(SamplerWeights(folder=store.temporary_folder / session / "1" / "sampler")):
+            pass
+
+
+async def test_requests_for_the_same_weights_go_together(monkeypatch, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr("unbroken.tinker.sampling.require_updatable", lambda engine: engine)
     engine = CountedEngine()
     switch = WeightSwitch(engine, make_base=lambda _: Path("base"))
-    base, one, two = SamplerWeights(), SamplerWeights(folder=Path("one")), SamplerWeights(folder=Path("two"))
+    base, one, two = SamplerWeights(), *(SamplerWeights(folder=tmp_path / each) for each in ("one", "two"))
     inside: set[SamplerWeights] = set()
 
     async def use(weights: SamplerWeights) -> None:
