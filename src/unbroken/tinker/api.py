@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Answer: TypeAlias = Promise | PromiseResult | dict[str, Any] | None
+_MAX_TTL_S = 10 * 365 * 86400
 _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
 
@@ -276,28 +277,36 @@ class TinkerApi:
         run = await self._get_run(body.model_id, owner)
 
         async def work() -> PromiseResult:
-            path = f"tinker://{run.model_id}/weights/{check_name(body.path or f'{body.seq_id:06}')}"
-            known = await self._storing.run(partial(self._store.find_checkpoint, path, owner=owner))
-            if known is not None and not body.overwrite:
-                raise InvalidInputError(f"{path} is there already: give another name, or overwrite=True")
-            num_bytes = await self._train(partial(_write, self._store.folder_of(path), run.model_id, state=True))
-            await self._keep(run, path, num_bytes, body)
+            path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body)
             return PromiseResult.of({"path": path, "type": "save_weights"})
 
         return run.submit(body.seq_id, "save_weights", work, _encode(body))
 
-    async def _keep(self, run: TrainingRun, path: str, num_bytes: int, body: ApiCallBody) -> None:
+    async def _save(self, run: TrainingRun, kind: str, name: str, body: ApiCallBody) -> str:
+        """Save a model under a name, in a folder of its own; returns the path. One that is replaced is whole until the
+        new one's row is written.
+        """
+        path = f"tinker://{run.model_id}/{kind}/{check_name(name)}"
+        if body.ttl_seconds is not None and not 1 <= body.ttl_seconds <= _MAX_TTL_S:
+            raise InvalidInputError(f"ttl_seconds must lie in [1, {_MAX_TTL_S}], got {body.ttl_seconds}")
+        known = await self._storing.run(partial(self._store.find_checkpoint, path, owner=run.owner))
+        if known is not None and not body.overwrite:
+            raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
             path=path,
+            folder=f"{name}-{uuid.uuid4().hex}",
             model_id=run.model_id,
             base_model=run.facts.base_model,
             lora=run.facts.lora,
             version=run.version,
-            num_bytes=num_bytes,
+            num_bytes=0,
             user_metadata=body.user_metadata,
             expires=None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
         )
-        await self._storing.run(partial(self._store.put_checkpoint, checkpoint, owner=run.owner))
+        folder, state = self._store.folder_of(checkpoint), checkpoint.is_for_training
+        written = replace(checkpoint, num_bytes=await self._train(partial(_write, folder, run.model_id, state=state)))
+        await self._storing.run(partial(self._store.put_checkpoint, written, owner=run.owner))
+        return path
 
     async def _get_checkpoint(self, path: str, owner: str) -> Checkpoint:
         found = await self._storing.run(partial(self._store.find_checkpoint, path, owner=owner))
@@ -322,7 +331,7 @@ class TinkerApi:
             raise InvalidInputError(f"{checkpoint.path} is for sampling alone: load what save_state saved")
         if checkpoint.lora != run.facts.lora:
             raise InvalidInputError(f"{checkpoint.path} has lora_config {checkpoint.lora}, the model {run.facts.lora}")
-        folder = self._store.folder_of(checkpoint.path) / "state"
+        folder = self._store.folder_of(checkpoint) / "state"
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
 
@@ -333,9 +342,7 @@ class TinkerApi:
         async def work() -> PromiseResult:
             kind = "save_weights_for_sampler"
             if body.path is not None:
-                path = f"tinker://{run.model_id}/sampler_weights/{check_name(body.path)}"
-                num_bytes = await self._train(partial(_write, self._store.folder_of(path), run.model_id))
-                await self._keep(run, path, num_bytes, body)
+                path = await self._save(run, "sampler_weights", body.path, body)
                 return PromiseResult.of({"path": path, "type": kind})
             sampler = await self._make_sampler(run, body)
             return PromiseResult.of({"sampling_session_id": sampler.sampler_id, "type": kind})
@@ -406,7 +413,7 @@ class TinkerApi:
         if body.model_path is not None:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
             self._check_kind(checkpoint.lora)
-            folder = self._store.folder_of(checkpoint.path) / "sampler"
+            folder = self._store.folder_of(checkpoint) / "sampler"
             weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
         number = body.sampling_session_seq_id or 0
         sampler = self.sessions.add_sampler(session, number, weights, model_path=body.model_path)

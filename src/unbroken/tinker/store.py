@@ -1,8 +1,8 @@
 """What outlives the server's process: sampled sequences, models and checkpoints, in one folder.
 
     FOLDER/tinker.sqlite3                    rows of all that follows, and of each sampled sequence
-    FOLDER/weights/RUN/NAME/                 a checkpoint: the model's own files, and in sampler/ what engines take
-    FOLDER/sampler_weights/RUN/NAME/         weights for sampling alone; those without a name end with their session
+    FOLDER/weights/RUN/NAME-HEX/             a checkpoint: the model's own files, and in sampler/ what engines take
+    FOLDER/sampler_weights/RUN/NAME-HEX/     weights for sampling alone; those without a name end with their session
 
 A file is whole before its row is written, and a row is on the disk before its request is answered.
 """
@@ -28,7 +28,6 @@ from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
 from unbroken.ledger.store import open_store_reader
 from unbroken.types import Logprobs, SampledSequence, TokenIds
-from unbroken.weights.folders import remove_unfinished
 
 DATABASE = "tinker.sqlite3"
 _SCHEMA = """
@@ -106,6 +105,8 @@ class Checkpoint:
     version: int
     """Of the model, when it was saved."""
     num_bytes: int
+    folder: str = ""
+    """The name of its folder, which no other save has; empty: that of the path."""
     user_metadata: Mapping[str, str] | None = None
     expires: float | None = None
     made: float = field(default_factory=time.time)
@@ -186,10 +187,16 @@ class TinkerStore:
             raise StoreError(f"{folder / DATABASE} cannot be opened: {error}") from error
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
         self._write("UPDATE models SET ended = ? WHERE ended IS NULL", ("the server stopped",))
+        kept: set[Path] = set()
         for owner, facts in self._read("SELECT owner, facts FROM checkpoints"):
             if (checkpoint := Checkpoint(**json.loads(facts))).is_over:
                 self.delete_checkpoint(checkpoint, owner=owner)
-            remove_unfinished(self.folder_of(checkpoint.path).parent, "")
+            else:
+                kept.add(self.folder_of(checkpoint))
+        for kind in ("weights", "sampler_weights") if kept else ():  # without rows the database may be lost
+            for path in folder.glob(f"{kind}/*/*-{'[0-9a-f]' * 32}"):
+                if path not in kept:  # a killed server left it
+                    shutil.rmtree(path, ignore_errors=True)
 
     @property
     def temporary_folder(self) -> Path:
@@ -309,12 +316,15 @@ class TinkerStore:
         return [ModelFacts(**{**json.loads(facts), "used": used, "ended": ended}) for facts, used, ended in rows]
 
     def put_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
-        """Record a checkpoint, whose files are whole."""
+        """Record a checkpoint, whose files are whole, and then remove those of the one that it replaces."""
         facts = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
+        replaced = self._read("SELECT facts FROM checkpoints WHERE path = ?", checkpoint.path)
         self._write(
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?)",
             (checkpoint.path, checkpoint.model_id, owner, json.dumps(facts), checkpoint.made),
         )
+        for (before,) in replaced:
+            shutil.rmtree(self.folder_of(Checkpoint(**json.loads(before))), ignore_errors=True)
 
     def list_checkpoints(self, *, owner: str, model_id: str | None = None) -> list[Checkpoint]:
         """The checkpoints of an owner, or those of one training run, the newest first."""
@@ -330,9 +340,9 @@ class TinkerStore:
     def delete_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Forget a checkpoint, and remove its files."""
         self._write("DELETE FROM checkpoints WHERE owner = ? AND path = ?", (owner, checkpoint.path))
-        shutil.rmtree(self.folder_of(checkpoint.path), ignore_errors=True)
+        shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
 
-    def folder_of(self, path: str) -> Path:
-        """Where the files of a checkpoint's path lie."""
-        run, kind, name = path.removeprefix("tinker://").split("/")
-        return self.folder / kind / run.replace(":", "-") / name
+    def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Where the files of a checkpoint lie."""
+        run, kind, name = checkpoint.path.removeprefix("tinker://").split("/")
+        return self.folder / kind / run.replace(":", "-") / (checkpoint.folder or name)

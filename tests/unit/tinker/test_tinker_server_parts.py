@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -402,6 +403,9 @@ class WrittenModels:
     def delete(self, model_id: str) -> None:
         pass
 
+    def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
+        folder.mkdir()
+
     def adapter(self, model_id: str) -> Any:
         return iter([("x.lora_A.weight", torch.zeros(2, 2))])
 
@@ -551,10 +555,9 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
         TinkerStore(tmp_path)
     store.put_model(FACTS, owner="me")
     path = "tinker://run/weights/a"
-    store.put_checkpoint(
-        Checkpoint(path=path, model_id="run", base_model="tiny", lora={"rank": 4}, version=3, num_bytes=1), owner="me"
-    )
-    store.folder_of(path).mkdir(parents=True)
+    saved = Checkpoint(path=path, model_id="run", base_model="tiny", lora={"rank": 4}, version=3, num_bytes=1)
+    store.put_checkpoint(saved, owner="me")
+    store.folder_of(saved).mkdir(parents=True)
     store.close()
     store = TinkerStore(tmp_path)
     assert store.find_model("run", owner="me").ended == "the server stopped"
@@ -563,13 +566,53 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
     assert (found.version, found.lora, found.is_for_training) == (3, {"rank": 4}, True)
     assert store.find_checkpoint(path, owner="other") is None
     store.delete_checkpoint(found, owner="me")
-    assert not store.folder_of(path).exists()
+    assert not store.folder_of(saved).exists()
     expired = Checkpoint(
         path=path, model_id="run", base_model="tiny", lora=None, version=0, num_bytes=1, expires=found.made
     )
     store.put_checkpoint(expired, owner="me")
     assert store.find_checkpoint(path, owner="me") is None
-    store.folder_of(path).mkdir(parents=True)
+    store.folder_of(saved).mkdir(parents=True)
     store.close()
     TinkerStore(tmp_path).close()
-    assert not store.folder_of(path).exists()
+    assert not store.folder_of(saved).exists()
+
+
+async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recorded(store, monkeypatch):
+    api = make_api(store, monkeypatch)
+    _, model_id = await make_model(api)
+    calls = iter(range(1, 99))
+
+    async def save(call: Any = api.save_weights, **fields: Any) -> str:
+        body = ApiCallBody(model_id=model_id, seq_id=next(calls), path="a", **fields)
+        promise = await call("me", body)
+        await promise.done.wait()
+        return promise.result.body.decode()
+
+    def find() -> Path:
+        found = store.find_checkpoint(f"tinker://{model_id}/weights/a", owner="me")
+        assert (store.folder_of(found) / "sampler" / "00000.safetensors").exists()
+        return store.folder_of(found)
+
+    assert "weights/a" in await save()
+    first = find()
+    assert "is there already: give another name" in await save()
+    with monkeypatch.context() as killed:
+        killed.setattr(store, "put_checkpoint", lambda *_, **__: 1 / 0)
+        await save(overwrite=True)
+    assert find() == first
+    await save(overwrite=True)
+    assert find() != first
+    assert not first.exists()
+
+    to_sample = partial(save, api.save_weights_for_sampler)
+    assert "sampler_weights/a" in await to_sample()
+    assert "is there already: give another name" in await to_sample()  # samplers have it
+    for ttl in (0, 10**12):
+        assert "ttl_seconds must lie in [1, 315360000]" in await save(overwrite=True, ttl_seconds=ttl)
+    assert len((await api.list_checkpoints("me"))["checkpoints"]) == 2
+    assert len([*first.parent.iterdir()]) == 2  # with what was written and not recorded
+    kept = find()
+    store.close()
+    TinkerStore(store.folder).close()
+    assert [*first.parent.iterdir()] == [kept]
