@@ -25,6 +25,8 @@ from unbroken.tinker.store import ModelFacts
 _log = logging.getLogger(__name__)
 MAX_OPEN = 10_000
 """Most promises of one key that are not answered yet."""
+MAX_OPEN_BYTES = 2**29
+"""Most bytes of the bodies of these promises."""
 MAX_SNAPSHOTS = 8
 """Most samplers of a model that have weights without a name: each is a copy on the disk."""
 _MAX_AHEAD = 10_000
@@ -74,6 +76,8 @@ class Promise:
     kind: str
     digest: bytes
     """Of kind and body."""
+    num_bytes: int
+    """Of the body."""
     model_id: str = ""
     sequence_ids: list[str] = field(default_factory=list)
     """Of a sampling call: the ids of its completions."""
@@ -113,16 +117,21 @@ class Promises:
         self._sent: dict[str, OrderedDict[str, None]] = {}
         """Of each owner: those whose results were sent."""
         self._num_open: dict[str, int] = {}
+        self._open_bytes: Counter[str] = Counter()
+        """Of each owner: all bytes of the bodies of open ones."""
         self._num_bytes: Counter[str] = Counter()
         """Of each owner: all bytes of its results."""
 
-    def open(self, request_id: str, kind: str, body: bytes, *, owner: str, model_id: str = "") -> Promise:
-        """Make a promise; `HttpError` (429) if the owner has too many open ones."""
-        number = self._num_open.get(owner, 0)
-        if number >= MAX_OPEN:
+    def open(
+        self, request_id: str, kind: str, body: bytes, *, owner: str, model_id: str = "", is_next: bool = False
+    ) -> Promise:
+        """Make a promise; `HttpError` (429) if its owner has too many open ones that do not wait for it (`is_next`)."""
+        number, num_bytes = self._num_open.get(owner, 0), self._open_bytes[owner]
+        if (number >= MAX_OPEN or num_bytes + len(body) > MAX_OPEN_BYTES) and not is_next:
             raise HttpError(
                 429,
-                f"this key has {number} calls that are not answered yet, the most there may be: wait for some of them",
+                f"this key has {number} calls of {num_bytes} bytes that are not answered yet, and may have {MAX_OPEN} "
+                f"calls of {MAX_OPEN_BYTES} bytes: wait for some of them",
                 headers={"Retry-After": "1"},
             )
         if self._num_bytes[owner] > _MAX_KEPT_BYTES and not self._sent.get(owner):
@@ -134,8 +143,11 @@ class Promises:
         if request_id in self._kept:  # of a call so long ago that its sampler has forgotten it
             self._forget(request_id)
         digest = hash_call(kind, body)
-        promise = Promise(request_id=request_id, owner=owner, kind=kind, digest=digest, model_id=model_id)
+        promise = Promise(
+            request_id=request_id, owner=owner, kind=kind, digest=digest, num_bytes=len(body), model_id=model_id
+        )
         self._by_id[request_id] = promise
+        self._open_bytes[owner] += len(body)
         self._num_open[owner] = number + 1
         return promise
 
@@ -157,6 +169,7 @@ class Promises:
         promise.result, promise.finished_s = result, time.monotonic()
         promise.done.set()
         self._num_open[promise.owner] -= 1
+        self._open_bytes[promise.owner] -= promise.num_bytes
         self._kept[promise.request_id] = None
         self._num_bytes[promise.owner] += len(result.body)
         sent = self._sent.get(promise.owner)
@@ -225,12 +238,13 @@ class TrainingRun:
                 "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
             )
         request_id = f"{self.model_id}:{seq_id}"
-        promise = self._promises.open(request_id, kind, body, owner=self.owner, model_id=self.model_id)
+        is_next = seq_id == self._next
+        promise = self._promises.open(request_id, kind, body, owner=self.owner, model_id=self.model_id, is_next=is_next)
         self._by_seq[seq_id], self._waiting[seq_id] = promise, work
         self._by_seq.pop(seq_id - _MAX_REMEMBERED, None)
         if self._ended:
             self._fail_waiting(self._ended)
-        elif seq_id == self._next:
+        elif is_next:
             self._came.set()
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())

@@ -285,7 +285,7 @@ async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypa
     promises = Promises()
     monkeypatch.setattr(sessions, "MAX_OPEN", 3)
     held = [promises.open(str(number), "sample", b"", owner="me") for number in range(3)]
-    with pytest.raises(HttpError, match="3 calls that are not answered yet"):
+    with pytest.raises(HttpError, match="3 calls of 0 bytes that are not answered yet"):
         promises.open("4", "sample", b"", owner="me")
     promises.open("5", "sample", b"", owner="other")
     promises.finish(held[0], PromiseResult.of({"number": 1}))
@@ -355,6 +355,26 @@ async def test_a_number_that_comes_again_with_another_body_is_refused():
         with pytest.raises(HttpError, match="run:1 was optim_step, and came again") as refused:
             run.submit(1, kind, act, body)
         assert refused.value.status == 400  # the SDK sends a call again for ever that is answered by 409
+
+
+async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait_for_is_taken(monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_OPEN_BYTES", 100)
+    promises, released = Promises(), asyncio.Event()
+    run = make_run(promises)
+
+    async def act() -> PromiseResult:
+        await released.wait()
+        return PromiseResult.of({})
+
+    run.submit(2, "forward", act, bytes(60))
+    with pytest.raises(HttpError, match="1 calls of 60 bytes that are not answered yet") as refused:
+        run.submit(3, "forward", act, bytes(60))
+    assert refused.value.status == 429
+    promises.open("other", "sample", bytes(60), owner="other")
+    run.submit(1, "forward", act, bytes(60))
+    released.set()
+    await run.submit(2, "forward", act, bytes(60)).done.wait()
+    await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).done.wait(), 5)
 
 
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
