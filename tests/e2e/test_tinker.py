@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-import zstandard
 from tinker import types
 
 from support.served import Served, save_tiny_model, served
@@ -381,12 +380,9 @@ def test_bad_data_are_user_errors_that_say_where_and_the_model_goes_on(server):
 def test_bad_bodies_are_refused(server):
     raw = RawClient(server.url)
     session, model_id = raw.create_model("tiny")
-    bomb = zstandard.ZstdCompressor().compress(bytes(2**28))
-    assert len(bomb) < 2**16
     for body, headers, status in (
         (b"\xff\xff\xff", {}, 400),
-        (bomb, {"content-encoding": "zstd"}, 413),
-        (b"no zstd", {"content-encoding": "zstd"}, 400),
+        (make_message(model_id, 1), {"content-encoding": "zstd"}, 400),
         (b"", {"content-encoding": "br"}, 400),
         (b"{}", {"content-type": "application/json"}, 400),
         (make_message(model_id, 0), {}, 400),

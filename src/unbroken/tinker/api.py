@@ -241,8 +241,7 @@ class TinkerApi:
 
     async def forward_backward(self, owner: str, body: bytes, content_type: str, encoding: str) -> Promise:
         """Compute the gradients of data, or the logprobs and the loss alone."""
-        max_bytes = self._context.config.limits.max_body_bytes
-        message = await asyncio.to_thread(parse_forward_backward, body, content_type, encoding, max_bytes)
+        message = await asyncio.to_thread(parse_forward_backward, body, content_type, encoding)
         run = await self._get_run(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
         content = await asyncio.to_thread(message.SerializeToString, deterministic=True)

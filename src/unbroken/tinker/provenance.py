@@ -97,20 +97,20 @@ class ProvenanceCheck:
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
         sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
         used = datum.inputs.get("weights")
-        if self._loss == "dro":  # its penalty is of all positions
-            used = np.ones(number, np.float32) if used is None else used
-        else:
+        if self._loss != "dro":
             used = datum.inputs.get("advantages", used)
+        elif used is None:  # its penalty is of all positions
+            used = np.ones(number, np.float32)
         used = used if used is not None and used.shape == sampled.shape else None
         # Loops write 0 for targets that the loss does not use.
         is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)
         list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims))
-        compared: dict[str, tuple[TokenIds, int]] = {}
+        known: dict[str, tuple[TokenIds, int]] = {}
         fields = f"{where}.loss_fn_inputs"
         for span, start, claim, sequence in self._find_true(fields, targets, each.target_claims, number, is_blank):
-            if not claim.sampled or (
-                targets is not None and not self._has_context(span, datum, start, claim, sequence, compared)
-            ):
+            if not claim.sampled:
+                continue
+            if targets is not None and not self._has_context(span, datum.input_ids, start, claim, known):
                 continue
             sampled[start : start + claim.length] = 1
             logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
@@ -152,36 +152,29 @@ class ProvenanceCheck:
             start += claim.length
 
     def _has_context(
-        self,
-        where: str,
-        datum: Datum,
-        start: int,
-        claim: ProvenanceClaim,
-        sequence: RecordedSequence,
-        compared: dict[str, tuple[TokenIds, int]],
+        self, where: str, ids: TokenIds, start: int, claim: ProvenanceClaim, known: dict[str, tuple[TokenIds, int]]
     ) -> bool:
-        """Whether all before the targets of a span is what they were sampled after. `compared` is filled: of each
-        sequence its prompt and sampled ids, and how many of them the datum's input begins with.
+        """Whether `ids`, the datum's input, have before the targets of a span what those were sampled after. `known` is
+        filled: of each sequence its prompt and sampled ids, and how many of them the input begins with.
         """
-        if claim.sequence_id not in compared:
+        sequence = self._known[claim.sequence_id]
+        if claim.sequence_id not in known:
             whole = np.concatenate([sequence.prompt_ids, sequence.ids])
-            both = min(len(whole), len(datum.input_ids))
-            wrong = np.flatnonzero(whole[:both] != datum.input_ids[:both])
-            compared[claim.sequence_id] = whole, int(wrong[0]) if len(wrong) else both
-        whole, same = compared[claim.sequence_id]
+            both = min(len(whole), len(ids))
+            wrong = np.flatnonzero(whole[:both] != ids[:both])
+            known[claim.sequence_id] = whole, int(wrong[0]) if len(wrong) else both
+        whole, same = known[claim.sequence_id]
         wanted, given = len(sequence.prompt_ids) + claim.offset, start + 1
         more = claim.length - 1 if wanted == given else 0
         place = min(same, wanted + more, given + more)
         if place == wanted + more == given + more:
             return True
-        ids = [
-            f"id {each[place]}" if place < end + more else "no id"
-            for each, end in ((whole, wanted), (datum.input_ids, given))
-        ]
+        right = f"id {whole[place]}" if place < wanted + more else "no id"
+        wrong_id = f"id {ids[place]}" if place < given + more else "no id"
         self._refuse(
             f"{where}, position {min(max(start, place), start + more)}: the sampled ids of {claim.sequence_id!r} from "
             f"{claim.offset} came after {wanted} ids, its prompt and those sampled before, and here come after {given} "
-            f"of model_input: at position {place} the sequence has {ids[0]}, and {ids[1]} was given",
+            f"of model_input: at position {place} the sequence has {right}, and {wrong_id} was given",
             "false_contexts",
         )
         return False

@@ -67,7 +67,7 @@ _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
 }
 """What is called without a body."""
 _FIXED: Mapping[str, dict[str, Any]] = {
-    "client/config": {"proto_compress_fwdbwd": True, "sample_join_sampling_session": True},
+    "client/config": {"sample_join_sampling_session": True},
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},
 }

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import zstandard
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, Field
@@ -25,7 +24,6 @@ from unbroken.tinker.data import Datum, Output
 from unbroken.types import FinishReason, SampledSequence, TokenIds, TopLogprobs
 
 PROTOBUF = "application/x-protobuf"
-_MAX_WINDOW = 2**27
 _MAX_CELLS = 2**24
 """Most targets of a request with several a position: all positions times the most targets of one."""
 _EMPTY_LOGPROB = -99999.0
@@ -71,18 +69,12 @@ class ClaimedDatum:
     target_claims: tuple[ProvenanceClaim, ...]
 
 
-def parse_forward_backward(body: bytes, content_type: str, encoding: str, max_bytes: int) -> Any:
-    """Parse the body of `forward_backward`, whose expanded size is at most `max_bytes`.
-
-    Raises:
-        HttpError: it is no protobuf message, is compressed otherwise than by zstd, or is too large.
-    """
+def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> Any:
+    """Parse the body of `forward_backward`; `HttpError` if it is no protobuf message, or is compressed."""
     if PROTOBUF not in content_type:
         raise HttpError(400, f"Content-Type must be {PROTOBUF}, got {content_type[:100]!r}: use an SDK >= 0.38")
-    if encoding not in ("", "identity", "zstd"):
-        raise HttpError(400, f"Content-Encoding must be zstd or left out, got {encoding[:100]!r}")
-    if encoding == "zstd":
-        body = _expand(body, max_bytes)
+    if encoding not in ("", "identity"):
+        raise HttpError(400, f"Content-Encoding must be left out, as client/config says, got {encoding[:100]!r}")
     message = load_messages().ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -91,28 +83,11 @@ def parse_forward_backward(body: bytes, content_type: str, encoding: str, max_by
     return message
 
 
-def _expand(body: bytes, max_bytes: int) -> bytes:
-    try:
-        reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(body, read_across_frames=True)
-        expanded = reader.read(max_bytes + 1)
-        number = zstandard.frame_content_size(body)  # -1 if it is not known
-    except zstandard.ZstdError as error:
-        raise HttpError(400, f"the body must be compressed by zstd, as Content-Encoding says: {error}") from None
-    if len(expanded) > max_bytes:
-        raise HttpError(413, f"the body must have at most {max_bytes} bytes once expanded (max_body_bytes), got more")
-    if len(expanded) < number:
-        raise HttpError(400, f"the body's zstd frame must have {number} bytes once expanded, got {len(expanded)}")
-    return bytes(expanded)
-
-
 def read_loss_config(message: Any) -> dict[str, float | str]:
-    """The values of `loss_fn_config`; `InvalidInputError` for a number that is not finite."""
+    """The values of `loss_fn_config`."""
     found: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         found[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    for name, given in found.items():
-        if isinstance(given, float) and not math.isfinite(given):
-            raise InvalidInputError(f"loss_fn_config[{name!r}] must be finite, got {given}")
     return found
 
 

@@ -16,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-import zstandard
 from fastapi import FastAPI, Request
 
 from unbroken.errors import InvalidInputError, StoreError, TrainingError
@@ -30,13 +29,11 @@ from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwit
 from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
-    PROTOBUF,
     ApiCallBody,
     ClaimedDatum,
     LoraBody,
     ProvenanceClaim,
     load_messages,
-    parse_forward_backward,
     read_data,
 )
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
@@ -273,12 +270,6 @@ def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
     message.data[1].loss_fn_inputs["target_tokens"].shape[0] = -9
     with pytest.raises(InvalidInputError, match=r"data\[1\]: .* got \[-9\]"):
         read_data(message, 2**22, 100)
-
-
-def test_a_zstd_frame_that_is_cut_is_named():
-    body = zstandard.ZstdCompressor().compress(np.random.default_rng(0).bytes(2**18))
-    with pytest.raises(HttpError, match="zstd frame must have 262144 bytes once expanded, got"):
-        parse_forward_backward(body[: 2**17 + 100], PROTOBUF, "zstd", 2**20)
 
 
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
