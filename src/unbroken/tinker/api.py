@@ -127,9 +127,7 @@ class TinkerApi:
         return None
 
     async def _free(self, session: TinkerSession, reason: str) -> None:
-        for sampler in session.samplers.values():
-            for promise in sampler.promises.values():
-                promise.cancel()
+        self.promises.cancel_samples(session.session_id)
         for run in session.runs.values():
             await run.end(reason)
             with suppress(UnbrokenError):  # it was never made
@@ -146,8 +144,9 @@ class TinkerApi:
         if body.base_model is not None or checkpoint is None:
             self._check_base(body.base_model)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        if model_id in session.runs:
-            return session.runs[model_id].created.repeat("create_model", _encode(body))
+        request_id, content = f"{model_id}:0", _encode(body)
+        if known := self.promises.find_repeated(request_id, "create_model", content):
+            return known
         number = self.sessions.count_runs(owner=owner)
         if number >= self._options.tinker_max_models:
             raise HttpError(
@@ -159,9 +158,8 @@ class TinkerApi:
         lora = given if checkpoint is None else checkpoint.lora
         self._check_kind(lora)
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        request_id = f"{model_id}:0"
-        promise = self.promises.open(request_id, "create_model", _encode(body), owner=owner, model_id=model_id)
-        run = TrainingRun(facts, owner=owner, promises=self.promises, created=promise)
+        promise = self.promises.open(request_id, "create_model", content, owner=owner, model_id=model_id)
+        run = TrainingRun(facts, owner=owner, promises=self.promises)
         session.runs[model_id] = run
         work = partial(self._create, session, run, checkpoint, body.optimizer)
         promise.task = asyncio.create_task(self.promises.run(promise, work))
@@ -433,17 +431,14 @@ class TinkerApi:
         if body.sampling_session_id is None or body.seq_id is None:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
         sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
-        if body.seq_id in sampler.promises:
-            return sampler.promises[body.seq_id].repeat("sample", _encode(body))
+        request_id, content = f"{sampler.sampler_id}:{body.seq_id}", _encode(body)
+        if known := self.promises.find_repeated(request_id, "sample", content):
+            return known
         max_n = self._context.config.limits.max_n
         if body.num_samples > max_n:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
-        request_id = f"{sampler.sampler_id}:{body.seq_id}"
-        promise = self.promises.open(
-            request_id, "sample", _encode(body), owner=owner, model_id=sampler.weights.model_id
-        )
+        promise = self.promises.open(request_id, "sample", content, owner=owner, model_id=sampler.weights.model_id)
         promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-        sampler.add(body.seq_id, promise)
         work = partial(self._sample, sampler, body, promise.sequence_ids)
         promise.task = asyncio.create_task(self.promises.run(promise, work))
         return promise

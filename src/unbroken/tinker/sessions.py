@@ -32,7 +32,6 @@ MAX_SNAPSHOTS = 8
 _MAX_AHEAD = 10_000
 _MISSING_S = 120.0
 """How long later calls wait for one that does not come; the SDK sends a lost one again within that time."""
-_MAX_REMEMBERED = 20_000
 _KEPT_S = 3600.0
 _MAX_KEPT_BYTES = 512 * 2**20
 """Most bytes of the results of one key: then those that were sent are forgotten."""
@@ -86,16 +85,6 @@ class Promise:
     finished_s: float = 0.0
     task: asyncio.Task[None] | None = None
 
-    def repeat(self, kind: str, body: bytes) -> Promise:
-        """Return the promise, for a call that came again; `HttpError` if it is not the same call."""
-        if hash_call(kind, body) != self.digest:
-            raise HttpError(  # not 409: the SDK would send it again for ever
-                400,
-                f"call {self.request_id} was {self.kind}, and came again as {kind}, or with another body: another call "
-                "needs another seq_id",
-            )
-        return self
-
     def cancel(self) -> None:
         """End the work, if it is one that can be left."""
         if self.task is not None:
@@ -140,8 +129,6 @@ class Promises:
                 f"this key has {self._num_bytes[owner]} bytes of results that it has not asked for: retrieve them",
                 headers={"Retry-After": "1"},
             )
-        if request_id in self._kept:  # of a call so long ago that its sampler has forgotten it
-            self._forget(request_id)
         digest = hash_call(kind, body)
         promise = Promise(
             request_id=request_id, owner=owner, kind=kind, digest=digest, num_bytes=len(body), model_id=model_id
@@ -191,6 +178,23 @@ class Promises:
         if promise.request_id in self._kept:
             self._sent.setdefault(promise.owner, OrderedDict())[promise.request_id] = None
 
+    def find_repeated(self, request_id: str, kind: str, body: bytes) -> Promise | None:
+        """The promise of a call that comes again; `HttpError` if the number was another call's."""
+        known = self._by_id.get(request_id)
+        if known is not None and known.digest != hash_call(kind, body):
+            raise HttpError(  # not 409: the SDK would send it again for ever
+                400,
+                f"call {request_id} was {known.kind}, and came again as {kind}, or with another body: another call "
+                "needs another seq_id",
+            )
+        return known
+
+    def cancel_samples(self, session_id: str) -> None:
+        """End the sampling calls of a session."""
+        for promise in self._by_id.values():
+            if promise.kind == "sample" and promise.request_id.startswith(f"{session_id}:"):
+                promise.cancel()
+
     def find(self, request_id: str, *, owner: str) -> Promise | None:
         """A promise of this owner."""
         promise = self._by_id.get(request_id)
@@ -200,7 +204,7 @@ class Promises:
 class TrainingRun:
     """A model that is trained, and its calls in the order of their `seq_id`."""
 
-    def __init__(self, facts: ModelFacts, *, owner: str, promises: Promises, created: Promise) -> None:
+    def __init__(self, facts: ModelFacts, *, owner: str, promises: Promises) -> None:
         self.model_id = facts.model_id
         self.session_id = facts.model_id.partition(":")[0]
         self.facts = facts
@@ -211,11 +215,9 @@ class TrainingRun:
         """What its `inflight` samplers share."""
         self.snapshots: list[TinkerSampler] = []
         """Samplers of weights without a name, the oldest first."""
-        self.created = created
         self._promises = promises
         self._next = 1
-        self._by_seq: dict[int, Promise] = {}
-        self._waiting: dict[int, Work] = {}
+        self._waiting: dict[int, tuple[Promise, Work]] = {}
         self._runner: asyncio.Task[None] | None = None
         self._came = asyncio.Event()
         """The next call is there, or the run has ended."""
@@ -229,19 +231,18 @@ class TrainingRun:
         """
         if seq_id is None or seq_id < 1:
             raise HttpError(400, f"seq_id must be a whole number >= 1, got {seq_id}")
-        if seq_id in self._by_seq:
-            return self._by_seq[seq_id].repeat(kind, body)
+        request_id = f"{self.model_id}:{seq_id}"
+        if known := self._promises.find_repeated(request_id, kind, body):
+            return known
         if not self._next <= seq_id < self._next + _MAX_AHEAD:
             raise HttpError(
                 400,
                 f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + _MAX_AHEAD}), got {seq_id}: calls "
                 "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
             )
-        request_id = f"{self.model_id}:{seq_id}"
         is_next = seq_id == self._next
         promise = self._promises.open(request_id, kind, body, owner=self.owner, model_id=self.model_id, is_next=is_next)
-        self._by_seq[seq_id], self._waiting[seq_id] = promise, work
-        self._by_seq.pop(seq_id - _MAX_REMEMBERED, None)
+        self._waiting[seq_id] = promise, work
         if self._ended:
             self._fail_waiting(self._ended)
         elif is_next:
@@ -254,9 +255,9 @@ class TrainingRun:
         """Do the calls in order while some wait; those that wait too long for one that does not come fail."""
         while self._waiting:
             if self._next in self._waiting:
-                number, work = self._next, self._waiting.pop(self._next)
+                promise, work = self._waiting.pop(self._next)
                 self._next += 1
-                await self._promises.run(self._by_seq[number], work)
+                await self._promises.run(promise, work)
                 continue
             self._came.clear()
             try:
@@ -269,9 +270,9 @@ class TrainingRun:
                 )
 
     def _fail_waiting(self, reason: str) -> None:
-        for seq_id in list(self._waiting):
-            del self._waiting[seq_id]
-            self._promises.finish(self._by_seq[seq_id], PromiseResult.failed(HttpError(410, reason)))
+        for promise, _ in self._waiting.values():
+            self._promises.finish(promise, PromiseResult.failed(HttpError(410, reason)))
+        self._waiting.clear()
 
     async def end(self, reason: str) -> None:
         """Take no more calls; those that wait fail, and the one that runs is waited for."""
@@ -291,14 +292,6 @@ class TinkerSampler:
     weights: SamplerWeights
     model_path: str | None = None
     num_clones: int = 0
-    promises: dict[int, Promise] = field(default_factory=dict)
-    """By `seq_id`: those of the last calls."""
-
-    def add(self, seq_id: int, promise: Promise) -> None:
-        """Remember a call."""
-        self.promises[seq_id] = promise
-        if len(self.promises) > _MAX_REMEMBERED:
-            del self.promises[next(iter(self.promises))]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -73,9 +73,7 @@ INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 
 
 def make_run(promises: Promises) -> TrainingRun:
-    created = promises.open("run:0", "create_model", b"", owner="me")
-    promises.finish(created, PromiseResult.of({}))
-    return TrainingRun(FACTS, owner="me", promises=promises, created=created)
+    return TrainingRun(FACTS, owner="me", promises=promises)
 
 
 @pytest.fixture
