@@ -190,9 +190,8 @@ class TinkerApi:
     def _check_kind(self, lora: Mapping[str, Any] | None) -> None:
         """Raise `HttpError` unless an adapter, or all weights with None, is what this server's models are."""
         if (lora is None) != self._options.tinker_full:
-            kinds = ("all weights (rank 0)", "adapters") if self._options.tinker_full else ("adapters", "rank 0")
-            option = f"start a server {'without' if self._options.tinker_full else 'with'} --tinker-full"
-            raise HttpError(400, f"this server trains and samples {kinds[0]}, not {kinds[1]}: {option} for that")
+            ours, other = ("all weights (rank 0)", "without") if self._options.tinker_full else ("adapters", "with")
+            raise HttpError(400, f"this server trains {ours} alone: start one {other} --tinker-full for the other kind")
 
     async def _get_run(self, model_id: str, owner: str) -> TrainingRun:
         run = self.sessions.find_run(model_id, owner=owner)

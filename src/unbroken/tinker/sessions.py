@@ -229,8 +229,7 @@ class TrainingRun:
         Raises:
             HttpError: the number is not valid, or was that of another call.
         """
-        if seq_id is None or seq_id < 1:
-            raise HttpError(400, f"seq_id must be a whole number >= 1, got {seq_id}")
+        seq_id = seq_id or 0
         request_id = f"{self.model_id}:{seq_id}"
         if known := self._promises.find_repeated(request_id, kind, body):
             return known

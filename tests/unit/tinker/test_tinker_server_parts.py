@@ -444,7 +444,7 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
     """An engine that has sampled from other whole weights takes no adapters until it starts again."""
     api = make_api(store, monkeypatch, tinker_full=full)
     session, _ = await make_model(api, rank=0 if full else 4)
-    with pytest.raises(HttpError, match="--tinker-full for that"):
+    with pytest.raises(HttpError, match="--tinker-full for the other kind"):
         await make_model(api, 1, session, rank=4 if full else 0)
     for name, lora in (("whole", None), ("adapter", {"rank": 4})):
         path = f"tinker://run/sampler_weights/{name}"
@@ -455,7 +455,7 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
         if full == (lora is None):
             await api.create_sampler("me", body)
         else:
-            with pytest.raises(HttpError, match="--tinker-full for that"):
+            with pytest.raises(HttpError, match="--tinker-full for the other kind"):
                 await api.create_sampler("me", body)
 
 
