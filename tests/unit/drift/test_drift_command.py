@@ -24,7 +24,7 @@ from unbroken.viewer.reports import ShownToken, SideBySide
 
 HOSTILE = "<script>alert('drift')</script>\x1b[31m|`"
 COUNTS = Counts(num_rollouts=2, num_turns=3, num_ids=4)
-NUMBERS = Mismatch(num_tokens=9, k3=0.5, max_abs=2.0, share_off_20pct=0.25)
+NUMBERS = Mismatch(num_tokens=9, k3=0.5, max_abs=2.0, equal_share=0.5, share_off_20pct=0.25)
 
 
 @pytest.fixture(scope="module")
