@@ -325,8 +325,6 @@ class TinkerApi:
     async def _load(self, run: TrainingRun, checkpoint: Checkpoint, optimizer: bool) -> None:
         if not checkpoint.is_for_training:
             raise InvalidInputError(f"{checkpoint.path} is for sampling alone: load what save_state saved")
-        if checkpoint.lora != run.facts.lora:
-            raise InvalidInputError(f"{checkpoint.path} has lora_config {checkpoint.lora}, the model {run.facts.lora}")
         folder = self._store.folder_of(checkpoint) / "state"
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
@@ -484,12 +482,8 @@ class TinkerApi:
             if self.sessions.has(name, owner=owner):
                 return FORGOTTEN
             gone = await self.explain_gone(name, owner)
-            if gone.status == 404:
-                return {
-                    "error": f"call {body.request_id[:200]!r} is not known: the server started again",
-                    "category": "server",
-                }
-            return {"error": gone.message, "category": "server"}
+            unknown = f"call {body.request_id[:200]!r} is not known: the server started again"
+            return {"error": unknown if gone.status == 404 else gone.message, "category": "server"}
         with suppress(TimeoutError):
             await asyncio.wait_for(promise.done.wait(), _POLL_S)
         if promise.result is None:

@@ -96,17 +96,11 @@ class Models:
         what is trained: tied embeddings get no adapter, because an engine has one weight for input and output.
 
         Raises:
-            InvalidInputError: a model that trains all weights would be beside another one, or the base has no layers
-                for the adapter.
+            InvalidInputError: one that trains all weights would be beside another, or the base has no such layers.
         """
         assert model_id not in self._models, "the server names models"
-        is_whole = any(model.lora is None for model in self._models.values())
-        if self._models and (lora is None or is_whole):
-            raise InvalidInputError(
-                f"model {model_id!r} cannot {'train all weights' if lora is None else 'have an adapter'} (rank "
-                f"{0 if lora is None else lora.rank}) while another model "
-                f"{'trains all weights' if is_whole else 'is an adapter on the weights'} of the one base"
-            )
+        if self._models and (lora is None or any(model.lora is None for model in self._models.values())):
+            raise InvalidInputError(f"model {model_id!r}: one that trains all weights (rank 0) is alone on the base")
         adapter = ""
         if lora is None:
             self._backend = None  # that of adapters, before another base is loaded

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +103,7 @@ class Promises:
         self._by_id: dict[str, Promise] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
         """Those with results, the oldest first."""
-        self._sent: dict[str, OrderedDict[str, None]] = {}
+        self._sent: dict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         """Of each owner: those whose results were sent."""
         self._num_open: dict[str, int] = {}
         self._open_bytes: Counter[str] = Counter()
@@ -116,19 +116,16 @@ class Promises:
     ) -> Promise:
         """Make a promise; `HttpError` (429) if its owner has too many open ones that do not wait for it (`is_next`)."""
         number, num_bytes = self._num_open.get(owner, 0), self._open_bytes[owner]
+        problem = ""
         if (number >= MAX_OPEN or num_bytes + len(body) > MAX_OPEN_BYTES) and not is_next:
-            raise HttpError(
-                429,
-                f"this key has {number} calls of {num_bytes} bytes that are not answered yet, and may have {MAX_OPEN} "
-                f"calls of {MAX_OPEN_BYTES} bytes: wait for some of them",
-                headers={"Retry-After": "1"},
+            problem = (
+                f"{number} calls of {num_bytes} bytes that are not answered yet, and may have {MAX_OPEN} calls of "
+                f"{MAX_OPEN_BYTES} bytes: wait for some of them"
             )
-        if self._num_bytes[owner] > _MAX_KEPT_BYTES and not self._sent.get(owner):
-            raise HttpError(
-                429,
-                f"this key has {self._num_bytes[owner]} bytes of results that it has not asked for: retrieve them",
-                headers={"Retry-After": "1"},
-            )
+        elif self._num_bytes[owner] > _MAX_KEPT_BYTES and not self._sent[owner]:
+            problem = f"{self._num_bytes[owner]} bytes of results that it has not asked for: retrieve them"
+        if problem:
+            raise HttpError(429, f"this key has {problem}", headers={"Retry-After": "1"})
         digest = hash_call(kind, body)
         promise = Promise(
             request_id=request_id, owner=owner, kind=kind, digest=digest, num_bytes=len(body), model_id=model_id
@@ -159,8 +156,7 @@ class Promises:
         self._open_bytes[promise.owner] -= promise.num_bytes
         self._kept[promise.request_id] = None
         self._num_bytes[promise.owner] += len(result.body)
-        sent = self._sent.get(promise.owner)
-        while sent and self._num_bytes[promise.owner] > _MAX_KEPT_BYTES:
+        while (sent := self._sent[promise.owner]) and self._num_bytes[promise.owner] > _MAX_KEPT_BYTES:
             self._forget(next(iter(sent)))
         while self._by_id[oldest := next(iter(self._kept))].finished_s < promise.finished_s - _KEPT_S:
             self._forget(oldest)
@@ -168,7 +164,7 @@ class Promises:
     def _forget(self, request_id: str) -> None:
         del self._kept[request_id]
         promise = self._by_id.pop(request_id)
-        self._sent.get(promise.owner, OrderedDict()).pop(request_id, None)
+        self._sent[promise.owner].pop(request_id, None)
         assert promise.result is not None, "only what has a result is kept"
         self._num_bytes[promise.owner] -= len(promise.result.body)
         promise.result = FORGOTTEN
@@ -176,7 +172,7 @@ class Promises:
     def note_sent(self, promise: Promise) -> None:
         """The result was sent: when there is no room, it is forgotten before any that was not."""
         if promise.request_id in self._kept:
-            self._sent.setdefault(promise.owner, OrderedDict())[promise.request_id] = None
+            self._sent[promise.owner][promise.request_id] = None
 
     def find_repeated(self, request_id: str, kind: str, body: bytes) -> Promise | None:
         """The promise of a call that comes again; `HttpError` if the number was another call's."""
@@ -347,9 +343,9 @@ class TinkerSessions:
         return None if session is None else session.runs.get(model_id)
 
     def has(self, name: str, *, owner: str) -> bool:
-        """Whether this owner's model or sampler of this name is there."""
+        """Whether a model or sampler of this owner is there."""
         session = self._find(name, owner)
-        return session is not None and (name in session.runs or name in session.samplers)
+        return session is not None and name in {**session.runs, **session.samplers}
 
     def get_sampler(self, sampler_id: str, *, owner: str) -> TinkerSampler:
         """A sampler of this owner; otherwise `HttpError`."""
