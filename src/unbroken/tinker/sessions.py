@@ -25,13 +25,14 @@ from unbroken.tinker.store import ModelFacts
 _log = logging.getLogger(__name__)
 MAX_OPEN = 10_000
 """Most promises of one key that are not answered yet."""
-MAX_OPEN_BYTES = 2**29
-"""Most bytes of the bodies of these promises."""
+MAX_OPEN_BYTES = 2**31
+"""Most bytes of the bodies of these promises, and so of one batch: the first of its chunks comes last."""
 MAX_SNAPSHOTS = 8
 """Most samplers of a model that have weights without a name: each is a copy on the disk."""
 _MAX_AHEAD = 10_000
 _MISSING_S = 120.0
-"""How long later calls wait for one that does not come; the SDK sends a lost one again within that time."""
+"""How long after the last call came all wait for one that does not come. Of a batch, the SDK sends the first chunk once
+all others are taken; a call that is lost it sends again within that time."""
 _KEPT_S = 3600.0
 _MAX_KEPT_BYTES = 512 * 2**20
 """Most bytes of the results of one key: then those that were sent are forgotten."""
@@ -216,7 +217,7 @@ class TrainingRun:
         self._waiting: dict[int, tuple[Promise, Work]] = {}
         self._runner: asyncio.Task[None] | None = None
         self._came = asyncio.Event()
-        """The next call is there, or the run has ended."""
+        """A call came, or the run has ended."""
         self._ended = ""
 
     def submit(self, seq_id: int | None, kind: str, work: Work, body: bytes) -> Promise:
@@ -240,8 +241,7 @@ class TrainingRun:
         self._waiting[seq_id] = promise, work
         if self._ended:
             self._fail_waiting(self._ended)
-        elif is_next:
-            self._came.set()
+        self._came.set()
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
         return promise
@@ -258,6 +258,8 @@ class TrainingRun:
             try:
                 await asyncio.wait_for(self._came.wait(), _MISSING_S)
             except TimeoutError:
+                if self._next in self._waiting or not self._waiting:  # in the last moment
+                    continue
                 missing, self._next = self._next, max(self._waiting) + 1
                 self._fail_waiting(
                     f"call {missing} of model {self.model_id} never arrived, or was refused: what came after it waited "

@@ -389,6 +389,21 @@ async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monke
     assert done == [1, 1, 1]
 
 
+async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(monkeypatch):
+    """The SDK sends it last."""
+    monkeypatch.setattr(sessions, "_MISSING_S", 1.0)
+    run = make_run(Promises())
+
+    async def act() -> PromiseResult:
+        return PromiseResult.of({"done": True})
+
+    held = []
+    for number in (2, 3, 1):
+        held.append(run.submit(number, "forward_backward", act, b""))
+        await asyncio.sleep(0.6)
+    assert all(each.result == PromiseResult.of({"done": True}) for each in held)
+
+
 class CountedEngine:
     """An engine that only takes weights."""
 
