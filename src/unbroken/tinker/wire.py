@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,21 +35,12 @@ _DTYPE_NAMES = {0: "no dtype", 1: "float32", 2: "int64", 3: "int32", 4: "bfloat1
 
 @cache
 def load_messages() -> Any:
-    """The module of the SDK's message classes.
-
-    Raises:
-        InvalidInputError: the SDK is not installed.
-    """
+    """The SDK's message classes; `InvalidInputError` if it is not installed."""
     package = importlib.util.find_spec("tinker")
     if package is None or package.origin is None:
         raise InvalidInputError(f"--tinker needs the message descriptors of the SDK: {install_command('tinker')}")
     file = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
-    spec = importlib.util.spec_from_file_location("unbroken_tinker_messages", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(file)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
