@@ -123,11 +123,7 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Settings]:
-    """A loss by its name, and its settings with the defaults of those that are not given.
-
-    Raises:
-        InvalidInputError: there is no such loss, or it has no such setting or value.
-    """
+    """A loss by its name, and its settings with the defaults; `InvalidInputError` if it has no such one."""
     if name == "custom":
         raise InvalidInputError(
             "loss_fn 'custom' is computed by the client: forward_backward_custom with a function sends a forward and "

@@ -189,11 +189,7 @@ class Models:
         return gather(self._get_model())
 
     def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        """Write a model into a folder, which is there whole or not at all.
-
-        Raises:
-            ExportError: it cannot be written; nothing is left of it.
-        """
+        """Write a model into a folder, which is there whole or not at all; `ExportError` if it cannot be written."""
         self._activate(model_id)
         model, trained = self._models[model_id], self._get_model()
         form = ModelForm(dtype=None if model.lora else causal_lm(trained).dtype)

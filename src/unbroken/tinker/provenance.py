@@ -96,11 +96,9 @@ class ProvenanceCheck:
         number = len(datum.input_ids)
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
         sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
-        used = datum.inputs.get("weights")
-        if self._loss != "dro":
-            used = datum.inputs.get("advantages", used)
-        elif used is None:  # its penalty is of all positions
-            used = np.ones(number, np.float32)
+        is_dro = self._loss == "dro"  # whose penalty is of all positions
+        used = datum.inputs.get("weights", np.ones(number, np.float32) if is_dro else None)
+        used = used if is_dro else datum.inputs.get("advantages", used)
         used = used if used is not None and used.shape == sampled.shape else None
         # Loops write 0 for targets that the loss does not use.
         is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)

@@ -241,11 +241,7 @@ class TinkerStore:
         )  # fmt: skip
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
-        """A sequence that was sampled for this owner, or a turn of a gateway's session.
-
-        Raises:
-            StoreError: the gateway's store cannot be read.
-        """
+        """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
         found = next(iter(self._find_sequences("s.id", sequence_id, owner)), None)
         return found if found is not None or self._sessions is None else self._find_turn(sequence_id, owner)
 
