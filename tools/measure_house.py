@@ -17,7 +17,7 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 77_900,
+    "lines of src": 78_100,
     "files of src": 409,
     "modules with one importer, under 100 lines": 36,
     "public class names that exist twice": 0,
@@ -25,7 +25,7 @@ BOUNDS = {
     "functions over 50 lines": 6,
     "import cycles": 0,
     "lines of tests": 78_200,
-    "modules that tests import by name": 247,
+    "modules that tests import by name": 249,
 }
 """The largest value of each number that passes."""
 GOALS = {
