@@ -87,7 +87,9 @@ def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, model, whole, 
     # The same ids are sampled; in batches of another make-up, the last bits of their logprobs differ.
     for ours, theirs in zip(lines(tmp_path / "run"), lines(whole), strict=True):
         assert [name for name in ours if ours[name] is None] == [name for name in theirs if theirs[name] is None]
-        numbers = [{k: v for k, v in line.items() if v is not None} for line in (ours, theirs)]
+        numbers = [
+            {k: v for k, v in line.items() if v is not None and k != "mismatch/equal_share"} for line in (ours, theirs)
+        ]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-5)
     assert (tmp_path / "run" / "evaluation.jsonl").read_text() == (whole / "evaluation.jsonl").read_text()
 
