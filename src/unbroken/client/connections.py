@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import time
 from collections import deque
@@ -13,7 +14,8 @@ import httptools
 import httpx
 
 _MAX_IDLE = 256
-_EXPIRY_S = 5.0
+_EXPIRY_S = 4.0
+"""Idle time after which a connection is not used again: common servers close theirs after 5 s."""
 _MAX_WAITING = 2**20
 """Bytes of one answer that wait for their reader; beyond them the connection is not read."""
 _PORTS = {"http": 80, "https": 443}
@@ -63,10 +65,15 @@ class Connections(httpx.AsyncBaseTransport):
             self._idle.pop().close()
 
     def _take(self, origin: _Origin) -> _Connection | None:
-        found = next((kept for kept in reversed(self._idle) if kept.origin == origin and not kept.is_lost), None)
-        if found is not None:
-            self._idle.remove(found)
-        return found
+        oldest_s = time.monotonic() - _EXPIRY_S
+        for kept in reversed(tuple(self._idle)):
+            if kept.origin != origin:
+                continue
+            self._idle.remove(kept)
+            if kept.idle_since_s >= oldest_s and not kept.is_ended:
+                return kept
+            kept.close()
+        return None
 
     async def _connect(self, origin: _Origin, timeout_s: float | None) -> _Connection:
         scheme, host, port = origin
@@ -112,6 +119,11 @@ class _Connection(asyncio.Protocol):
         self._num_waiting = 0
         """Bytes that nobody has read."""
         self._news: asyncio.Future[None] | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether an idle connection cannot take a request, also if the loop was too busy to read that it ended."""
+        return self.is_lost or _is_readable(self.get_extra_info("socket"))
 
     @property
     def can_be_reused(self) -> bool:
@@ -228,6 +240,15 @@ class _Connection(asyncio.Protocol):
         if self._is_answered:
             self._is_over = True
             self._is_last = self._is_last or not self._parser.should_keep_alive()
+
+
+def _is_readable(found: socket.socket) -> bool:
+    """Whether a socket's end, or bytes that nobody asked for, wait to be read."""
+    if not hasattr(select, "poll"):
+        return bool(select.select([found], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(found, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _ReusingStream(httpx.AsyncByteStream):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -132,3 +134,37 @@ async def test_the_last_idle_connection_may_be_taken_while_an_expired_one_closes
         server.together = 8
         answers = await asyncio.gather(*(http.get("/") for _ in range(8)))
     assert len({answer.text for answer in answers}) == 8
+
+
+async def test_a_connection_that_ended_while_the_loop_was_busy_is_not_used_again() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(2)
+    serving = threading.Thread(target=answer_once_each, args=(listener, 2), daemon=True)
+    serving.start()
+    async with httpx.AsyncClient(transport=Connections()) as http:
+        for _ in range(2):
+            assert (await http.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")).text == "ok"
+            time.sleep(0.1)  # noqa: ASYNC251
+    serving.join(5)
+    listener.close()
+
+
+def answer_once_each(listener: socket.socket, num_connections: int) -> None:
+    """Answer one request on each connection, and close it without a word."""
+    for _ in range(num_connections):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(2**16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+
+async def test_a_connection_idle_too_long_is_not_used_again(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with httpx.AsyncClient(base_url=await server.start(), transport=Connections()) as http:
+        assert (await http.get("/")).text == "1"
+        monkeypatch.setattr(connections, "_EXPIRY_S", 0.01)
+        await asyncio.sleep(0.02)
+        assert (await http.get("/")).text == "2"
+        await asyncio.sleep(0.02)
+        assert server.num_open == 1
