@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import re
 import select
 import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 import httptools
@@ -18,6 +21,9 @@ _EXPIRY_S = 4.0
 """Idle time after which a connection is not used again: common servers close theirs after 5 s."""
 _MAX_WAITING = 2**20
 """Bytes of one answer that wait for their reader; beyond them the connection is not read."""
+_MAX_HEAD = 2**20
+"""Bytes of an answer's head."""
+_BREAKS = re.compile(rb"[\r\n\0]")
 _PORTS = {"http": 80, "https": 443}
 _Origin: TypeAlias = tuple[str, str, int]
 """Scheme, host and port."""
@@ -43,6 +49,8 @@ class Connections(httpx.AsyncBaseTransport):
         """Send a request over a kept connection, or a new one."""
         timeout = request.extensions.get("timeout", {})
         content = b"".join([part async for part in cast(httpx.AsyncByteStream, request.stream)])
+        if any(_BREAKS.search(value) for _, value in request.headers.raw):
+            raise httpx.LocalProtocolError("a header must not hold a line break or NUL")
         url = request.url
         origin = url.scheme, url.host, url.port or _PORTS.get(url.scheme, 0)
         connection = self._take(origin) or await self._connect(origin, timeout.get("connect"))
@@ -65,12 +73,12 @@ class Connections(httpx.AsyncBaseTransport):
             self._idle.pop().close()
 
     def _take(self, origin: _Origin) -> _Connection | None:
-        oldest_s = time.monotonic() - _EXPIRY_S
+        oldest_s, loop = time.monotonic() - _EXPIRY_S, asyncio.get_running_loop()
         for kept in reversed(tuple(self._idle)):
             if kept.origin != origin:
                 continue
             self._idle.remove(kept)
-            if kept.idle_since_s >= oldest_s and not kept.is_ended:
+            if kept.loop is loop and kept.idle_since_s >= oldest_s and not kept.is_ended:
                 return kept
             kept.close()
         return None
@@ -79,15 +87,33 @@ class Connections(httpx.AsyncBaseTransport):
         scheme, host, port = origin
         if scheme not in _PORTS:
             raise httpx.UnsupportedProtocol(f"a URL must begin with http:// or https://, got {scheme!r}")
-        loop, tls = asyncio.get_running_loop(), self._tls if scheme == "https" else None
         try:
-            async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(lambda: _Connection(origin), host, port, ssl=tls)
+            return await self._connect_to_any(origin, timeout_s)
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection to {host}:{port} in time") from None
-        except OSError as error:
+        except (OSError, UnicodeError, OverflowError) as error:
             raise httpx.ConnectError(str(error)) from error
-        return connection
+
+    async def _connect_to_any(self, origin: _Origin, timeout_s: float | None) -> _Connection:
+        """Connect to the first address that answers. A dead one takes its part of the time, and leaves the rest."""
+        scheme, host, port = origin
+        loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {"ssl": self._tls, "server_hostname": host} if scheme == "https" else {}
+        ends_s = None if timeout_s is None else loop.time() + timeout_s
+        async with asyncio.timeout_at(ends_s):
+            addresses = await _find_addresses(host, port)
+        for num_left in range(len(addresses), 0, -1):
+            part_s = None if ends_s is None else (ends_s - loop.time()) / num_left
+            try:
+                async with asyncio.timeout(part_s):
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(origin), addresses[-num_left], port, **tls
+                    )
+                return connection
+            except OSError:  # TimeoutError too
+                if num_left == 1:
+                    raise
+        raise OSError(f"{host} has no address")
 
     def _give_back(self, connection: _Connection) -> None:
         if self._closed or not connection.can_be_reused:
@@ -104,6 +130,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, origin: _Origin) -> None:
         self.origin = origin
+        self.loop = asyncio.get_running_loop()
         self.idle_since_s = 0.0
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -118,6 +145,8 @@ class _Connection(asyncio.Protocol):
         self._parts: deque[bytes] = deque()
         self._num_waiting = 0
         """Bytes that nobody has read."""
+        self._num_head = 0
+        """Bytes that came before the end of the head."""
         self._news: asyncio.Future[None] | None = None
 
     @property
@@ -128,11 +157,13 @@ class _Connection(asyncio.Protocol):
     @property
     def can_be_reused(self) -> bool:
         """Whether its answer was read to the end, and another request may follow."""
-        return self._is_over and not self._is_last and not self.is_lost and not self._parts
+        is_open = not self._is_last and not self.is_lost and self._error is None
+        return self._is_over and is_open and not self._parts
 
     async def ask(self, request: httpx.Request, content: bytes, timeout_s: float | None) -> None:
         """Send a request, and wait for the head of its answer."""
         self._is_answered = self._is_over = self._ends_with_connection = False
+        self._num_head = 0
         self._has_no_body = request.method == "HEAD"
         self.headers = []
         self._timeout_s = timeout_s
@@ -157,8 +188,11 @@ class _Connection(asyncio.Protocol):
         return part
 
     def close(self) -> None:
-        """Close it at once."""
-        self._transport.abort()
+        """Close it at once; one of another event loop by that, if it still runs."""
+        if self.loop is asyncio.get_running_loop():
+            self._transport.abort()
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._transport.abort)
 
     def get_extra_info(self, name: str) -> Any:
         """What the transport knows, such as `socket`."""
@@ -206,11 +240,18 @@ class _Connection(asyncio.Protocol):
             if self._is_over:
                 raise httptools.HttpParserError("bytes that belong to no answer")
             self._parser.feed_data(data)
+            self._num_head += 0 if self._is_answered else len(data)
+            if self._num_head > _MAX_HEAD:
+                raise httptools.HttpParserError(f"the head of the answer is longer than {_MAX_HEAD} bytes")
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._is_last = True
             self._fail(httpx.RemoteProtocolError(str(error)))
             self.close()
         self._wake()
+
+    def on_message_begin(self) -> None:
+        if self._is_over:
+            raise httptools.HttpParserError("bytes that belong to no answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_answered:  # trailers are no headers
@@ -231,6 +272,8 @@ class _Connection(asyncio.Protocol):
             self._is_over = self._is_last = True
 
     def on_body(self, body: bytes) -> None:
+        if self._is_over:  # HEAD has no body
+            return
         self._parts.append(body)
         self._num_waiting += len(body)
         if self._num_waiting >= _MAX_WAITING > self._num_waiting - len(body):
@@ -240,6 +283,14 @@ class _Connection(asyncio.Protocol):
         if self._is_answered:
             self._is_over = True
             self._is_last = self._is_last or not self._parser.should_keep_alive()
+
+
+async def _find_addresses(host: str, port: int) -> list[str]:
+    """The IP addresses of a host, in the order in which to try them."""
+    with suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _is_readable(found: socket.socket) -> bool:
