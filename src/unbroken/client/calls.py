@@ -6,22 +6,25 @@ import asyncio
 import json
 import random
 import secrets
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
+from urllib.parse import unquote_to_bytes
 from uuid import uuid4
 
 import httpx
 import numpy as np
 import orjson
 
-from unbroken import compact
+from unbroken import __version__, compact
 from unbroken.client.connections import Connections
 from unbroken.client.images import Files, RequestImages, SentImages, read_messages
 from unbroken.errors import (
     ContextOverflowError,
     ImageError,
+    InvalidInputError,
     SamplingError,
     ServerBusyError,
     ServerError,
@@ -38,6 +41,8 @@ SAME = secrets.token_hex(16)
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
 _read_url = lru_cache(256)(httpx.URL)
+_REFUSALS = frozenset({400, 415, 422})
+"""Statuses of a server that does not take a form of body; nothing was sampled then."""
 _RETRIED_STATUSES = frozenset({429, 502, 503})
 
 
@@ -54,13 +59,24 @@ class Calls:
         max_retries: int,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
+        self._headers = {"User-Agent": f"unbroken/{__version__}"}
+        if "@" in base_url and (userinfo := (url := httpx.URL(base_url)).userinfo):
+            if api_key is not None:
+                raise InvalidInputError(
+                    "api_key and a user in base_url exclude each other: both are sent as Authorization"
+                )
+            self._headers["Authorization"] = f"Basic {b64encode(unquote_to_bytes(userinfo)).decode()}"
+            base_url = str(url.copy_with(userinfo=b""))
+        if api_key is not None:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise InvalidInputError("api_key must be printable ASCII, without a line break: it is sent in a header")
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self.base_url = base_url.rstrip("/")
         self._max_retries = max_retries
         self._abandoning: set[asyncio.Task[None]] = set()
         self._compact_paths: set[str] = set()
         """Those whose answers said that they take the compact form."""
         self._images = SentImages(self._upload)
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout = {"connect": connect_timeout_s, "read": timeout_s, "write": timeout_s, "pool": None}
         self._transport = transport or Connections()
 
@@ -217,13 +233,18 @@ class Calls:
             **_session_header(body.get("session_id")),
         }
         try:
-            response = await self._try("POST", path, content, headers)
+            response = await self._ask("POST", path, content, headers)
         except asyncio.CancelledError:
             # Otherwise the server would continue for a while, in case the connection broke and a retry comes.
             task = asyncio.create_task(self._abandon(headers))
             self._abandoning.add(task)
             task.add_done_callback(self._abandoning.discard)
             raise
+        if response.status_code in _REFUSALS and kind is not _JSON:  # by a server that is older, or a proxy
+            self._compact_paths.discard(path)
+            return await self._post_with_key(path, body)
+        if response.status_code != 200:
+            raise to_error(response)
         if response.headers.get(compact.ACCEPT_HEADER) == compact.MEDIA_TYPE:
             self._compact_paths.add(path)
         return response
@@ -241,6 +262,13 @@ class Calls:
     async def _try(
         self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] = _NO_HEADERS
     ) -> httpx.Response:
+        response = await self._ask(method, path, content, headers)
+        if response.status_code != 200:
+            raise to_error(response)
+        return response
+
+    async def _ask(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> httpx.Response:
+        """Send a request, again where that is safe. Returns the last answer, whatever its status."""
         for attempt in range(self._max_retries + 1):
             is_last = attempt == self._max_retries
             try:
@@ -253,8 +281,6 @@ class Calls:
             if response.status_code in _RETRIED_STATUSES and not is_last:
                 await asyncio.sleep(_pause_s(attempt, response.headers.get("retry-after")))
                 continue
-            if response.status_code != 200:
-                raise to_error(response)
             return response
         raise AssertionError
 

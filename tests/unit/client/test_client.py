@@ -266,10 +266,47 @@ async def test_ids_are_sent_as_bytes_once_the_server_has_said_that_it_takes_them
         texts = await client.generate(["a"], SamplingParams(max_tokens=4))
         with pytest.raises(InvalidInputError, match=r"prompts.* in the vocabulary|id"):
             await client.generate([[2**30]])
-    assert sent == ["application/json", *[compact.MEDIA_TYPE] * 3]
+    # The refused one was asked once more as JSON.
+    assert sent == ["application/json", *[compact.MEDIA_TYPE] * 3, "application/json"]
     for first, second in zip(*results, strict=True):
         assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
         assert [one.completion_ids.tolist() for one in first.sequences] == [
             one.completion_ids.tolist() for one in second.sequences
         ]
     assert texts[0].prompt_ids.tolist() == encode("a")
+
+
+@pytest.mark.parametrize("status", [400, 415, 422])
+async def test_a_server_that_no_longer_takes_bytes_gets_json_once_more(status: int) -> None:
+    sent: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers["content-type"])
+        if sent[-1] == compact.MEDIA_TYPE:
+            return httpx.Response(status, json={"error": {"message": "the body must be JSON"}})
+        takes = {compact.ACCEPT_HEADER: compact.MEDIA_TYPE} if len(sent) == 1 else {}
+        return httpx.Response(200, json={"results": []}, headers=takes)
+
+    async with AsyncClient("http://server", transport=httpx.MockTransport(answer)) as client:
+        for _ in range(3):
+            await client.generate([[1]])
+    assert sent == ["application/json", compact.MEDIA_TYPE, "application/json", "application/json"]
+
+
+async def test_a_user_in_the_url_is_sent_as_a_header_and_shown_nowhere() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"results": []})
+
+    async with AsyncClient("http://me:p%40ss@server/pre/", transport=httpx.MockTransport(answer)) as client:
+        await client.generate([[1]])
+        assert client.base_url == "http://server/pre"
+    (request,) = seen
+    assert request.headers["Authorization"] == httpx.BasicAuth("me", "p@ss")._auth_header
+    assert request.headers["User-Agent"].startswith("unbroken/")
+    with pytest.raises(InvalidInputError, match=r"api_key.*base_url"):
+        AsyncClient("http://me:pass@server", api_key="key")
+    with pytest.raises(InvalidInputError, match="api_key must be printable"):
+        AsyncClient("http://server", api_key="key\n")
