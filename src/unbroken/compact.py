@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,8 @@ def encode(value: Any) -> bytes:
     return b"".join([_MAGIC, struct.pack("<I", len(head)), head, b"\x00" * _count_padding(start), body])
 
 
-def decode(data: bytes) -> Any:
-    """Decode what `encode` wrote; arrays are read-only views of `data`.
+def decode(data: bytes, *, parse: Callable[[bytes], Any] = json.loads) -> Any:
+    """Decode what `encode` wrote; arrays are read-only views of `data`. `parse` reads the JSON of the head.
 
     Raises:
         InvalidInputError: `data` is incomplete, of another version, or its head does not match its body.
@@ -62,7 +62,7 @@ def decode(data: bytes) -> Any:
     if start > len(data):
         raise InvalidInputError(f"the head of a compact body must have {head_length} bytes, got {len(data) - 12}")
     try:
-        tree = json.loads(data[12:start])
+        tree = parse(data[12:start])
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the head of a compact body is not JSON: {error}") from None
     try:

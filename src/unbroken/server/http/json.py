@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unbroken import compact
+from unbroken.errors import InvalidInputError
 from unbroken.types.arrays import MAX_DEPTH, is_deep
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
@@ -20,6 +22,8 @@ _IGNORED = "unbroken.ignored"
 _IS_COMPACT = "unbroken.compact"
 """Where it says that the body is in the compact form."""
 _TYPE = b"content-type"
+COMPACT_PATH = "/v1/sample"
+"""The only path that takes bodies in the compact form."""
 IGNORED_HEADER = "X-Unbroken-Ignored"
 """The header of an answer, streams too, that names them."""
 
@@ -55,7 +59,7 @@ class OrjsonRoute(APIRoute):
 
         async def handle_with_orjson(request: Request) -> Response:
             scope = request.scope
-            if (_TYPE, compact.MEDIA_TYPE.encode()) in scope["headers"]:
+            if self.path == COMPACT_PATH and (_TYPE, compact.MEDIA_TYPE.encode()) in scope["headers"]:
                 scope[_IS_COMPACT] = True  # and FastAPI reads bodies of JSON only
                 others = [pair for pair in scope["headers"] if pair[0] != _TYPE]
                 scope["headers"] = [*others, (_TYPE, b"application/json")]
@@ -71,8 +75,32 @@ class _OrjsonRequest(Request):
     async def json(self) -> Any:
         """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels); None if it is empty."""
         body = await self.body()
-        decode = compact.decode if self.scope.get(_IS_COMPACT) else orjson.loads
-        value = decode(body) if body else None
+        is_compact = bool(body and self.scope.get(_IS_COMPACT))
+        try:
+            value = compact.decode(body, parse=orjson.loads) if is_compact else orjson.loads(body) if body else None
+        except InvalidInputError as error:
+            raise HTTPException(400, str(error)) from None
         if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(value):
             raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
+        if is_compact:
+            _check_arrays(value)
         return value
+
+
+def _check_arrays(value: Any) -> None:
+    """Check that arrays stand only for the ids of prompts: no other field has a rule for them."""
+    prompts = value.get("prompts") if isinstance(value, dict) else None
+    arrays = [item for item in prompts if isinstance(item, np.ndarray)] if isinstance(prompts, list) else []
+    for array in arrays:
+        if array.dtype != np.int32 or array.ndim != 1:
+            raise HTTPException(
+                400, f"an array in prompts must be one-dimensional int32, got {array.dtype} of shape {array.shape}"
+            )
+    if _count_arrays(value) != len(arrays):
+        raise HTTPException(400, "a compact body must have arrays only as items of prompts, got another")
+
+
+def _count_arrays(value: Any) -> int:
+    if isinstance(value, (dict, list)):
+        return sum(map(_count_arrays, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, np.ndarray)

@@ -18,7 +18,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import Ids, Prompts, StrictBody, Texts
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import Events, open_event_stream
-from unbroken.server.http.json import json_response, negotiated_response
+from unbroken.server.http.json import COMPACT_PATH, json_response, negotiated_response
 from unbroken.server.images import RequestPrompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import encode_prompts
@@ -111,7 +111,7 @@ class ScoreBody(StrictBody):
 
 
 @router.post(
-    "/v1/sample",
+    COMPACT_PATH,
     summary="Continue prompts (native)",
     response_description="`results`, each with `prompt_ids`, `image_sha256s`, `sequences`; compact where Accept asks",
 )
