@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import orjson
 
-from unbroken import __version__, compact
+from unbroken import compact
 from unbroken.client.connections import Connections
 from unbroken.client.images import Files, RequestImages, SentImages, read_messages
 from unbroken.errors import (
@@ -59,7 +59,7 @@ class Calls:
         max_retries: int,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
-        self._headers = {"User-Agent": f"unbroken/{__version__}"}
+        self._headers = {"User-Agent": "unbroken"}
         if "@" in base_url and (userinfo := (url := httpx.URL(base_url)).userinfo):
             if api_key is not None:
                 raise InvalidInputError(
