@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI
@@ -44,6 +46,8 @@ SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
 _KEY_OF_PATH = "unbroken.key_of_path"
 """Where it has the session's key, if that was in the path."""
+_ELSEWHERE = "unbroken.elsewhere"
+"""Where it says that another gateway took the session first."""
 _HOP = b"x-unbroken-forwarded"
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _RETRY = b"x-stainless-retry-count"
@@ -138,7 +142,7 @@ class SessionGate:
         in_path = None
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
             scope["path"] = found[2] or "/"
-            scope["raw_path"] = scope["path"].encode()
+            scope["raw_path"] = quote(scope["path"]).encode()
             scope[_KEY_OF_PATH] = found[1]
             if (in_path := await self._find_by_key(found[1])) is None:
                 raise HttpError(
@@ -204,12 +208,35 @@ class Forwarding:
         except StoreError as error:
             await error_response(error, path=scope["path"])(scope, receive, send)
             return
-        if url is None:
+        if session_id is None:
             await self._app(scope, receive, send)
             return
         body: bytes = (await receive()).get("body", b"")
+        if url is None:
+            await self._answer(session_id, scope, body, send)
+            return
         if not await self._pass_on(url, scope, body, send):
             await self._app(scope, ReplayBody(body), send)
+
+    async def _answer(self, session_id: str, scope: Scope, body: bytes, send: Send) -> None:
+        """Answer here, unless another gateway took the session since it was looked for: then as that one does."""
+        refusal: list[Message] = []
+
+        async def send_or_hold(message: Message) -> None:
+            if scope.get(_ELSEWHERE):
+                refusal.append(message)
+            else:
+                await send(message)
+
+        await self._app(scope, ReplayBody(body), send_or_hold)
+        if not refusal:
+            return
+        with suppress(StoreError):
+            url = await self._find_elsewhere(session_id)
+            if url is not None and await self._pass_on(url, scope, body, send):
+                return
+        for message in refusal:
+            await send(message)
 
     async def _pass_on(self, url: str, scope: Scope, body: bytes, send: Send) -> bool:
         """Answer as the gateway at `url` does; returns whether it began to. Else `scope` is the request to answer."""
@@ -278,7 +305,11 @@ class SessionTurns:
         session_id = request.scope.get(SESSION)
         if session_id is None:
             return await self._plain.open(request, question, id_prefix=id_prefix)
-        session = await self.sessions.get_live(session_id)
+        try:
+            session = await self.sessions.get_live(session_id)
+        except HttpError as error:
+            request.scope[_ELSEWHERE] = error.code == "session_elsewhere"
+            raise
         turn, leave = await session.open(self._context, question, id_prefix=id_prefix)
         add_end(request.scope, leave)
         return turn

@@ -19,6 +19,7 @@ from unbroken.errors import InvalidInputError, StoreError
 from unbroken.gateway.app import SESSION, Forwarding
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 from unbroken.ledger.store import open_store
+from unbroken.ledger.store.sql import SqlSessionStore
 from unbroken.types import SampleChunk, SampleRequest
 
 ABORT, LIMIT = OnDisconnect.ABORT, 63
@@ -237,3 +238,38 @@ async def test_headers_of_a_connection_are_not_passed_on() -> None:
     assert start["headers"] == [(b"content-length", b"0"), (b"x-kept", b"1")]
     assert b"x-end: 1\r\n" in heads[0]
     assert not any(name in heads[0] for name in (b"x-hop", b"secret"))
+
+
+async def test_a_request_that_comes_while_another_gateway_takes_its_session_is_passed_on(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scripted("a<|im_end|>")
+    find, found = SqlSessionStore.find_owner_url, []
+
+    def find_late(store: SqlSessionStore, session_id: str) -> str | None:
+        found.append(None if not found else find(store, session_id))  # the first is asked before the owner is there
+        return found[-1]
+
+    async with (
+        gateway_at(free_port(), engine, postgres) as first,
+        gateway_at(free_port(), engine, postgres) as second,
+        httpx.AsyncClient(timeout=10) as client,
+    ):
+        created = await create(first)
+        monkeypatch.setattr(SqlSessionStore, "find_owner_url", find_late)
+        headers = {"Authorization": f"Bearer {created['api_key']}"}
+        answer = await client.post(f"{second}{CHAT}", json={"messages": [USER]}, headers=headers)
+        assert (answer.status_code, found) == (200, [None, first])
+
+
+async def test_a_path_that_is_not_ascii_behind_a_key_is_passed_on_quoted(postgres: PostgresServer) -> None:
+    engine = scripted("a<|im_end|>")
+    async with (
+        gateway_at(free_port(), engine, postgres) as first,
+        gateway_at(free_port(), engine, postgres) as second,
+        httpx.AsyncClient(timeout=10) as client,
+    ):
+        created = await create(first)
+        root = created["openai_base_url"].removeprefix(first)
+        answers = [await client.get(f"{url}{root}/models/schl%C3%BCssel") for url in (first, second)]
+        assert [answer.status_code for answer in answers] == [200, 200]
