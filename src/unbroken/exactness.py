@@ -121,14 +121,18 @@ def choose_attention(model: Any) -> None:
         _logger.warning("%s attends by eager, because sdpa would leave out its %s", type(model).__name__, names)
 
 
-def attend_exactly(model: Any) -> None:
+def attend_exactly(model: Any, *, takes_images: bool) -> int:
     """Switch a model to attention by rule 2, and check that a row then has the same bits beside another. Idempotent.
+
+    Returns what the number of rows of a pass must be a multiple of.
 
     Raises:
         InvalidInputError: it has not, with the name of the module; or the model is not in float32 on a CPU, or is a
             mixture of experts; or torch computes with more than two threads.
     """
     name = type(model).__name__
+    if takes_images:
+        raise InvalidInputError(f"numerics must be fast with images, which {name} takes here")
     if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
         raise InvalidInputError(f"numerics must be fast for {name}: experts compute as many ids at once as chose them")
     if (num_threads := torch.get_num_threads()) > _MAX_THREADS:
@@ -159,11 +163,12 @@ def attend_exactly(model: Any) -> None:
         raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
     if (found := find_other_bits(model)) is not None:
         raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row")
+    return multiple
 
 
 @torch.no_grad()
 def find_other_bits(model: Any) -> str | None:
-    """The first module whose output has other bits for a row in a pass with a longer one; None if there is none."""
+    """The first module whose output has other bits for a row in a pass with a longer one; None if all are equal."""
     multiple = find_row_multiple(model.dtype)
     length = max(choose_long_length(model) // multiple, 2) * multiple
     ids = (torch.arange(length) + 1).remainder(len(model.get_input_embeddings().weight))
@@ -256,7 +261,7 @@ def find_row_multiple(dtype: torch.dtype) -> int:
     """The number such that a product of any multiple of it has the same bits in each row, with the threads of now.
 
     Raises:
-        InvalidInputError: on this machine there is none.
+        InvalidInputError: no number is one on this machine.
     """
     return _find_row_multiple(dtype, torch.get_num_threads())
 

@@ -37,7 +37,6 @@ from unbroken.exactness import (
     attending_by,
     choose_attention,
     find_length_dependence,
-    find_row_multiple,
     fix_rotary,
 )
 from unbroken.images.decoder import encode_picture
@@ -88,10 +87,7 @@ class SlotForward:
         self.row_multiple = 1
         """The rows of a pass, times ids, are filled up to a multiple."""
         if self.is_exact:
-            if processor is not None:
-                raise InvalidInputError(f"numerics must be fast with images, which {type(model).__name__} takes here")
-            attend_exactly(model)
-            self.row_multiple = find_row_multiple(model.dtype)
+            self.row_multiple = attend_exactly(model, takes_images=processor is not None)
         elif model.config._attn_implementation == "sdpa":
             use_grouped_sdpa(model)
         self.device: torch.device = model.device
@@ -208,9 +204,6 @@ class SlotForward:
         if missing := -len(slots_R) % (self.row_multiple // math.gcd(positions_RT.shape[1], self.row_multiple)):
             repeated = np.pad(np.arange(len(slots_R)), (0, missing), mode="edge")
             slots_R, positions_RT, ids_RT = slots_R[repeated], positions_RT[repeated], ids_RT[repeated]
-            of_last = image_features.get(len(slots_R) - missing - 1)
-            more = {} if of_last is None else dict.fromkeys(range(len(slots_R) - missing, len(slots_R)), of_last)
-            image_features = {**image_features, **more}
         length = int(positions_RT.max()) + 1
         if self.is_exact:  # whole blocks, which attention then takes as they lie
             length = min(length + -length % BLOCK, self.cache.capacity)

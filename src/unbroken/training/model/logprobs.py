@@ -27,7 +27,6 @@ from unbroken.exactness import (
     attending_by,
     choose_attention,
     find_length_dependence,
-    find_row_multiple,
     get_tolerance,
 )
 from unbroken.routing import LIVE, Routers
@@ -133,7 +132,10 @@ class PolicyLogprobs(nn.Module):
             )
         choose_attention(causal)
         is_exact = numerics is Numerics.EXACT
-        self._row_multiple = _make_exact(model, takes_images=images is not None) if is_exact else 1
+        self._row_multiple = 1
+        if is_exact:
+            merge_in_passes(model)
+            self._row_multiple = attend_exactly(causal, takes_images=images is not None)
         self._check_on_few_ids(embeddings_VD.device, images, counts_choices=counts_choices)
         if (reason := find_length_dependence(causal)) is not None:
             raise InvalidInputError(f"{type(causal).__name__} computes a row otherwise beside a longer one: {reason}")
@@ -504,16 +506,6 @@ class PolicyLogprobs(nn.Module):
         hidden_BTD = hidden_states(self.causal, probe_BT, pixels)
         logits = self._logits(hidden_BTD, self._head_weight())
         return float((logits - expected).abs().max() / expected.abs().max())
-
-
-def _make_exact(model: Any, *, takes_images: bool) -> int:
-    """Let the model compute with exact numerics; returns what the number of rows of a pass is a multiple of."""
-    causal = causal_lm(model)
-    if takes_images:
-        raise InvalidInputError(f"numerics must be fast with images, which {type(causal).__name__} takes here")
-    merge_in_passes(model)
-    attend_exactly(causal)
-    return find_row_multiple(causal.dtype)
 
 
 def _disable_dropout(model: Any) -> None:
