@@ -545,7 +545,6 @@ def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False)
             backend.save(model_id, temporary / "state", optimizer=True)
         (temporary / "sampler").mkdir()
         list(write_tensors(temporary / "sampler", check_finite(backend.adapter(model_id))))
-        files = [path for path in temporary.rglob("*") if path.is_file()]
-        for path in files:
+        for path in (temporary / "sampler").iterdir():  # `save` has flushed its own
             flush_to_disk(path)
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())

@@ -209,10 +209,15 @@ class TinkerStore:
         self._lock.close()
 
     def _write(self, statement: str, *rows: Sequence[Any]) -> None:
+        self._write_all((statement, rows))
+
+    def _write_all(self, *steps: tuple[str, Sequence[Sequence[Any]]]) -> None:
+        """Write rows by several statements, all or none."""
         with self._mutex:
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                self._database.executemany(statement, rows)
+                for statement, rows in steps:
+                    self._database.executemany(statement, rows)
                 self._database.execute("COMMIT")
             except BaseException:
                 self._database.execute("ROLLBACK")
@@ -226,19 +231,19 @@ class TinkerStore:
         """Record the completions of one prompt."""
         first = sequences[0]
         prompt = np.ascontiguousarray(first.prompt_ids, np.int32).tobytes()
-        self._write("INSERT OR REPLACE INTO prompts VALUES (?, ?)", (first.sequence_id, prompt))
-        self._write(
-            "INSERT OR REPLACE INTO sequences VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(
-                (
-                    each.sequence_id, first.sequence_id, each.owner, each.model_id,
-                    np.ascontiguousarray(each.ids, np.int32).tobytes(),
-                    np.ascontiguousarray(each.logprobs, np.float32).tobytes(),
-                    json.dumps(each.version_spans), hash_content(each.prompt_ids, each.ids), time.time(),
-                )
-                for each in sequences
-            ),
-        )  # fmt: skip
+        rows = [
+            (
+                each.sequence_id, first.sequence_id, each.owner, each.model_id,
+                np.ascontiguousarray(each.ids, np.int32).tobytes(),
+                np.ascontiguousarray(each.logprobs, np.float32).tobytes(),
+                json.dumps(each.version_spans), hash_content(each.prompt_ids, each.ids), time.time(),
+            )
+            for each in sequences
+        ]  # fmt: skip
+        self._write_all(
+            ("INSERT OR REPLACE INTO prompts VALUES (?, ?)", [(first.sequence_id, prompt)]),
+            ("INSERT OR REPLACE INTO sequences VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows),
+        )
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
         """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
