@@ -41,6 +41,18 @@ async def gateway_at(port: int, engine: Any, postgres: PostgresServer, **config:
         yield url
 
 
+@asynccontextmanager
+async def two_gateways(postgres: PostgresServer) -> AsyncIterator[tuple[str, str, httpx.AsyncClient]]:
+    """The URLs of two gateways of one store, and a client."""
+    engine = scripted("a<|im_end|>")
+    async with (
+        gateway_at(free_port(), engine, postgres) as first,
+        gateway_at(free_port(), engine, postgres) as second,
+        httpx.AsyncClient(timeout=10) as client,
+    ):
+        yield first, second, client
+
+
 async def create(url: str) -> dict[str, Any]:
     async with httpx.AsyncClient(headers={"Authorization": "Bearer control"}) as client:
         created: dict[str, Any] = (await client.post(f"{url}/v1/sessions", json={})).json()
@@ -134,12 +146,7 @@ async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_h
 
 
 async def test_what_was_passed_on_is_not_passed_on_again(postgres: PostgresServer) -> None:
-    engine = scripted("a<|im_end|>")
-    async with (
-        gateway_at(free_port(), engine, postgres) as first,
-        gateway_at(free_port(), engine, postgres) as second,
-        httpx.AsyncClient(timeout=10) as client,
-    ):
+    async with two_gateways(postgres) as (first, second, client):
         created = await create(first)
         headers = {"Authorization": f"Bearer {created['api_key']}", "X-Unbroken-Forwarded": "1"}
         refused = await client.post(f"{second}{CHAT}", json={"messages": [USER]}, headers=headers)
@@ -263,12 +270,7 @@ async def test_a_request_that_comes_while_another_gateway_takes_its_session_is_p
 
 
 async def test_a_path_that_is_not_ascii_behind_a_key_is_passed_on_quoted(postgres: PostgresServer) -> None:
-    engine = scripted("a<|im_end|>")
-    async with (
-        gateway_at(free_port(), engine, postgres) as first,
-        gateway_at(free_port(), engine, postgres) as second,
-        httpx.AsyncClient(timeout=10) as client,
-    ):
+    async with two_gateways(postgres) as (first, second, client):
         created = await create(first)
         root = created["openai_base_url"].removeprefix(first)
         answers = [await client.get(f"{url}{root}/models/schl%C3%BCssel") for url in (first, second)]

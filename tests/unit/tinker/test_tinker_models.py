@@ -349,7 +349,7 @@ def test_models_of_several_ranks_and_targets_train_apart(folder, tmp_path):
 def test_a_seed_decides_the_first_weights(folder, tmp_path):
     models = open_models(folder, dtype=None)
     for name, seed in (("a", 5), ("b", 5), ("c", 6), ("d", None), ("e", None)):
-        torch.rand(3)  # of somebody else
+        torch.rand(3)  # of another thread
         models.create(name, LoraSpec(rank=2, seed=seed))
         models.save(name, tmp_path / name, optimizer=False)
     key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
