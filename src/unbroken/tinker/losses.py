@@ -19,7 +19,7 @@ gradient of its own r. The formulas are those of the API's pages on losses; the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -37,15 +37,11 @@ Values: TypeAlias = Mapping[str, torch.Tensor]
 Settings: TypeAlias = Mapping[str, float]
 
 
-Terms: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""The loss at each position, and whether a threshold changed it there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One loss: what it takes, and what it computes at the positions that have an effect."""
+    """What a loss takes."""
 
-    compute: Callable[[torch.Tensor, Values, Settings], Terms]
+    name: str
     needs: tuple[str, ...] = ("logprobs", "advantages")
     takes: tuple[str, ...] = ("weights",)
     """What a datum may give besides; `weights` multiply the loss at each position."""
@@ -55,71 +51,52 @@ class Loss:
     """The loss depends on the logprobs where this input is not 0; None: everywhere."""
 
 
-def _cross_entropy(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return -logprobs_N, None  # times the weights, as every loss
-
-
-def _importance_sampling(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return -(logprobs_N - values["logprobs"]).exp() * values["advantages"], None
-
-
-def _ppo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return _clip((logprobs_N - values["logprobs"]).exp(), values, settings)
-
-
-def _gspo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    return _clip((values["sequence_log_ratio"] + logprobs_N - logprobs_N.detach()).exp(), values, settings)
-
-
-def _clip(ratio_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    free_N = ratio_N * values["advantages"]
-    gain_N = torch.minimum(free_N, _bound(ratio_N, values, settings) * values["advantages"])
-    return -gain_N, gain_N != free_N
-
-
-def _bound(ratio_N: torch.Tensor, values: Values, settings: Settings) -> torch.Tensor:
-    low, high = (values.get(name, settings[name]) for name in (LOW, HIGH))
-    return ratio_N.clamp(torch.as_tensor(low).to(ratio_N), torch.as_tensor(high).to(ratio_N))
-
-
-def _cispo(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    ratio_N = (logprobs_N.detach() - values["logprobs"]).exp()
-    bounded_N = _bound(ratio_N, values, settings)
-    return -bounded_N * values["advantages"] * logprobs_N, bounded_N != ratio_N
-
-
-def _dro(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    penalty_N = (logprobs_N - values["logprobs"]).square() * (settings["beta"] / 2)
-    return penalty_N - logprobs_N * values["advantages"], None
-
-
-def _stable_reinforce(logprobs_N: torch.Tensor, values: Values, settings: Settings) -> Terms:
-    log_ratio_N = logprobs_N - values["logprobs"]
-    weight_N = log_ratio_N.detach().clamp(max=0).exp()
-    penalty_N = log_ratio_N.square() * (settings["kl_coeff"] / 2)
-    return penalty_N - weight_N * values["advantages"] * logprobs_N, log_ratio_N > 0
-
-
-_CLIPPED = ("weights", LOW, HIGH)
+_RL, _CLIPPED = ("logprobs", "advantages"), ("weights", LOW, HIGH)
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(compute=_cross_entropy, needs=("weights",), takes=(), used=None),
-    "importance_sampling": Loss(compute=_importance_sampling),
-    "ppo": Loss(compute=_ppo, takes=_CLIPPED, settings={LOW: 0.8, HIGH: 1.2}),
-    "cispo": Loss(compute=_cispo, takes=_CLIPPED, settings={LOW: 0.0, HIGH: 4.0}),
-    "dro": Loss(compute=_dro, settings={"beta": 0.1}, used=None),
-    "gspo": Loss(
-        compute=_gspo,
-        needs=("logprobs", "advantages", "sequence_ratio_mask"),
-        takes=_CLIPPED,
-        settings={LOW: 0.9997, HIGH: 1.0004},
-    ),
-    "stable_reinforce": Loss(
-        compute=_stable_reinforce,
-        needs=("logprobs", "advantages", SAMPLED),
-        settings={"kl_coeff": 0.01},
-        used=SAMPLED,
-    ),
+    loss.name: loss
+    for loss in (
+        Loss(name="cross_entropy", needs=("weights",), takes=(), used=None),
+        Loss(name="importance_sampling"),
+        Loss(name="ppo", takes=_CLIPPED, settings={LOW: 0.8, HIGH: 1.2}),
+        Loss(name="cispo", takes=_CLIPPED, settings={LOW: 0.0, HIGH: 4.0}),
+        Loss(name="dro", settings={"beta": 0.1}, used=None),
+        Loss(
+            name="gspo",
+            needs=(*_RL, "sequence_ratio_mask"),
+            takes=_CLIPPED,
+            settings={LOW: 0.9997, HIGH: 1.0004},
+        ),
+        Loss(name="stable_reinforce", needs=(*_RL, SAMPLED), settings={"kl_coeff": 0.01}, used=SAMPLED),
+    )
 }
+
+
+def _compute_terms(
+    name: str, logprobs_N: torch.Tensor, values: Values, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss at each position before `weights`, and whether a threshold changed it there."""
+    if name == "cross_entropy":
+        return -logprobs_N, None
+    advantages_N, log_ratio_N = values["advantages"], logprobs_N - values["logprobs"]
+    if name == "importance_sampling":
+        return -log_ratio_N.exp() * advantages_N, None
+    if name == "dro":
+        return log_ratio_N.square() * (settings["beta"] / 2) - logprobs_N * advantages_N, None
+    if name == "stable_reinforce":
+        weight_N = log_ratio_N.detach().clamp(max=0).exp()
+        penalty_N = log_ratio_N.square() * (settings["kl_coeff"] / 2)
+        return penalty_N - weight_N * advantages_N * logprobs_N, log_ratio_N > 0
+    low, high = (torch.as_tensor(values.get(key, settings[key])).to(logprobs_N) for key in (LOW, HIGH))
+    if name == "cispo":
+        ratio_N = log_ratio_N.detach().exp()
+        bounded_N = ratio_N.clamp(low, high)
+        return -bounded_N * advantages_N * logprobs_N, bounded_N != ratio_N
+    if name == "gspo":
+        log_ratio_N = values["sequence_log_ratio"] + logprobs_N - logprobs_N.detach()
+    ratio_N = log_ratio_N.exp()
+    free_N = ratio_N * advantages_N
+    gain_N = torch.minimum(free_N, ratio_N.clamp(low, high) * advantages_N)
+    return -gain_N, gain_N != free_N
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Settings]:
@@ -132,48 +109,43 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Setti
     if name not in LOSSES:
         raise InvalidInputError(f"loss_fn must be one of {', '.join(LOSSES)}, got {name!r}")
     loss = LOSSES[name]
+    settings = dict(loss.settings)
     for key, value in config.items():
-        if key not in loss.settings:
-            known = ", ".join(loss.settings) or "none"
+        if key not in settings:
+            known = ", ".join(settings) or "none"
             raise InvalidInputError(f"loss_fn_config of {name} has the settings {known}, got {key!r}")
         if isinstance(value, str) or not math.isfinite(value) or value < 0:
             raise InvalidInputError(f"loss_fn_config.{key} must be a finite number >= 0, got {value!r}")
-    settings = {**loss.settings, **{key: float(value) for key, value in config.items()}}
+        settings[key] = float(value)
     if LOW in settings and settings[LOW] > settings[HIGH]:
         raise InvalidInputError(f"loss_fn_config.{LOW} must be at most {HIGH}, got {settings[LOW]} > {settings[HIGH]}")
     return loss, settings
 
 
-def check_datum(datum: Datum, loss: Loss, *, name: str, where: str) -> NDArray[np.int64]:
-    """Check that a datum has what the loss needs, and return its targets.
-
-    Raises:
-        InvalidInputError: names the datum (`where`), the field, the rule and the value.
+def check_datum(datum: Datum, loss: Loss, where: str) -> NDArray[np.int64]:
+    """Return the targets of a datum; `InvalidInputError`, which names the datum (`where`), the field, the rule and the
+    value, unless it has what the loss needs.
     """
-    fields, inputs = f"{where}.loss_fn_inputs", datum.inputs
+    fields, inputs, name = f"{where}.loss_fn_inputs", datum.inputs, loss.name
     if datum.targets is None:
         raise InvalidInputError(f"{fields}.target_tokens must be given, got none")
     shape = datum.targets.shape
     if len(shape) != 1 and (name != "cross_entropy" or 0 in shape):
-        raise InvalidInputError(
-            f"{fields}.target_tokens must have the shape [T], or [T, K] with cross_entropy, got {list(shape)} with "
-            f"{name}"
-        )
-    if SAMPLED in loss.needs and SAMPLED not in inputs:
-        raise InvalidInputError(
-            f"{where} must have provenance spans with {name}, which trains sampled ids alone: attach them by "
-            "Datum.with_provenance"
-        )
-    if missing := [key for key in loss.needs if key not in inputs]:
-        raise InvalidInputError(f"{fields}.{missing[0]} must be given with {name}, got {', '.join(inputs) or 'none'}")
+        rule = "the shape [T], or [T, K] with cross_entropy"
+        raise InvalidInputError(f"{fields}.target_tokens must have {rule}, got {list(shape)} with {name}")
+    for key in loss.needs:
+        if key == SAMPLED and key not in inputs:
+            rule = f"provenance spans with {name}, which trains sampled ids alone"
+            raise InvalidInputError(f"{where} must have {rule}: attach them by Datum.with_provenance")
+        if key not in inputs:
+            raise InvalidInputError(f"{fields}.{key} must be given with {name}, got {', '.join(inputs) or 'none'}")
     for key, values in inputs.items():
         if key not in (*loss.needs, *loss.takes):
             known = ", ".join(("target_tokens", *loss.needs, *loss.takes))
             raise InvalidInputError(f"{fields} of {name} may be {known}, got {key!r}")
         if values.shape != shape:
-            raise InvalidInputError(
-                f"{fields}.{key} must have the shape of target_tokens, {list(shape)}, got {list(values.shape)}"
-            )
+            rule = f"the shape of target_tokens, {list(shape)}"
+            raise InvalidInputError(f"{fields}.{key} must have {rule}, got {list(values.shape)}")
     mask = inputs.get("sequence_ratio_mask")
     if mask is not None and inputs["advantages"].any() and not mask.any():
         raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")
@@ -206,7 +178,7 @@ def compute_loss(
     if "sequence_ratio_mask" in values:
         values = {**values, "sequence_log_ratio": _mean_log_ratio(logprobs_N, values, num_row_tokens)}
     used_values = {name: of_N[used_N] for name, of_N in values.items()}
-    loss_N, clipped_N = loss.compute(logprobs_N[used_N], used_values, settings)
+    loss_N, clipped_N = _compute_terms(loss.name, logprobs_N[used_N], used_values, settings)
     total = (loss_N * used_values["weights"] if "weights" in used_values else loss_N).sum()
     metrics = {"loss:sum": float(total.detach()), "num_loss_tokens:sum": float(used_N.sum())}
     if clipped_N is not None:
@@ -219,5 +191,4 @@ def _mean_log_ratio(logprobs_N: torch.Tensor, values: Values, num_row_tokens: Se
     """[N] the mean of log p - log q over the positions in `sequence_ratio_mask` of its row; 0 in a row without any."""
     whole = (logprobs_N - values["logprobs"], values["sequence_ratio_mask"] != 0)
     parts = zip(*(torch.split(of_N, list(num_row_tokens)) for of_N in whole), strict=True)
-    means = [log_ratio[mask].mean().nan_to_num().expand(len(mask)) for log_ratio, mask in parts]
-    return torch.cat(means)
+    return torch.cat([log_ratio[mask].mean().nan_to_num().expand(len(mask)) for log_ratio, mask in parts])

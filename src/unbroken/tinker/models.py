@@ -52,13 +52,13 @@ _FORMAT = 1
 
 @dataclass(slots=True)
 class _Model:
-    """One model that is trained."""
+    """One model that is trained: `adapter` is PEFT's name, and empty if all weights are; `parameters` are those that
+    are trained, by their names in saved files.
+    """
 
     adapter: str
-    """PEFT's name of its adapter; empty if all weights are trained."""
     lora: LoraSpec | None
     parameters: Mapping[str, nn.Parameter]
-    """Those that are trained, by their names in saved files."""
     optimizer: torch.optim.Optimizer
     num_steps: int = 0
 
@@ -107,27 +107,26 @@ class Models:
             self._backend = self._open(_load_model(self._source, self._dtype or torch.float32))
         else:
             lora, adapter = self._add_adapter(lora)
-        parameters = {
-            name.replace(f".{adapter}.", ".") if adapter else name: parameter
-            for name, parameter in self._get_model().named_parameters()
-            if parameter.requires_grad
-        }
-        optimizer = make_optimizer(self._get_backend().policy, self._config.optimizer, self._accelerator.device)
-        self._models[model_id] = _Model(adapter=adapter, lora=lora, parameters=parameters, optimizer=optimizer)
+        trained = {name: each for name, each in self._get_model().named_parameters() if each.requires_grad}
+        self._models[model_id] = _Model(
+            adapter=adapter,
+            lora=lora,
+            parameters={name.replace(f".{adapter}.", ".") if adapter else name: trained[name] for name in trained},
+            optimizer=make_optimizer(self._get_backend().policy, self._config.optimizer, self._accelerator.device),
+        )
         return lora
 
     def delete(self, model_id: str) -> None:
         """Forget a model, and free its memory; the base stays for the next adapter."""
-        model = self._find(model_id)
+        model, backend = self._activate(model_id)
+        del self._models[model_id]
         if model.lora is None:
             self._backend = None
-        else:
-            others = [other.adapter for other in self._models.values() if other is not model]
-            if others:  # or PEFT warns that it chooses one
-                self._get_model().set_adapter(others[0])
-            self._get_model().delete_adapter(model.adapter)
-            self._get_backend().optimizer = None
-        del self._models[model_id]
+            return
+        if self._models:  # or PEFT warns that it chooses one
+            self._get_model().set_adapter(next(iter(self._models.values())).adapter)
+        self._get_model().delete_adapter(model.adapter)
+        backend.optimizer = None
 
     def forward_backward(
         self, model_id: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], backward: bool
@@ -139,14 +138,14 @@ class Models:
             InvalidInputError: an unknown loss or setting, or a datum without what the loss needs.
             TrainingError: a row needs more memory than there is.
         """
-        backend = self._activate(model_id)
+        _, backend = self._activate(model_id)
         chosen, settings = find_loss(loss, config)
-        rows = _make_rows(data, chosen, name=loss)
+        rows = _make_rows(data, chosen, settings)
 
         def compute(scores: TokenScores, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
             assert batch.targets is not None, "every row has targets"
-            used_N, counts = batch.targets.trained_N, batch.num_row_tokens
-            return compute_loss(chosen, settings, scores.logprobs_N, batch.values, used_N, counts)
+            used_N = batch.targets.trained_N
+            return compute_loss(chosen, settings, scores.logprobs_N, batch.values, used_N, batch.num_row_tokens)
 
         with backend.computing():
             backend.measure()
@@ -165,7 +164,7 @@ class Models:
             TrainingError: the gradients are not finite: they are cleared, and the weights are as before. Or the step
                 made weights that are not finite.
         """
-        backend, model = self._activate(model_id), self._models[model_id]
+        model, backend = self._activate(model_id)
         for parameter in model.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -174,24 +173,19 @@ class Models:
         norm = backend.optimizer_step(params.learning_rate, max_grad_norm=params.grad_clip_norm or math.inf)
         model.num_steps += 1
         if not torch.stack([each.isfinite().all() for each in model.parameters.values()]).all():
-            raise TrainingError(
-                f"the step, with learning_rate {params.learning_rate} and eps {params.eps}, made weights that are not "
-                "finite: load a checkpoint into this model"
-            )
+            made = f"the step, with learning_rate {params.learning_rate} and eps {params.eps}, made weights that are"
+            raise TrainingError(f"{made} not finite: load a checkpoint into this model")
         return {"grad_norm": norm, "num_steps": float(model.num_steps)}
 
     def adapter(self, model_id: str) -> WeightStream:
-        """The weights for an engine, to be read once, before the next call: those of the adapter alone
-        (`transfer.adapters`), or all weights.
-        """
-        self._activate(model_id)
-        gather = gather_weights if self._models[model_id].lora is None else gather_adapter_weights
-        return gather(self._get_model())
+        """The weights for an engine, to be read once, before the next call: of the adapter alone, or all weights."""
+        model, _ = self._activate(model_id)
+        return (gather_weights if model.lora is None else gather_adapter_weights)(self._get_model())
 
     def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
         """Write a model into a folder, which is there whole or not at all; `ExportError` if it cannot be written."""
-        self._activate(model_id)
-        model, trained = self._models[model_id], self._get_model()
+        model, _ = self._activate(model_id)
+        trained = self._get_model()
         form = ModelForm(dtype=None if model.lora else causal_lm(trained).dtype)
         check_form(trained, form)
 
@@ -219,16 +213,16 @@ class Models:
             CheckpointError: the folder is incomplete or damaged, of another base, rank or kind, or saved without the
                 optimizer. The model is as it was.
         """
-        self._activate(model_id)
-        model = self._models[model_id]
+        model, _ = self._activate(model_id)
         state = _read_state(folder)
         self._check_fits(folder, state, model)
         if optimizer and not (folder / _OPTIMIZER).exists():
             raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
-        if model.lora is not None:
-            stored = load_file(folder / _ADAPTER)
-        else:
-            stored = dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
+        stored: Mapping[str, torch.Tensor] = (
+            load_file(folder / _ADAPTER)
+            if model.lora is not None
+            else dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
+        )
         shapes = [{(name, tensor.shape) for name, tensor in each.items()} for each in (model.parameters, stored)]
         if different := sorted(shapes[0] ^ shapes[1]):
             raise CheckpointError(f"{folder} must have the weights of this model, and differs in {different[0][0]}")
@@ -245,18 +239,15 @@ class Models:
         model.optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
         model.num_steps = int(state["num_steps"]) if optimizer else 0
 
-    def _find(self, model_id: str) -> _Model:
+    def _activate(self, model_id: str) -> tuple[_Model, TrainerBackend]:
+        """Let the backend compute with a model, and train it alone."""
         if model_id not in self._models:
             raise InvalidInputError(f"there is no model {model_id!r}: it was deleted, or never created here")
-        return self._models[model_id]
-
-    def _activate(self, model_id: str) -> TrainerBackend:
-        """Let the backend compute with a model, and train it alone."""
-        model, backend = self._find(model_id), self._get_backend()
+        model, backend = self._models[model_id], self._get_backend()
         if model.lora is not None and self._get_model().active_adapters != [model.adapter]:
             self._get_model().set_adapter(model.adapter)
         backend.optimizer = model.optimizer
-        return backend
+        return model, backend
 
     def _get_backend(self) -> TrainerBackend:
         assert self._backend is not None, "there is one while there are models"
@@ -277,20 +268,20 @@ class Models:
             import peft
         except ModuleNotFoundError as error:
             raise missing_extra(error, "a model with rank above 0 needs the lora extra", "lora") from error
-        is_rounded = self._accelerator.mixed_precision == "bf16"
-        base = None
-        if self._backend is None:
-            dtype = self._dtype or (torch.bfloat16 if is_rounded else torch.float32)
-            base = _load_model(self._source, dtype).requires_grad_(False)
-            base.to(self._accelerator.device)
+        if is_new := self._backend is None:
+            is_rounded = self._accelerator.mixed_precision == "bf16"
+            base = _load_model(self._source, self._dtype or (torch.bfloat16 if is_rounded else torch.float32))
+            base.requires_grad_(False).to(self._accelerator.device)
             self._base = checksum_of_frozen(base)
-        lora, modules = find_modules(base if base is not None else self._get_model().base_model.model, lora)
+        else:
+            base = self._get_model().base_model.model
+        lora, modules = find_modules(base, lora)
         name = f"m{self._num_created}"
         self._num_created += 1
         settings = peft.LoraConfig(
             r=lora.rank, lora_alpha=ALPHA, target_modules=modules, task_type=peft.TaskType.CAUSAL_LM
         )
-        if base is not None:
+        if is_new:
             self._backend = self._open(peft.get_peft_model(base, settings, adapter_name=name))
         else:
             self._get_model().add_adapter(name, settings)
@@ -306,11 +297,9 @@ class Models:
         if parts[0] != parts[1]:
             raise CheckpointError(f"{folder} is of {_describe(stored)}, and the model is {_describe(model.lora)}")
         if model.lora is not None and state["base"] != self._base:
-            raise CheckpointError(
-                f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of "
-                f"{self._source} have {self._base!r}: it must be loaded on the base, and in the type, that it was "
-                "trained on"
-            )
+            found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
+            rule = "it must be loaded on the base, and in the type, that it was trained on"
+            raise CheckpointError(f"{found} {self._source} have {self._base!r}: {rule}")
 
 
 @torch.no_grad()
@@ -369,43 +358,40 @@ def _load_model(source: str, dtype: torch.dtype) -> Any:
         ) from None
 
 
-def _make_rows(data: Sequence[Datum], loss: Loss, *, name: str) -> list[ScoredRow]:
+def _make_rows(data: Sequence[Datum], loss: Loss, settings: Mapping[str, float]) -> list[ScoredRow]:
     """The rows of data whose T ids are followed by one more, which is fed to nothing, so that all T predict something.
 
-    Targets and inputs of some data are padded to the most targets of a position, with weights of 0.
+    Targets and inputs of some data are padded to the most targets of a position, with weights of 0. What some data give
+    and others may leave out has its default there.
     """
-    checked = [check_datum(datum, loss, name=name, where=f"data[{k}]") for k, datum in enumerate(data)]
+    checked = [check_datum(datum, loss, f"data[{k}]") for k, datum in enumerate(data)]
     width = max((targets.shape[1] for targets in checked if targets.ndim == 2), default=0)
+    optional = {key: {"weights": 1.0, **settings}[key] for datum in data for key in datum.inputs if key in loss.takes}
     rows = []
     for datum, targets in zip(data, checked, strict=True):
+        mask = np.arange(len(targets) + 1) > 0
+        defaults = {key: np.full(targets.shape, value, np.float32) for key, value in optional.items()}
+        sample = TrainingSample(
+            token_ids=np.append(datum.input_ids, 0),
+            sampled_mask=mask,
+            loss_mask=mask,
+            rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
+            policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+            advantages=np.zeros(len(mask), dtype=np.float32),
+        )
         of_row = RowTargets(
             ids=_pad(targets, width),
             trained=find_used(datum, loss),
-            values={key: _pad(values, width) for key, values in datum.inputs.items()},
+            values={key: _pad(values, width) for key, values in {**defaults, **datum.inputs}.items()},
         )
-        sample = _make_sample(datum)
         rows.append(ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs, targets=of_row))
     return rows
 
 
-def _make_sample(datum: Datum) -> TrainingSample:
-    mask = np.arange(len(datum.input_ids) + 1) > 0
-    return TrainingSample(
-        token_ids=np.append(datum.input_ids, 0),
-        sampled_mask=mask,
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
-        policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-        advantages=np.zeros(len(mask), dtype=np.float32),
-    )
-
-
 def _pad(values: NDArray[Any], width: int) -> NDArray[Any]:
     """[T] or [T, K] as [T, width] with zeros; as they are with width 0."""
-    if not width:
-        return values
     columns = values.reshape(len(values), -1)
-    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
+    return np.pad(columns, ((0, 0), (0, width - columns.shape[1]))) if width else values
 
 
 def _unpad(logprobs: NDArray[np.float32], targets: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -426,7 +412,5 @@ def _read_state(folder: Path) -> Mapping[str, Any]:
 
 
 def _describe(lora: LoraSpec | None) -> str:
-    if lora is None:
-        return "a model whose weights are all trained"
-    parts = [part for part in ("mlp", "attn", "unembed") if getattr(lora, f"train_{part}")]
-    return f"an adapter of rank {lora.rank} for {', '.join(parts)}"
+    parts = [part for part in ("mlp", "attn", "unembed") if getattr(lora, f"train_{part}", False)]
+    return f"an adapter of rank {lora.rank} for {', '.join(parts)}" if lora else "a model whose weights are all trained"

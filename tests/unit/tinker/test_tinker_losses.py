@@ -94,7 +94,7 @@ REFUSALS = {
 def test_a_datum_without_what_the_loss_needs_is_refused(case):
     name, datum, text = REFUSALS[case]
     with pytest.raises(InvalidInputError, match=text):
-        check_datum(datum, LOSSES[name], name=name, where="data[2]")
+        check_datum(datum, LOSSES[name], "data[2]")
 
 
 @pytest.mark.parametrize(

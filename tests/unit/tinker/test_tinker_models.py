@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -300,6 +301,22 @@ def test_positions_without_effect_have_logprobs_whatever_is_given_there(folder):
     np.testing.assert_allclose(output.logprobs[0], plain.logprobs[0], rtol=1e-6)
     assert output.metrics == {"loss:sum": 0.0, "num_clipped:sum": 0.0, "num_loss_tokens:sum": 0.0}
     assert models.optim_step("a", AdamParams())["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("name", "default"), [("weights", 1.0), ("clip_high_threshold", 1.2)])
+def test_what_some_data_give_has_its_default_in_the_others(first, name, default, folder):
+    models = open_models(folder)
+    models.create("a", ADAPTER)
+    data = make_data("ppo", lengths=(5, 9))
+
+    def give(n: int, value: float) -> Datum:
+        return replace(data[n], inputs={**data[n].inputs, name: np.full(len(data[n].input_ids), value, np.float32)})
+
+    some, all_of_them = [*data], [give(0, default), give(1, default)]
+    some[first] = all_of_them[first] = give(first, 0.9)
+    found = [models.forward_backward("a", each, "ppo", {}, backward=False).metrics for each in (some, all_of_them)]
+    assert found[0] == found[1]
 
 
 def test_a_call_without_data_has_a_sum_of_0(folder):
