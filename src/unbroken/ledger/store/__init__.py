@@ -1,6 +1,7 @@
 """Durable storage of sessions: SQLite in a folder, or PostgreSQL (docs/design/0013-sessions.md).
 
-`open_store` and `open_store_reader` take a location as people write it.
+`open_store` and `open_store_reader` take a location as people write it, and so does `open_database`, for `Tables` that
+another package has.
 """
 
 from __future__ import annotations
@@ -12,10 +13,23 @@ from typing import cast
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.reader import StoreReader
-from unbroken.ledger.store.sqlite import open_sqlite_reader, open_sqlite_store
+from unbroken.ledger.store.sql import Cursor, Database
+from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_reader, open_sqlite_store
+from unbroken.ledger.store.tables import Tables
 from unbroken.ledger.store.writer import SessionWriter
 
-__all__ = ["SessionStore", "SessionWriter", "StoreReader", "is_postgres_url", "open_store", "open_store_reader"]
+__all__ = [
+    "Cursor",
+    "Database",
+    "SessionStore",
+    "SessionWriter",
+    "StoreReader",
+    "Tables",
+    "is_postgres_url",
+    "open_database",
+    "open_store",
+    "open_store_reader",
+]
 
 
 def open_store(location: str, *, advertised: str | None = None) -> SessionStore:
@@ -43,6 +57,15 @@ def open_store_reader(location: str) -> StoreReader:
     if is_postgres_url(location):
         return cast(StoreReader, _import_postgres().open_postgres_reader(location))
     return open_sqlite_reader(_get_folder(location))
+
+
+def open_database(location: str, tables: Tables) -> Database:
+    """Open a database with these tables at `location`, and make them, or migrate those of an earlier version. Raises as
+    `open_store` does.
+    """
+    if is_postgres_url(location):
+        return cast(Database, _import_postgres().PostgresDatabase(location, tables))
+    return SqliteDatabase(_get_folder(location), tables)
 
 
 def is_postgres_url(location: str) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import psycopg
@@ -22,10 +23,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.reader import StoreReader, StoreState
 from unbroken.ledger.store.sql import Cursor, SqlSessionStore
-from unbroken.ledger.store.tables import MIGRATIONS, check_version, find_statements
+from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
 
 T = TypeVar("T")
-_SCHEMA = "unbroken"
 _TYPES = {
     "key": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "integer": "BIGINT",
@@ -34,8 +34,7 @@ _TYPES = {
 }
 _OLDEST_SERVER = 13
 """The first with `pg_current_xact_id`."""
-_LOCKS = 0x756E6272
-"""The first half of our advisory locks' names, which all users of a database share. The second is an owner, or 0."""
+# An advisory lock's name is `Tables.locks` and an owner, or 0 while tables are made.
 _IS_OWNER = (
     "locktype = 'advisory' AND classid = ?::oid AND objid = ?::oid AND mode = 'ExclusiveLock' AND granted "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -49,7 +48,6 @@ _PLACE = {
 }
 """Defaults for what a URL leaves out: a server whose machine does not answer is given up after 25 seconds."""
 _SETTINGS = {
-    "search_path": _SCHEMA,
     "tcp_keepalives_idle": "10",  # the server finds the end of a gateway whose machine is gone in 25 seconds
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -77,7 +75,7 @@ def open_postgres_store(
         InvalidInputError: the URL cannot be parsed.
         StoreError: it cannot be connected to, or its sessions are of a later version.
     """
-    return SqlSessionStore(_PostgresDatabase(url, migrations, advertised))
+    return SqlSessionStore(PostgresDatabase(url, replace(SESSION_TABLES, migrations=migrations), advertised))
 
 
 def open_postgres_reader(url: str) -> StoreReader:
@@ -92,7 +90,7 @@ def open_postgres_reader(url: str) -> StoreReader:
     return StoreReader(snapshots)
 
 
-class _PostgresDatabase:
+class PostgresDatabase:
     """Implements `Database` with a connection for writing, which holds the owner's lock, and one for reading."""
 
     share = "FOR SHARE"
@@ -101,13 +99,15 @@ class _PostgresDatabase:
     keep_blob = "DO UPDATE SET sha256 = excluded.sha256"
     """Locks the row; its data are not written again."""
 
-    def __init__(self, url: str, migrations: Sequence[Sequence[str]], advertised: str | None) -> None:
+    def __init__(self, url: str, tables: Tables, advertised: str | None = None) -> None:
+        """Open it as `open_postgres_store` does."""
         place = _parse(url)
-        self._writer = _Connection(place if advertised is None else {**place, "application_name": advertised})
-        self._reader = _Connection(place)
+        self._locks = tables.locks
+        self._writer = _Connection(place if advertised is None else {**place, "application_name": advertised}, tables)
+        self._reader = _Connection(place, tables)
         try:
-            self._writer.run(lambda cursor: _migrate(cursor, str(self._writer), migrations))
-            self.owner: int = self._writer.run(_choose_owner)
+            self._writer.run(lambda cursor: _migrate(cursor, str(self._writer), tables))
+            self.owner: int = self._writer.run(lambda cursor: _choose_owner(cursor, tables.locks))
             self._writer.owner = self.owner
         except BaseException:
             self.close()
@@ -123,14 +123,14 @@ class _PostgresDatabase:
 
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
         """Whether the process of another `owner` still runs."""
-        cursor.execute(f"SELECT pg_try_advisory_xact_lock_shared({_LOCKS}, ?::int)", (owner,))
+        cursor.execute("SELECT pg_try_advisory_xact_lock_shared(?::int, ?::int)", (self._locks, owner))
         return not cursor.fetch_one()[0]
 
     def find_url(self, cursor: Cursor, owner: int) -> str | None:
         """The URL of another `owner`, while its process runs."""
         cursor.execute(
             f"SELECT application_name FROM pg_stat_activity WHERE pid = (SELECT pid FROM pg_locks WHERE {_IS_OWNER})",
-            (_LOCKS, owner),
+            (self._locks, owner),
         )
         (name,) = cursor.fetch_one() or ("",)
         return name if name.startswith(("http://", "https://")) else None
@@ -149,10 +149,10 @@ class _PostgresSnapshots:
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """Call `work`, whose statements all see the data of one moment."""
-        connection = _Connection(self._place)
+        connection = _Connection(self._place, SESSION_TABLES)
 
         def check_and_work(cursor: Cursor) -> T:
-            cursor.execute(f"SELECT to_regclass('{_SCHEMA}.schema_version') IS NULL")
+            cursor.execute(f"SELECT to_regclass('{SESSION_TABLES.schema}.schema_version') IS NULL")
             if cursor.fetch_one()[0]:
                 raise StoreError(f"{connection} has no store: no gateway has used it")
             cursor.execute("SELECT version FROM schema_version")
@@ -172,7 +172,7 @@ class _PostgresSnapshots:
                 "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND classid = ?::oid "
                 "AND objid <> 0 AND mode = 'ExclusiveLock' AND granted "
                 "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))",
-                (_LOCKS,),
+                (SESSION_TABLES.locks,),
             )
             return StoreState.RUNNING if cursor.fetch_one()[0] else StoreState.ENDED
 
@@ -194,8 +194,9 @@ class _PostgresSnapshots:
 class _Connection:
     """A connection that one thread at a time uses, and that is made again when it was lost."""
 
-    def __init__(self, place: dict[str, Any]) -> None:
+    def __init__(self, place: dict[str, Any], tables: Tables) -> None:
         self._place = place
+        self._tables = tables
         self._mutex = threading.Lock()
         self._connection: Any = None
         self._closed = False
@@ -244,7 +245,7 @@ class _Connection:
             try:
                 connection = self._connect()
                 if self.owner is not None:
-                    _lock_again(connection, self.owner)
+                    _lock_again(connection, self._tables, self.owner)
                 self._connection = connection
             except psycopg.OperationalError:
                 if time.monotonic() >= end:
@@ -257,9 +258,11 @@ class _Connection:
         version = connection.info.server_version // 10000
         if version < _OLDEST_SERVER:
             connection.close()
-            raise StoreError(f"sessions need PostgreSQL {_OLDEST_SERVER} or later, and {self} is {version}")
+            raise StoreError(
+                f"{self._tables.content} need PostgreSQL {_OLDEST_SERVER} or later, and {self} is {version}"
+            )
         known = "SELECT set_config(name, %s, false) FROM pg_settings WHERE name = %s"
-        for name, value in _SETTINGS.items():
+        for name, value in {**_SETTINGS, "search_path": self._tables.schema}.items():
             connection.execute(known, (value, name))
         connection.execute(f"{known} AND setting = 'off'", ("on", "synchronous_commit"))  # others are stronger
         return connection
@@ -330,43 +333,45 @@ def _parse(url: str) -> dict[str, Any]:
     return {**_PLACE, **place}
 
 
-def _migrate(cursor: Cursor, place: str, migrations: Sequence[Sequence[str]]) -> None:
+def _migrate(cursor: Cursor, place: str, tables: Tables) -> None:
     """Make the tables of our version. Gateways that start at the same time wait for one another."""
-    cursor.execute(f"SELECT pg_advisory_xact_lock({_LOCKS}, 0)")
-    cursor.execute(f"SELECT to_regclass('{_SCHEMA}.schema_version') IS NULL, to_regnamespace('{_SCHEMA}') IS NULL")
+    schema = tables.schema
+    cursor.execute(f"SELECT pg_advisory_xact_lock({tables.locks}, 0)")
+    cursor.execute(f"SELECT to_regclass('{schema}.schema_version') IS NULL, to_regnamespace('{schema}') IS NULL")
     is_new, has_no_schema = cursor.fetch_one()
     if has_no_schema:
-        cursor.execute(f"CREATE SCHEMA {_SCHEMA}")
+        cursor.execute(f"CREATE SCHEMA {schema}")
     if is_new:
         cursor.execute("CREATE TABLE schema_version (version INTEGER NOT NULL)")
         cursor.execute("INSERT INTO schema_version VALUES (0)")
         cursor.execute("CREATE SEQUENCE owners AS INTEGER CYCLE")
     cursor.execute("SELECT version FROM schema_version")
     version = cursor.fetch_one()[0]
-    for statement in find_statements(version, names=_TYPES, place=place, migrations=migrations):
+    for statement in find_statements(version, tables, names=_TYPES, place=place):
         cursor.execute(statement)
-    if version < len(migrations):
-        cursor.execute("UPDATE schema_version SET version = ?", (len(migrations),))
+    if version < len(tables.migrations):
+        cursor.execute("UPDATE schema_version SET version = ?", (len(tables.migrations),))
 
 
-def _choose_owner(cursor: Cursor) -> int:
+def _choose_owner(cursor: Cursor, locks: int) -> int:
     """Take a number that no gateway has, and its lock, which this connection holds until it ends."""
     while True:
-        cursor.execute(f"SELECT n, pg_try_advisory_lock({_LOCKS}, n) FROM (SELECT nextval('owners')::int AS n) AS next")
+        cursor.execute(f"SELECT n, pg_try_advisory_lock({locks}, n) FROM (SELECT nextval('owners')::int AS n) AS next")
         number, is_free = cursor.fetch_one()
         if is_free:
             return int(number)
 
 
-def _lock_again(connection: Any, owner: int) -> None:
+def _lock_again(connection: Any, tables: Tables, owner: int) -> None:
     """Take the owner's lock back from an earlier connection of ours, which the server may not have given up yet."""
     end = time.monotonic() + _WAIT_S
-    while not connection.execute("SELECT pg_try_advisory_lock(%s::int, %s::int)", (_LOCKS, owner)).fetchone()[0]:
+    lock = "SELECT pg_try_advisory_lock(%s::int, %s::int)"
+    while not connection.execute(lock, (tables.locks, owner)).fetchone()[0]:
         if time.monotonic() > end:
             connection.close()
-            raise StoreError(f"owner {owner} of the sessions is still connected through an earlier connection")
+            raise StoreError(f"owner {owner} of the {tables.content} is still connected through an earlier connection")
         connection.execute(
             f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {_IS_OWNER.replace('?', '%s')}",
-            (_LOCKS, owner),
+            (tables.locks, owner),
         )
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Sessions in a folder: a SQLite database that one process at a time writes to.
+"""Sessions in a folder: a SQLite database that one process at a time writes to. Other `Tables` have files of their own.
 
 FOLDER/sessions.sqlite3    the database (and its -wal and -shm while it is in use)
 FOLDER/lock                locked by the process that uses it, with its number; free as soon as that ends in any way
@@ -26,16 +26,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.reader import StoreReader, StoreState
 from unbroken.ledger.store.sql import Cursor, SqlSessionStore
-from unbroken.ledger.store.tables import MIGRATIONS, check_version, find_statements
+from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
 
 T = TypeVar("T")
-DATABASE_FILE = "sessions.sqlite3"
+DATABASE_FILE = SESSION_TABLES.file
 LOCK_FILE = "lock"
 _TYPES = {"key": "INTEGER PRIMARY KEY", "integer": "INTEGER", "float": "REAL", "blob": "BLOB"}
 _SETTINGS = (
@@ -55,13 +56,10 @@ def open_sqlite_store(folder: Path, *, migrations: Sequence[Sequence[str]] = MIG
         InvalidInputError: the folder cannot be written.
         StoreError: another process uses it, its sessions are of a later version, or it is damaged.
     """
-    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
-        oldest = ".".join(map(str, _OLDEST_SQLITE))
-        raise StoreError(f"sessions need SQLite {oldest} or later, and this Python has {sqlite3.sqlite_version}")
-    return SqlSessionStore(_SqliteDatabase(folder, migrations))
+    return SqlSessionStore(SqliteDatabase(folder, replace(SESSION_TABLES, migrations=migrations)))
 
 
-class _SqliteDatabase:
+class SqliteDatabase:
     """Implements `Database` with a connection for writing and one for reading, which does not wait for the disk."""
 
     owner = 1
@@ -70,13 +68,17 @@ class _SqliteDatabase:
     share = lock = ""
     keep_blob = "DO NOTHING"
 
-    def __init__(self, folder: Path, migrations: Sequence[Sequence[str]]) -> None:
-        self._path = folder / DATABASE_FILE
+    def __init__(self, folder: Path, tables: Tables) -> None:
+        """Open it as `open_sqlite_store` does."""
+        if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+            oldest = ".".join(map(str, _OLDEST_SQLITE))
+            raise StoreError(f"{tables.content} need SQLite {oldest} or later, and Python has {sqlite3.sqlite_version}")
+        self._path = folder / tables.file
         self._lock = _lock_folder(folder)
         self._connections: list[_Connection] = []
         try:
             self._writer = self._connect()
-            self._writer.migrate(migrations)
+            self._writer.migrate(tables)
             self._reader = self._connect()
         except BaseException:
             self.close()
@@ -142,15 +144,15 @@ class _Connection:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
 
-    def migrate(self, migrations: Sequence[Sequence[str]]) -> None:
+    def migrate(self, tables: Tables) -> None:
         """Make the tables of our version, in one transaction."""
         with self.transaction("BEGIN IMMEDIATE") as cursor:
             cursor.execute("PRAGMA user_version")
             version = cursor.fetch_one()[0]
-            for statement in find_statements(version, names=_TYPES, place=str(self._path), migrations=migrations):
+            for statement in find_statements(version, tables, names=_TYPES, place=str(self._path)):
                 cursor.execute(statement)
-            if version < len(migrations):
-                cursor.execute(f"PRAGMA user_version = {len(migrations)}")
+            if version < len(tables.migrations):
+                cursor.execute(f"PRAGMA user_version = {len(tables.migrations)}")
 
     def close(self) -> None:
         """Close it, after the transaction that another thread is in."""

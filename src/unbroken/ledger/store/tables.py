@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -116,21 +117,40 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
 
 
-def find_statements(
-    version: int, *, names: Mapping[str, str], place: str, migrations: Sequence[Sequence[str]] = MIGRATIONS
-) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """The tables of one kind of store."""
+
+    content: str
+    """What they have, as errors name it."""
+    file: str
+    """Its name in a folder."""
+    schema: str
+    """In PostgreSQL, where several kinds share a database."""
+    locks: int
+    """The first half of the names of the advisory locks in PostgreSQL, which all users of a database share."""
+    migrations: Sequence[Sequence[str]]
+    """The statements that make version k + 1 of version k, where types are {key}, {integer}, {float} and {blob}."""
+
+
+SESSION_TABLES = Tables(
+    content="sessions", file="sessions.sqlite3", schema="unbroken", locks=0x756E6272, migrations=MIGRATIONS
+)
+
+
+def find_statements(version: int, tables: Tables, *, names: Mapping[str, str], place: str) -> list[str]:
     """The statements that make our version of a database of `version`, with a database's `names` of types.
 
     Raises:
         StoreError: the database at `place` is of a later version than we know.
     """
-    _check_known(version, len(migrations), place)
-    return [statement.format_map(names) for step in migrations[version:] for statement in step]
+    _check_known(version, tables, place)
+    return [statement.format_map(names) for step in tables.migrations[version:] for statement in step]
 
 
 def check_version(version: int, *, place: str) -> None:
     """Raise `StoreError` if a database of `version` at `place` cannot be read as it is."""
-    _check_known(version, len(MIGRATIONS), place)
+    _check_known(version, SESSION_TABLES, place)
     if version < len(MIGRATIONS):
         raise StoreError(
             f"{place} has sessions of schema version {version}, and this release reads version {len(MIGRATIONS)}: a "
@@ -138,11 +158,11 @@ def check_version(version: int, *, place: str) -> None:
         )
 
 
-def _check_known(version: int, latest: int, place: str) -> None:
-    if version > latest:
+def _check_known(version: int, tables: Tables, place: str) -> None:
+    if version > len(tables.migrations):
         raise StoreError(
-            f"{place} has sessions of schema version {version}, and this release knows versions up to {latest}: use "
-            "the release that wrote them, or a later one"
+            f"{place} has {tables.content} of schema version {version}, and this release knows versions up to "
+            f"{len(tables.migrations)}: use the release that wrote them, or a later one"
         )
 
 
