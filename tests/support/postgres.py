@@ -70,7 +70,7 @@ class PostgresServer:
 
         with psycopg.connect(self.url) as connection:
             connection.execute("SET client_min_messages = warning")
-            connection.execute("DROP SCHEMA IF EXISTS unbroken CASCADE")
+            connection.execute("DROP SCHEMA IF EXISTS unbroken, unbroken_tinker CASCADE")
 
     def cut_connections(self, store: Any) -> None:
         """End the server's side of a store's connections."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from unbroken.errors import InvalidInputError
+from unbroken.ledger.store import is_postgres_url
 from unbroken.server.options import OptionGroup
 
 
@@ -26,8 +27,14 @@ class ProvenancePolicy(StrEnum):
 class TinkerOptions:
     """The Tinker API: a client's own loop samples from the model and trains adapters of it (docs/tinker.md)."""
 
-    tinker_store: Path = Path("runs/tinker")
-    """Folder for checkpoints and sampled sequences."""
+    tinker_store: str = "runs/tinker"
+    """Where this server, and no other, keeps checkpoints and sampled sequences: a folder, or a postgresql:// URL for
+    their rows, with the files of checkpoints in --tinker-files."""
+    tinker_files: Path | None = None
+    """Folder for the files of checkpoints if --tinker-store is a database, which has a folder of its own in it (default
+    runs/tinker)."""
+    tinker_keep_days: float = 30.0
+    """Days that a sampled sequence is kept: a span that names an older one may be refused."""
     tinker_provenance: ProvenancePolicy = ProvenancePolicy.REFUSE
     """What happens to provenance spans that are not true: refuse is an error that names the position, count trains the
     data and counts them in the answer's metrics, off compares nothing."""
@@ -46,6 +53,12 @@ class TinkerOptions:
     """Maximum number of models that one key trains at a time."""
 
     def __post_init__(self) -> None:
+        if self.tinker_files is not None and not is_postgres_url(self.tinker_store):
+            raise InvalidInputError(
+                "--tinker-files must not be given without a --tinker-store that is a postgresql:// URL"
+            )
+        if not self.tinker_keep_days > 0:
+            raise InvalidInputError(f"--tinker-keep-days must be > 0, got {self.tinker_keep_days}")
         if not self.tinker_idle_s > 0:
             raise InvalidInputError(f"--tinker-idle-s must be > 0, got {self.tinker_idle_s}")
         if self.tinker_max_models < 1:
@@ -68,7 +81,9 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `TinkerOptions`."""
     group = OptionGroup(parser, "Tinker API", TinkerOptions, description=TinkerOptions.__doc__)
     parser.add_argument("--tinker", action="store_true", help="Serve the Tinker API too, and train.")
-    group.add("tinker_store", type=Path, metavar="FOLDER")
+    group.add("tinker_store", metavar="STORE")
+    group.add("tinker_files", type=Path, metavar="FOLDER")
+    group.add("tinker_keep_days", type=float, metavar="DAYS")
     group.add("tinker_provenance", type=ProvenancePolicy, metavar="{refuse,count,off}")
     group.add("tinker_sessions", metavar="STORE")
     group.add("tinker_keys", type=Path, metavar="FILE")
@@ -80,7 +95,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
 def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
     """Convert the options; None without `--tinker`. Raises `InvalidInputError` for an invalid value."""
     if not arguments.tinker:
-        for name in ("store", "sessions", "keys", "full"):
+        for name in ("store", "files", "sessions", "keys", "full"):
             if getattr(arguments, f"tinker_{name}") != getattr(TinkerOptions(), f"tinker_{name}"):
                 raise InvalidInputError(f"--tinker-{name} needs --tinker")
         return None

@@ -189,7 +189,10 @@ class ProvenanceCheck:
         what = "sampled ids" if claim.sampled else "prompt ids"
         sequence = self._find(claim.sequence_id)
         if sequence is None:
-            self._refuse(f"{where}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key")
+            self._refuse(
+                f"{where}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key, or removed it "
+                f"after {self._store.keep_days:g} days (--tinker-keep-days)"
+            )
             return None
         source = sequence.ids if claim.sampled else sequence.prompt_ids
         if claim.offset + claim.length > len(source):

@@ -84,7 +84,12 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
     from unbroken.tinker.models import Models
 
     load_messages()
-    store = TinkerStore(tinker.tinker_store, sessions=tinker.tinker_sessions)
+    store = TinkerStore(
+        tinker.tinker_store,
+        files=tinker.tinker_files,
+        keep_days=tinker.tinker_keep_days,
+        sessions=tinker.tinker_sessions,
+    )
     try:
         return serve(
             options,
@@ -96,7 +101,7 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
                 tokenizer=options.tokenizer or options.model,
                 open_backend=lambda: Models(Path(options.model)),
             ),
-            note=f"; the Tinker API with its store in {tinker.tinker_store}",
+            note=f"; the Tinker API with its files in {store.folder}",
         )
     finally:
         store.close()

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from unbroken.errors import EngineError, UnbrokenError
+from unbroken.errors import EngineError, StoreError, UnbrokenError
 from unbroken.server.http.errors import HttpError, error_object, to_http_error
 from unbroken.server.http.json import encode_json
 from unbroken.tinker.sampling import SamplerWeights
@@ -55,7 +55,8 @@ class PromiseResult:
     def failed(error: Exception) -> PromiseResult:
         """A failure, in the SDK's categories: `user` for what the caller can mend, `server` for the rest."""
         if isinstance(error, UnbrokenError) and not isinstance(error, EngineError):
-            return PromiseResult.of({"error": str(error), "category": "user"})
+            category = "server" if isinstance(error, StoreError) else "user"
+            return PromiseResult.of({"error": str(error), "category": category})
         http_error = to_http_error(error)
         category = "user" if http_error.status < 500 else "server"
         return PromiseResult.of({"error": error_object(http_error)["error"]["message"], "category": category})

@@ -1,46 +1,67 @@
-"""What outlives the server's process: sampled sequences, models and checkpoints, in one folder.
+"""What outlives the server's process: sampled sequences, models and checkpoints.
 
-    FOLDER/tinker.sqlite3                    rows of all that follows, and of each sampled sequence
+    FOLDER/tinker.sqlite3                    rows of all that follows, and of each sampled sequence; or in PostgreSQL
     FOLDER/weights/RUN/NAME-HEX/             a checkpoint: the model's own files, and in sampler/ what engines take
-    FOLDER/sampler_weights/RUN/NAME-HEX/     weights for sampling alone; those without a name end with their session
+    FOLDER/sampler_weights/RUN/NAME-HEX/     weights for sampling alone
+    FOLDER/temporary/                        those without a name, which end with their session
 
 A file is whole before its row is written, and a row is on the disk before its request is answered.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import itertools
 import json
 import shutil
-import sqlite3
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
-from unbroken.ledger.store import open_store_reader
-from unbroken.types import Logprobs, SampledSequence, TokenIds
+from unbroken.ledger.store import Cursor, Tables, is_postgres_url, open_database, open_store_reader
+from unbroken.types import FinishReason, Logprobs, SampledSequence, TokenIds
 
-DATABASE = "tinker.sqlite3"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS prompts (id TEXT PRIMARY KEY, ids BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS sequences (
-    id TEXT PRIMARY KEY, prompt TEXT NOT NULL, owner TEXT NOT NULL, model TEXT NOT NULL, ids BLOB NOT NULL,
-    logprobs BLOB NOT NULL, versions TEXT NOT NULL, content BLOB NOT NULL, made REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS sequences_by_content ON sequences (content);
-CREATE TABLE IF NOT EXISTS models (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, facts TEXT NOT NULL, used REAL NOT NULL, ended TEXT);
-CREATE TABLE IF NOT EXISTS checkpoints (
-    path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, facts TEXT NOT NULL, made REAL NOT NULL);
-"""
+T = TypeVar("T")
+_FILES = Path("runs/tinker")
+_VERSION_1 = (
+    "CREATE TABLE IF NOT EXISTS prompts (id TEXT PRIMARY KEY, ids {blob} NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS sequences (
+    id TEXT PRIMARY KEY, prompt TEXT NOT NULL, owner TEXT NOT NULL, model TEXT NOT NULL, ids {blob} NOT NULL,
+    logprobs {blob} NOT NULL, versions TEXT NOT NULL, content {blob} NOT NULL, made {float} NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS sequences_by_content ON sequences (content)",
+    """CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, facts TEXT NOT NULL, used {float} NOT NULL, ended TEXT)""",
+    """CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, facts TEXT NOT NULL, made {float} NOT NULL)""",
+)
+"""Folders of before had no version."""
+_VERSION_2 = (
+    "ALTER TABLE sequences ADD COLUMN finish TEXT",
+    "CREATE INDEX sequences_by_time ON sequences (made)",
+    "CREATE INDEX sequences_by_model ON sequences (model, made)",
+    """CREATE TABLE steps (
+    model TEXT NOT NULL, version {integer} NOT NULL, metrics TEXT NOT NULL, made {float} NOT NULL)""",
+    "CREATE INDEX steps_by_model ON steps (model, made)",
+    "CREATE TABLE server (owner {integer} NOT NULL, name TEXT NOT NULL)",
+    "INSERT INTO server VALUES (0, '')",
+)
+TINKER_TABLES = Tables(
+    content="sampled sequences",
+    file="tinker.sqlite3",
+    schema="unbroken_tinker",
+    locks=0x756E7469,
+    migrations=(_VERSION_1, _VERSION_2),
+    revision="SELECT (SELECT MAX(made) FROM sequences), (SELECT MAX(made) FROM steps), (SELECT COUNT(*) FROM models), "
+    "(SELECT MAX(used) FROM models), COUNT(*), MAX(made) FROM checkpoints",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +79,8 @@ class RecordedSequence:
     """[C]"""
     version_spans: tuple[tuple[int, int, int], ...]
     """(start, stop, version): the version of the weights of each id, which rises with each change of the model."""
+    finish_reason: FinishReason | None = None
+    """None if its call cannot be answered from what is recorded: it asked for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +99,7 @@ class ModelFacts:
 
     def describe(self, owner: str, saved: Sequence[Checkpoint]) -> dict[str, Any]:
         """A `TrainingRun` of the API, with its checkpoints, the newest first."""
-
-        def find_last(*, training: bool) -> dict[str, Any] | None:
-            return next((each.describe() for each in saved if each.is_for_training is training), None)
-
+        last = {each.is_for_training: each.describe() for each in reversed(saved)}
         return {
             "training_run_id": self.model_id,
             "base_model": self.base_model,
@@ -87,8 +107,8 @@ class ModelFacts:
             "is_lora": self.lora is not None,
             "lora_rank": None if self.lora is None else self.lora["rank"],
             "last_request_time": _format_time(self.used),
-            "last_checkpoint": find_last(training=True),
-            "last_sampler_checkpoint": find_last(training=False),
+            "last_checkpoint": last.get(True),
+            "last_sampler_checkpoint": last.get(False),
             "user_metadata": self.user_metadata,
         }
 
@@ -145,48 +165,71 @@ def _format_time(seconds: float) -> str:
 
 def hash_content(*parts: TokenIds) -> bytes:
     """A hash of ids, however they are cut into parts."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(np.ascontiguousarray(part, np.int32).tobytes())
-    return digest.digest()
+    return blake2b(b"".join(_to_bytes(part) for part in parts), digest_size=16).digest()
+
+
+def _to_bytes(ids: TokenIds) -> bytes:
+    return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
 class TinkerStore:
-    """The folder of one server. Blocks: the server calls it in a thread of its own."""
+    """The store of one server. Blocks: the server calls it in a thread of its own."""
 
-    def __init__(self, folder: Path, *, sessions: str | None = None) -> None:
-        """Open the folder, which is made if it is missing. `sessions` is where a gateway stores its sessions, whose
+    def __init__(
+        self,
+        location: str | Path,
+        *,
+        files: Path | None = None,
+        keep_days: float = 30.0,
+        sessions: str | None = None,
+    ) -> None:
+        """Open a folder, or a database, whose checkpoints have their files in `files` (runs/tinker), in a folder that
+        is named by the database.
+
+        `keep_days` is how long a sequence is kept at least. `sessions` is where a gateway stores its sessions, whose
         turns are then sequences too, of every owner.
 
         Raises:
-            InvalidInputError: it cannot be written.
-            StoreError: another server uses it, or it is damaged.
+            InvalidInputError: the location is not valid, or a folder cannot be written.
+            StoreError: another server uses it, or it cannot be connected to, or is damaged.
         """
-        self.folder = folder
+        self.location = str(location)
+        self.keep_days = keep_days
         self._sessions = sessions
         self._last_session: tuple[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = "", {}
         """The turns of the gateway's session that was read last; turns never change."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("a")
+            self._database = open_database(self.location, TINKER_TABLES)
+        except (InvalidInputError, StoreError) as error:
+            raise type(error)(str(error).replace("store ", "--tinker-store ", 1)) from None
+        try:
+            name = self._database.write(self._begin)
+            self.folder = (files or _FILES) / name if is_postgres_url(self.location) else Path(location)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unused()
         except OSError as error:
+            self.close()
             raise InvalidInputError(
-                f"--tinker-store must be a folder that can be written, got {folder}: {error}"
+                f"--tinker-files must be a folder that can be written, got {files}: {error}"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise StoreError(f"--tinker-store {folder} is in use by another server: give each its own") from None
-        self._mutex = threading.Lock()
-        try:
-            self._database = sqlite3.connect(folder / DATABASE, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_SCHEMA)
-        except sqlite3.Error as error:
-            raise StoreError(f"{folder / DATABASE} cannot be opened: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, cursor: Cursor) -> str:
+        """Become the one server of the database; returns its name."""
+        cursor.execute(f"SELECT owner, name FROM server {self._database.lock}")
+        owner, name = cursor.fetch_one()
+        if owner and self._database.is_alive(cursor, owner):
+            raise StoreError("--tinker-store must be a database that no other process uses, and a server uses it")
+        name = name or uuid.uuid4().hex
+        cursor.execute("UPDATE server SET owner = ?, name = ?", (self._database.owner, name))
+        cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
+        return str(name)
+
+    def _remove_unused(self) -> None:
+        """Remove the files that a killed server left, and checkpoints whose time is over."""
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
-        self._write("UPDATE models SET ended = ? WHERE ended IS NULL", ("the server stopped",))
         kept: set[Path] = set()
         for owner, facts in self._read("SELECT owner, facts FROM checkpoints"):
             if (checkpoint := Checkpoint(**json.loads(facts))).is_over:
@@ -194,8 +237,8 @@ class TinkerStore:
             else:
                 kept.add(self.folder_of(checkpoint))
         for kind in ("weights", "sampler_weights") if kept else ():  # without rows the database may be lost
-            for path in folder.glob(f"{kind}/*/*-{'[0-9a-f]' * 32}"):
-                if path not in kept:  # a killed server left it
+            for path in self.folder.glob(f"{kind}/*/*-{'[0-9a-f]' * 32}"):
+                if path not in kept:
                     shutil.rmtree(path, ignore_errors=True)
 
     @property
@@ -204,51 +247,61 @@ class TinkerStore:
         return self.folder / "temporary"
 
     def close(self) -> None:
-        """Close the database, and free the folder."""
+        """Close the database, which another server may then use."""
         self._database.close()
-        self._lock.close()
 
-    def _write(self, statement: str, *rows: Sequence[Any]) -> None:
-        self._write_all((statement, rows))
+    def _write(self, work: Callable[[Cursor], T]) -> T:
+        """Write rows, all or none; `StoreError` if another server began while the connection was lost."""
 
-    def _write_all(self, *steps: tuple[str, Sequence[Sequence[Any]]]) -> None:
-        """Write rows by several statements, all or none."""
-        with self._mutex:
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                for statement, rows in steps:
-                    self._database.executemany(statement, rows)
-                self._database.execute("COMMIT")
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
+        def check_and_work(cursor: Cursor) -> T:
+            cursor.execute(f"SELECT 1 FROM server WHERE owner = ? {self._database.share}", (self._database.owner,))
+            if cursor.fetch_one() is None:
+                raise StoreError("another server has --tinker-store since the connection was lost: stop one of them")
+            return work(cursor)
+
+        return self._database.write(check_and_work)
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._mutex:
-            return self._database.execute(query, values).fetchall()
+        if not all(value.isprintable() for value in values if isinstance(value, str)):
+            return []  # databases refuse some characters with errors
+
+        def select(cursor: Cursor) -> list[tuple[Any, ...]]:
+            cursor.execute(query, values)
+            return cursor.fetch_all()
+
+        return self._database.read(select)
 
     def add_sequences(self, sequences: Sequence[RecordedSequence]) -> None:
-        """Record the completions of one prompt."""
-        first = sequences[0]
-        prompt = np.ascontiguousarray(first.prompt_ids, np.int32).tobytes()
+        """Record the completions of one call, and remove up to twice as many that were kept long enough."""
+        first, now = sequences[0], time.time()
         rows = [
             (
-                each.sequence_id, first.sequence_id, each.owner, each.model_id,
-                np.ascontiguousarray(each.ids, np.int32).tobytes(),
-                np.ascontiguousarray(each.logprobs, np.float32).tobytes(),
-                json.dumps(each.version_spans), hash_content(each.prompt_ids, each.ids), time.time(),
+                each.sequence_id, first.sequence_id, each.owner, each.model_id, _to_bytes(each.ids),
+                np.ascontiguousarray(each.logprobs, np.float32).tobytes(), json.dumps(each.version_spans),
+                hash_content(each.prompt_ids, each.ids), now, each.finish_reason,
             )
             for each in sequences
         ]  # fmt: skip
-        self._write_all(
-            ("INSERT OR REPLACE INTO prompts VALUES (?, ?)", [(first.sequence_id, prompt)]),
-            ("INSERT OR REPLACE INTO sequences VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows),
-        )
+        old = "SELECT id FROM sequences WHERE made < ? ORDER BY made LIMIT ?"
+
+        def add(cursor: Cursor) -> None:
+            cursor.execute("INSERT INTO prompts VALUES (?, ?)", (first.sequence_id, _to_bytes(first.prompt_ids)))
+            cursor.execute_many(f"INSERT INTO sequences VALUES ({', '.join('?' * len(rows[0]))})", rows)
+            values = now - self.keep_days * 86400, 2 * len(rows)
+            cursor.execute(f"DELETE FROM sequences WHERE id IN ({old}) RETURNING prompt", values)
+            cursor.execute_many("DELETE FROM prompts WHERE id = ?", cursor.fetch_all())
+
+        self._write(add)
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
         """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
         found = next(iter(self._find_sequences("s.id", sequence_id, owner)), None)
         return found if found is not None or self._sessions is None else self._find_turn(sequence_id, owner)
+
+    def find_call(self, request_id: str, *, owner: str) -> list[RecordedSequence]:
+        """The completions of a sampling call: all that it had, or none."""
+        found = (self._find_sequences("s.id", f"{request_id}:{number}", owner) for number in itertools.count())
+        return [sequence for (sequence,) in itertools.takewhile(bool, found)]
 
     def _find_turn(self, sequence_id: str, owner: str) -> RecordedSequence | None:
         """A turn by its name, read from the gateway's store, which is not changed."""
@@ -278,34 +331,34 @@ class TinkerStore:
 
     def _find_sequences(self, column: str, value: Any, owner: str) -> list[RecordedSequence]:
         rows = self._read(
-            "SELECT s.id, s.owner, s.model, p.ids, s.ids, s.logprobs, s.versions FROM sequences s JOIN prompts p "
+            "SELECT s.id, s.model, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s JOIN prompts p "
             f"ON p.id = s.prompt WHERE {column} = ? AND s.owner = ? LIMIT 2",
             value,
             owner,
         )
         return [
             RecordedSequence(
-                sequence_id=row[0],
-                owner=row[1],
-                model_id=row[2],
-                prompt_ids=np.frombuffer(row[3], np.int32),
-                ids=np.frombuffer(row[4], np.int32),
-                logprobs=np.frombuffer(row[5], np.float32),
-                version_spans=tuple(map(tuple, json.loads(row[6]))),
+                sequence_id=name,
+                owner=owner,
+                model_id=model,
+                prompt_ids=np.frombuffer(prompt, np.int32),
+                ids=np.frombuffer(ids, np.int32),
+                logprobs=np.frombuffer(logprobs, np.float32),
+                version_spans=tuple(map(tuple, json.loads(versions))),
+                finish_reason=None if finish is None else FinishReason(finish),
             )
-            for row in rows
+            for name, model, prompt, ids, logprobs, versions, finish in rows
         ]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:
         """Record that a training run begins."""
-        text = json.dumps({name: getattr(facts, name) for name in ModelFacts.__slots__})
-        self._write(
-            "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, NULL)", (facts.model_id, owner, text, facts.used)
-        )
+        values = facts.model_id, owner, json.dumps(asdict(facts)), facts.used
+        self._write(lambda cursor: cursor.execute("INSERT INTO models VALUES (?, ?, ?, ?, NULL)", values))
 
     def end_model(self, model_id: str, reason: str) -> None:
         """Record why a training run's model is gone."""
-        self._write("UPDATE models SET ended = ?, used = ? WHERE id = ?", (reason, time.time(), model_id))
+        values = reason, time.time(), model_id
+        self._write(lambda cursor: cursor.execute("UPDATE models SET ended = ?, used = ? WHERE id = ?", values))
 
     def find_model(self, model_id: str, *, owner: str) -> ModelFacts | None:
         """A training run of an owner."""
@@ -316,15 +369,23 @@ class TinkerStore:
         rows = self._read("SELECT facts, used, ended FROM models WHERE owner = ? ORDER BY used DESC", owner)
         return [ModelFacts(**{**json.loads(facts), "used": used, "ended": ended}) for facts, used, ended in rows]
 
+    def add_step(self, model_id: str, version: int, metrics: Mapping[str, float]) -> None:
+        """Record a step of a model, which then has this version."""
+        values = model_id, version, json.dumps(dict(metrics)), time.time()
+        self._write(lambda cursor: cursor.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", values))
+
     def put_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Record a checkpoint, whose files are whole, and then remove those of the one that it replaces."""
-        facts = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
-        replaced = self._read("SELECT facts FROM checkpoints WHERE path = ?", checkpoint.path)
-        self._write(
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?)",
-            (checkpoint.path, checkpoint.model_id, owner, json.dumps(facts), checkpoint.made),
-        )
-        for (before,) in replaced:
+        path, facts = checkpoint.path, json.dumps(asdict(checkpoint))
+
+        def put(cursor: Cursor) -> list[Any]:
+            cursor.execute("DELETE FROM checkpoints WHERE path = ? RETURNING facts", (path,))
+            replaced = cursor.fetch_all()
+            values = path, checkpoint.model_id, owner, facts, checkpoint.made
+            cursor.execute("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", values)
+            return replaced
+
+        for (before,) in self._write(put):
             shutil.rmtree(self.folder_of(Checkpoint(**json.loads(before))), ignore_errors=True)
 
     def list_checkpoints(self, *, owner: str, model_id: str | None = None) -> list[Checkpoint]:
@@ -340,7 +401,8 @@ class TinkerStore:
 
     def delete_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Forget a checkpoint, and remove its files."""
-        self._write("DELETE FROM checkpoints WHERE owner = ? AND path = ?", (owner, checkpoint.path))
+        values = owner, checkpoint.path
+        self._write(lambda cursor: cursor.execute("DELETE FROM checkpoints WHERE owner = ? AND path = ?", values))
         shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:

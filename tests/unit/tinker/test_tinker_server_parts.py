@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 
-from unbroken.errors import InvalidInputError, StoreError, TrainingError
+from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.server.http.errors import HttpError
 from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi, check_finite
@@ -77,11 +78,10 @@ def make_run(promises: Promises) -> TrainingRun:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    store = TinkerStore(tmp_path / "store")
+def store(open_store: Callable[..., TinkerStore]) -> TinkerStore:
+    store = open_store()
     store.add_sequences([SEQUENCE])
-    yield store
-    store.close()
+    return store
 
 
 def check(
@@ -573,36 +573,7 @@ def test_what_restores_the_base_is_finite_and_nothing_that_is_not_is_saved(tmp_p
         list(check_finite(adapter.items()))
 
 
-def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(tmp_path):
-    store = TinkerStore(tmp_path)
-    with pytest.raises(StoreError, match="is in use by another server"):
-        TinkerStore(tmp_path)
-    store.put_model(FACTS, owner="me")
-    path = "tinker://run/weights/a"
-    saved = Checkpoint(path=path, model_id="run", base_model="tiny", lora={"rank": 4}, version=3, num_bytes=1)
-    store.put_checkpoint(saved, owner="me")
-    store.folder_of(saved).mkdir(parents=True)
-    store.close()
-    store = TinkerStore(tmp_path)
-    assert store.find_model("run", owner="me").ended == "the server stopped"
-    assert store.find_model("run", owner="other") is None
-    found = store.find_checkpoint(path, owner="me")
-    assert (found.version, found.lora, found.is_for_training) == (3, {"rank": 4}, True)
-    assert store.find_checkpoint(path, owner="other") is None
-    store.delete_checkpoint(found, owner="me")
-    assert not store.folder_of(saved).exists()
-    expired = Checkpoint(
-        path=path, model_id="run", base_model="tiny", lora=None, version=0, num_bytes=1, expires=found.made
-    )
-    store.put_checkpoint(expired, owner="me")
-    assert store.find_checkpoint(path, owner="me") is None
-    store.folder_of(saved).mkdir(parents=True)
-    store.close()
-    TinkerStore(tmp_path).close()
-    assert not store.folder_of(saved).exists()
-
-
-async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recorded(store, monkeypatch):
+async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recorded(store, open_store, monkeypatch):
     api = make_api(store, monkeypatch)
     _, model_id = await make_model(api)
     calls = iter(range(1, 99))
@@ -638,5 +609,5 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     assert len([*first.parent.iterdir()]) == 2  # with what was written and not recorded
     kept = find()
     store.close()
-    TinkerStore(store.folder).close()
+    open_store()
     assert [*first.parent.iterdir()] == [kept]

@@ -1,7 +1,7 @@
 """Durable storage of sessions: SQLite in a folder, or PostgreSQL (docs/design/0013-sessions.md).
 
-`open_store` and `open_store_reader` take a location as people write it, and so does `open_database`, for `Tables` that
-another package has.
+`open_store` and `open_store_reader` take a location as people write it, and so do `open_database` and `open_snapshots`,
+for `Tables` of another package.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import cast
 
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
-from unbroken.ledger.store.reader import StoreReader
+from unbroken.ledger.store.reader import StoreReader, StoreSnapshots
 from unbroken.ledger.store.sql import Cursor, Database
-from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_reader, open_sqlite_store
-from unbroken.ledger.store.tables import Tables
+from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_snapshots, open_sqlite_store
+from unbroken.ledger.store.tables import SESSION_TABLES, Tables
 from unbroken.ledger.store.writer import SessionWriter
 
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "SessionStore",
     "SessionWriter",
     "StoreReader",
+    "StoreSnapshots",
     "Tables",
     "is_postgres_url",
     "open_database",
+    "open_snapshots",
     "open_store",
     "open_store_reader",
 ]
@@ -54,9 +56,7 @@ def open_store_reader(location: str) -> StoreReader:
         InvalidInputError: there is no store.
         StoreError: it cannot be opened: the server does not answer, or its sessions are of another version.
     """
-    if is_postgres_url(location):
-        return cast(StoreReader, _import_postgres().open_postgres_reader(location))
-    return open_sqlite_reader(_get_folder(location))
+    return StoreReader(open_snapshots(location, SESSION_TABLES))
 
 
 def open_database(location: str, tables: Tables) -> Database:
@@ -66,6 +66,13 @@ def open_database(location: str, tables: Tables) -> Database:
     if is_postgres_url(location):
         return cast(Database, _import_postgres().PostgresDatabase(location, tables))
     return SqliteDatabase(_get_folder(location), tables)
+
+
+def open_snapshots(location: str, tables: Tables) -> StoreSnapshots:
+    """Open a database to read these tables of `location`. Raises as `open_store_reader` does."""
+    if is_postgres_url(location):
+        return cast(StoreSnapshots, _import_postgres().open_postgres_snapshots(location, tables))
+    return open_sqlite_snapshots(_get_folder(location), tables)
 
 
 def is_postgres_url(location: str) -> bool:

@@ -21,7 +21,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store.reader import StoreReader, StoreState
+from unbroken.ledger.store.reader import StoreSnapshots, StoreState
 from unbroken.ledger.store.sql import Cursor, SqlSessionStore
 from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
 
@@ -78,16 +78,16 @@ def open_postgres_store(
     return SqlSessionStore(PostgresDatabase(url, replace(SESSION_TABLES, migrations=migrations), advertised))
 
 
-def open_postgres_reader(url: str) -> StoreReader:
-    """Open the store in a database to read it, in transactions that are read only.
+def open_postgres_snapshots(url: str, tables: Tables) -> StoreSnapshots:
+    """Open a database to read these tables, in transactions that are read only.
 
     Raises:
         InvalidInputError: the URL cannot be parsed.
-        StoreError: it cannot be connected to, or has no store.
+        StoreError: it cannot be connected to, or does not have them.
     """
-    snapshots = _PostgresSnapshots(url)
+    snapshots = _PostgresSnapshots(url, tables)
     snapshots.find_revision()
-    return StoreReader(snapshots)
+    return snapshots
 
 
 class PostgresDatabase:
@@ -144,19 +144,20 @@ class PostgresDatabase:
 class _PostgresSnapshots:
     """Implements `StoreSnapshots`; between two calls there is no connection."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tables: Tables) -> None:
         self._place = _parse(url)
+        self._tables = tables
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """Call `work`, whose statements all see the data of one moment."""
-        connection = _Connection(self._place, SESSION_TABLES)
+        connection = _Connection(self._place, self._tables)
 
         def check_and_work(cursor: Cursor) -> T:
-            cursor.execute(f"SELECT to_regclass('{SESSION_TABLES.schema}.schema_version') IS NULL")
+            cursor.execute(f"SELECT to_regclass('{self._tables.schema}.schema_version') IS NULL")
             if cursor.fetch_one()[0]:
                 raise StoreError(f"{connection} has no store: no gateway has used it")
             cursor.execute("SELECT version FROM schema_version")
-            check_version(cursor.fetch_one()[0], place=str(connection))
+            check_version(cursor.fetch_one()[0], self._tables, place=str(connection))
             return work(cursor)
 
         try:
@@ -172,7 +173,7 @@ class _PostgresSnapshots:
                 "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND classid = ?::oid "
                 "AND objid <> 0 AND mode = 'ExclusiveLock' AND granted "
                 "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))",
-                (SESSION_TABLES.locks,),
+                (self._tables.locks,),
             )
             return StoreState.RUNNING if cursor.fetch_one()[0] else StoreState.ENDED
 
@@ -182,10 +183,7 @@ class _PostgresSnapshots:
         """A text that is another one after a change."""
 
         def select(cursor: Cursor) -> str:
-            cursor.execute(
-                "SELECT (SELECT COUNT(*) FROM turns), (SELECT MAX(created_s) FROM turns), "
-                "COUNT(*), MAX(session), COUNT(*) FILTER (WHERE status = 'open'), COUNT(outcome) FROM sessions"
-            )
+            cursor.execute(self._tables.revision)
             return repr(tuple(cursor.fetch_one()))
 
         return f"{self.read(select)} {self.find_state().value}"

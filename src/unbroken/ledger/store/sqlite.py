@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store.reader import StoreReader, StoreState
+from unbroken.ledger.store.reader import StoreSnapshots, StoreState
 from unbroken.ledger.store.sql import Cursor, SqlSessionStore
 from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
 
@@ -201,18 +201,18 @@ _INDEX_BYTES = 8
 """Shorter ones are being made."""
 
 
-def open_sqlite_reader(folder: Path) -> StoreReader:
-    """Open the store in a folder to read it.
+def open_sqlite_snapshots(folder: Path, tables: Tables) -> StoreSnapshots:
+    """Open the database in a folder to read it.
 
     Raises:
-        InvalidInputError: the folder has no store, or a link in place of one of its files.
+        InvalidInputError: the folder has none, or a link in place of one of its files.
     """
-    if not (folder / DATABASE_FILE).is_file():
-        raise InvalidInputError(f"store must be a folder with {DATABASE_FILE}, got {folder}")
-    for name in (DATABASE_FILE, f"{DATABASE_FILE}-wal", f"{DATABASE_FILE}-shm", LOCK_FILE):
+    if not (folder / tables.file).is_file():
+        raise InvalidInputError(f"store must be a folder with {tables.file}, got {folder}")
+    for name in (tables.file, f"{tables.file}-wal", f"{tables.file}-shm", LOCK_FILE):
         if (folder / name).is_symlink():
             raise InvalidInputError(f"store must be a folder of files, but {folder / name} is a link")
-    return StoreReader(_SqliteSnapshots(folder))
+    return _SqliteSnapshots(folder, tables)
 
 
 class _ChangedError(Exception):
@@ -222,18 +222,19 @@ class _ChangedError(Exception):
 class _SqliteSnapshots:
     """Implements `StoreSnapshots`; between two calls nothing is open."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tables: Tables) -> None:
         self._lock = folder / LOCK_FILE
-        self._path = folder.resolve() / DATABASE_FILE
-        self._log = self._path.with_name(f"{DATABASE_FILE}-wal")
-        self._index = self._path.with_name(f"{DATABASE_FILE}-shm")
+        self._tables = tables
+        self._path = folder.resolve() / tables.file
+        self._log = self._path.with_name(f"{tables.file}-wal")
+        self._index = self._path.with_name(f"{tables.file}-shm")
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """Call `work`, whose statements all see the data of one moment."""
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 with self._open() as connection:
-                    return _read(connection, work, place=str(self._path))
+                    return _read(connection, work, self._tables, place=str(self._path))
             except (_ChangedError, sqlite3.Error, OSError) as error:
                 # A gateway may have begun, written or ended at this moment.
                 if attempt == _MAX_ATTEMPTS - 1:
@@ -270,7 +271,7 @@ class _SqliteSnapshots:
                 yield connection
         else:
             with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder) / DATABASE_FILE
+                copy = Path(folder) / self._path.name
                 with self._unchanged():
                     shutil.copyfile(self._path, copy)
                     shutil.copyfile(self._log, copy.with_name(self._log.name))
@@ -304,10 +305,10 @@ def _connect(path: Path, options: str) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def _read(connection: sqlite3.Connection, work: Callable[[Cursor], T], *, place: str) -> T:
+def _read(connection: sqlite3.Connection, work: Callable[[Cursor], T], tables: Tables, *, place: str) -> T:
     connection.execute("BEGIN")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    check_version(version, place=place)
+    check_version(version, tables, place=place)
     programs = "type IN ('view', 'trigger') OR sql LIKE 'CREATE VIRTUAL%' OR sql LIKE '% AS (%'"
     if (found := connection.execute(f"SELECT name FROM sqlite_master WHERE {programs}").fetchone()) is not None:
         raise StoreError(f"{place} must have tables only, which gateways make, but {found[0]!r} is computed when read")

@@ -131,10 +131,18 @@ class Tables:
     """The first half of the names of the advisory locks in PostgreSQL, which all users of a database share."""
     migrations: Sequence[Sequence[str]]
     """The statements that make version k + 1 of version k, where types are {key}, {integer}, {float} and {blob}."""
+    revision: str
+    """A query whose one row is another one after each change."""
 
 
 SESSION_TABLES = Tables(
-    content="sessions", file="sessions.sqlite3", schema="unbroken", locks=0x756E6272, migrations=MIGRATIONS
+    content="sessions",
+    file="sessions.sqlite3",
+    schema="unbroken",
+    locks=0x756E6272,
+    migrations=MIGRATIONS,
+    revision="SELECT (SELECT COUNT(*) FROM turns), (SELECT MAX(created_s) FROM turns), "
+    "COUNT(*), MAX(session), COUNT(*) FILTER (WHERE status = 'open'), COUNT(outcome) FROM sessions",
 )
 
 
@@ -148,13 +156,13 @@ def find_statements(version: int, tables: Tables, *, names: Mapping[str, str], p
     return [statement.format_map(names) for step in tables.migrations[version:] for statement in step]
 
 
-def check_version(version: int, *, place: str) -> None:
+def check_version(version: int, tables: Tables, *, place: str) -> None:
     """Raise `StoreError` if a database of `version` at `place` cannot be read as it is."""
-    _check_known(version, SESSION_TABLES, place)
-    if version < len(MIGRATIONS):
+    _check_known(version, tables, place)
+    if version < len(tables.migrations):
         raise StoreError(
-            f"{place} has sessions of schema version {version}, and this release reads version {len(MIGRATIONS)}: a "
-            "gateway of this release brings them up to date when it starts with this store"
+            f"{place} has {tables.content} of schema version {version}, and this release reads version "
+            f"{len(tables.migrations)}: a gateway of this release brings them up to date when it starts with this store"
         )
 
 

@@ -1,0 +1,222 @@
+"""What a server of the Tinker API keeps: one server a store, connections that are lost, and how long."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.postgres import PostgresServer
+from unbroken.errors import InvalidInputError, StoreError
+from unbroken.ledger.store import Cursor, open_snapshots
+from unbroken.tinker import store as store_module
+from unbroken.tinker.options import TinkerOptions
+from unbroken.tinker.store import TINKER_TABLES, Checkpoint, ModelFacts, RecordedSequence, TinkerStore, hash_content
+from unbroken.types import FinishReason
+
+FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None, user_metadata={"a": "\0\ud800"})
+SAVED = Checkpoint(
+    path="tinker://run/weights/a",
+    folder=f"a-{'0' * 32}",
+    model_id="run",
+    base_model="tiny",
+    lora={"rank": 4},
+    version=3,
+    num_bytes=1,
+)
+
+
+def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSequence]:
+    return [
+        RecordedSequence(
+            sequence_id=f"{name}:{index}",
+            owner="me",
+            model_id="run",
+            prompt_ids=np.array([5, 6, 7], np.int32),
+            ids=np.array([8, index], np.int32),
+            logprobs=np.array([-0.1, -0.2], np.float32),
+            version_spans=((0, 1, 3), (1, 2, 4)),
+            finish_reason=FinishReason.STOP,
+        )
+        for index in range(number)
+    ]
+
+
+def select(store: TinkerStore, query: str) -> list[Any]:
+    """What another process reads."""
+
+    def read(cursor: Cursor) -> list[Any]:
+        cursor.execute(query)
+        return cursor.fetch_all()
+
+    return open_snapshots(store.location, TINKER_TABLES).read(read)
+
+
+def write_files(store: TinkerStore, checkpoint: Checkpoint = SAVED) -> Path:
+    folder = store.folder_of(checkpoint)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(open_store):
+    store = open_store()
+    with pytest.raises(StoreError, match=r"--tinker-store must be a .* that no other process uses, and .* uses"):
+        open_store()
+    store.put_model(FACTS, owner="me")
+    path = SAVED.path
+    store.put_checkpoint(SAVED, owner="me")
+    write_files(store)
+    store.close()
+    store = open_store()
+    ended = store.find_model("run", owner="me")
+    assert ended == replace(FACTS, used=ended.used, ended="the server stopped")
+    assert store.find_model("run", owner="other") is None
+    found = store.find_checkpoint(path, owner="me")
+    assert found == SAVED
+    assert found.is_for_training
+    assert store.find_checkpoint(path, owner="other") is None
+    store.delete_checkpoint(found, owner="me")
+    assert not store.folder_of(SAVED).exists()
+    expired = replace(SAVED, expires=found.made)
+    store.put_checkpoint(expired, owner="me")
+    assert store.find_checkpoint(path, owner="me") is None
+    write_files(store)
+    store.close()
+    open_store()
+    assert not store.folder_of(SAVED).exists()
+
+
+def test_completions_of_a_call_are_found_by_their_names_call_and_ids(open_store):
+    store, call = open_store(), make_call(number=12)
+    store.add_sequences(call)
+    for found, given in zip(store.find_call("s:sample:0:1", owner="me"), call, strict=True):
+        assert found.finish_reason is FinishReason.STOP
+        for name in RecordedSequence.__slots__:
+            np.testing.assert_array_equal(getattr(found, name), getattr(given, name))
+    (by_content,) = store.find_by_content(hash_content(call[3].prompt_ids, call[3].ids), owner="me")
+    assert by_content.sequence_id == call[3].sequence_id
+    assert store.find_call("s:sample:0:1", owner="other") == store.find_call("s:sample:0", owner="me") == []
+    for name in ("nobody", "\0", "\ud800", ""):
+        assert store.find_sequence(name, owner="me") is None
+    with pytest.raises(StoreError):  # what was answered does not change
+        store.add_sequences(call)
+
+
+def test_sequences_are_removed_after_their_time_a_few_with_each_call(open_store, monkeypatch):
+    store = open_store(keep_days=2)
+    clock = [1000.0]
+    monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+    for number in range(6):
+        store.add_sequences(make_call(f"old:{number}"))
+    clock[0] += 2 * 86400 - 1
+    store.add_sequences(make_call("new:0"))
+    assert store.find_call("old:0", owner="me")
+    clock[0] += 2
+    for number, left in ((1, 4), (2, 2), (3, 0), (4, 0)):
+        store.add_sequences(make_call(f"new:{number}"))
+        names = [f"old:{each}" for each in range(6)]
+        assert len([name for name in names if store.find_call(name, owner="me")]) == left
+    assert all(store.find_call(f"new:{each}", owner="me") for each in range(5))
+    assert [len(select(store, f"SELECT * FROM {table}")) for table in ("sequences", "prompts")] == [10, 5]
+
+
+def test_a_reader_sees_steps_and_changes(open_store):
+    store = open_store()
+    snapshots = open_snapshots(store.location, TINKER_TABLES)
+    revisions = [snapshots.find_revision()]
+    for change in (
+        lambda: store.add_step("run", 1, {"loss:sum": 0.5}),
+        lambda: store.put_model(FACTS, owner="me"),
+        lambda: store.add_sequences(make_call()),
+    ):
+        change()
+        revisions.append(snapshots.find_revision())
+    assert len(set(revisions)) == 4
+    ((model, version, metrics),) = select(store, "SELECT model, version, metrics FROM steps")
+    assert (model, version, json.loads(metrics)) == ("run", 1, {"loss:sum": 0.5})
+
+
+def test_a_folder_of_before_versions_opens(tmp_path):
+    """As release 0.x wrote it: no version, and no reasons why sequences ended."""
+    names = {"blob": "BLOB", "float": "REAL", "integer": "INTEGER"}
+    with sqlite3.connect(tmp_path / "tinker.sqlite3") as before:
+        for statement in TINKER_TABLES.migrations[0]:
+            before.execute(statement.format_map(names))
+        prompt, ids = np.array([5], np.int32).tobytes(), np.array([8, 9], np.int32).tobytes()
+        before.execute("INSERT INTO prompts VALUES ('s', ?)", (prompt,))
+        row = ("s", "s", "me", "", ids, np.zeros(2, np.float32).tobytes(), "[[0, 2, 0]]", b"c", 1.0)
+        before.execute(f"INSERT INTO sequences VALUES ({', '.join('?' * 9)})", row)
+    before.close()
+    store = TinkerStore(tmp_path)
+    found = store.find_sequence("s", owner="me")
+    assert (found.ids.tolist(), found.finish_reason) == ([8, 9], None)
+    store.close()
+
+
+def test_a_connection_that_is_lost_is_made_again_and_an_error_names_the_database(postgres, postgres_store, monkeypatch):
+    monkeypatch.setattr("unbroken.ledger.store.postgres._WAIT_S", 0.2)
+    store = postgres_store()
+    store.put_model(FACTS, owner="me")
+    postgres.cut_connections(store)
+    assert store.find_model("run", owner="me") is not None
+    store.end_model("run", "the end")
+    postgres.stop()
+    try:
+        for call in (lambda: store.find_model("run", owner="me"), lambda: store.add_sequences(make_call())):
+            with pytest.raises(StoreError, match=r"the PostgreSQL database 'postgres' on .* cannot be used"):
+                call()
+    finally:
+        postgres.start()
+    store.add_sequences(make_call())
+    assert store.find_model("run", owner="me").ended == "the end"
+    assert len(store.find_call("s:sample:0:1", owner="me")) == 2
+    store.close()
+
+
+def test_a_server_that_was_cut_off_writes_nothing_after_another_began(postgres, postgres_store):
+    first = postgres_store()
+    first.put_model(FACTS, owner="me")
+    postgres.cut_connections(first)
+    second = postgres_store()
+    assert second.find_model("run", owner="me").ended == "the server stopped"
+    with pytest.raises(StoreError, match="another server has --tinker-store since the connection was lost"):
+        first.add_sequences(make_call())
+    second.add_sequences(make_call())
+    first.close()
+    with pytest.raises(StoreError, match="that no other process uses"):
+        postgres_store()
+    second.close()
+
+
+def test_each_database_has_a_folder_of_its_own_for_files(postgres: PostgresServer, postgres_store, tmp_path):
+    first = postgres_store()
+    first.put_checkpoint(SAVED, owner="me")
+    folder = write_files(first)
+    first.close()
+    postgres.remove_sessions()
+    other = postgres_store()
+    write_files(other)
+    other.put_checkpoint(SAVED, owner="me")
+    other.close()
+    postgres_store().close()
+    assert folder.exists()
+    assert first.folder.parent == other.folder.parent == tmp_path / "files"
+    assert first.folder != other.folder
+    with pytest.raises(InvalidInputError, match="--tinker-files must be a folder that can be written"):
+        postgres_store(files=Path("/dev/null"))
+
+
+def test_options_of_a_store(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"--tinker-files must not be given without a --tinker-store .* URL"):
+        TinkerOptions(tinker_files=tmp_path)
+    with pytest.raises(InvalidInputError, match="--tinker-keep-days must be > 0, got 0"):
+        TinkerOptions(tinker_keep_days=0)
+    with pytest.raises(
+        InvalidInputError, match=r"--tinker-store must be a folder or a postgresql:// URL, got .* mysql"
+    ):
+        TinkerStore("mysql://x")
