@@ -271,9 +271,7 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "mcp": (["-c", MCP],),
     "openenv": (["-c", OPENENV],),
     "nemo-gym": (["-c", NEMO_GYM],),
-    "tinker": (
-        ["-c", "from unbroken.tinker.wire import load_messages; load_messages(); import unbroken.tinker.server"],
-    ),
+    "tinker": (["-c", "import unbroken.tinker.server"],),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     README: (["-m", "pip", "install", "--quiet", "pytest>=9.2"], ["-m", "pytest", *README_TESTS.split()]),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),

@@ -106,7 +106,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         from unbroken.gateway.serve import serve_with_sessions
         from unbroken.server.process import serve
     except ModuleNotFoundError as error:
-        raise missing_extra(error, "serving needs the serve extra", "serve") from error
+        extra = "serve" if tinker is None else "tinker"
+        raise missing_extra(error, f"serving needs the {extra} extra", extra) from error
     return serve(options) if sessions is None else serve_with_sessions(options, sessions)
 
 

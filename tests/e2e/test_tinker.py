@@ -411,11 +411,11 @@ def test_bad_bodies_are_refused(server):
 def test_a_call_that_cannot_be_read_but_for_its_number_fails_and_later_ones_run(server):
     raw = RawClient(server.url)
     _, model_id = raw.create_model("tiny")
-    for number, wrong in enumerate(({}, {"adam_params": []}, {"adam_params": {}, "kind": "x"}), start=1):
+    for number, wrong in enumerate(({}, {"adam_params": []}, {"adam_params": {"beta1": "x"}}), start=1):
         later = raw.post("optim_step", model_id=model_id, seq_id=2 * number, adam_params={})
         failed = raw.wait(raw.post("optim_step", model_id=model_id, seq_id=2 * number - 1, **wrong))
         assert failed["category"] == "user"
-        assert re.search("adam_params is required|adam_params must be|kind must be", failed["error"]), failed
+        assert re.search("optim_params is required|adam_params.* must be", failed["error"]), failed
         assert raw.wait(later)["metrics"]["num_steps"] == number
     for given in ({"model_id": model_id}, {"model_id": [], "seq_id": 1}, {"model_id": model_id, "seq_id": "x"}):
         assert raw.http.post("optim_step", json=given).status_code == 400

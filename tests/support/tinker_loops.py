@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import numpy as np
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
-from unbroken.tinker.wire import PROTOBUF, load_messages
+from unbroken.tinker.wire import PROTOBUF
 
 KEY = "tml-one"
 
@@ -61,7 +62,7 @@ class RawClient:
             answer = self.http.post("retrieve_future", json={"request_id": promise["request_id"]})
             assert answer.status_code == 200, answer.text
             if answer.headers["content-type"].startswith(PROTOBUF):
-                return load_messages().ForwardBackwardOutput.FromString(answer.content)
+                return messages.ForwardBackwardOutput.FromString(answer.content)
             if answer.json().get("type") != "try_again":
                 return answer.json()
 
@@ -82,7 +83,6 @@ class RawClient:
 
 def make_message(model_id: str, seq_id: int, ids: Sequence[int] = (1, 2, 3, 4), *, loss: str = "cross_entropy") -> Any:
     """A `forward_backward` of one datum without spans."""
-    messages = load_messages()
     message = messages.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss)
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(ids[:-1], np.int32).tobytes()

@@ -1,4 +1,4 @@
-"""What the paths of the Tinker API do."""
+"""What the paths of the Tinker API do. Their bodies are the SDK's own types."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
+from starlette.responses import Response
+from tinker import types
 
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError, to_http_error
+from unbroken.server.http.json import json_response
 from unbroken.threads import DaemonThreads
 from unbroken.tinker.data import AdamParams, LoraSpec
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, sample, write_base
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
 from unbroken.tinker.sessions import (
     FORGOTTEN,
     MAX_SNAPSHOTS,
     Promise,
-    PromiseResult,
     Promises,
     TinkerSampler,
     TinkerSession,
-    TinkerSessions,
     TrainingRun,
 )
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
-    ApiCallBody,
     encode_forward_backward,
     encode_sample,
     parse_forward_backward,
     read_data,
     read_loss_config,
+    read_prompt,
 )
 from unbroken.transfer.files import write_tensors
 from unbroken.transfer.sources import NamedTensors
@@ -56,10 +57,16 @@ if TYPE_CHECKING:
     from unbroken.tinker.models import Models
 
 T = TypeVar("T")
-Answer: TypeAlias = Promise | PromiseResult | dict[str, Any] | None
+Answer: TypeAlias = Promise | Response | dict[str, Any] | list[dict[str, Any]] | None
 _MAX_TTL_S = 10 * 365 * 86400
 _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
+
+
+class WeightsInfoRequest(BaseModel):
+    """The body of `weights_info`, for which the SDK has no type."""
+
+    tinker_path: str
 
 
 class TinkerApi:
@@ -81,16 +88,16 @@ class TinkerApi:
         self._options = options
         self._model = model
         self._tokenizer = str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
-        self._open_backend = open_backend
-        self._backend: Models | None = None
+        self._open_backend = cache(open_backend)
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
         self._engine = require_updatable(context.service.engine)
         self._base = SamplerWeights()
         self._switch = WeightSwitch(
             self._engine, make_base=lambda loaded: write_base(loaded, store.temporary_folder / "base", Path(model))
         )
-        self.promises = Promises()
-        self.sessions = TinkerSessions(idle_s=options.tinker_idle_s, end_session=self._free)
+        self._promises = Promises()
+        self._sessions: dict[str, TinkerSession] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def _base_model(self) -> str:
@@ -98,13 +105,7 @@ class TinkerApi:
 
     async def _train(self, work: Callable[[Models], T]) -> T:
         """Run `work` in the thread that trains."""
-
-        def call() -> T:
-            if self._backend is None:
-                self._backend = self._open_backend()
-            return work(self._backend)
-
-        return await self._training.run(call)
+        return await self._training.run(lambda: work(self._open_backend()))
 
     async def describe_server(self, owner: str) -> Answer:
         model = {"model_name": self._base_model, "max_context_length": self._engine.context_length}
@@ -112,62 +113,103 @@ class TinkerApi:
 
     # Sessions
 
-    async def create_session(self, owner: str, body: ApiCallBody) -> Answer:
+    async def create_session(self, owner: str, body: types.CreateSessionRequest) -> Answer:
         session = TinkerSession(session_id=str(uuid.uuid4()), owner=owner)
-        self.sessions.add(session)
+        self._sessions[session.session_id] = session
+        self._watch(session)
         return {"type": "create_session", "session_id": session.session_id}
 
-    async def note_heartbeat(self, owner: str, body: ApiCallBody) -> Answer:
-        self.sessions.get(body.session_id, owner=owner, status=410)
-        return {"type": "session_heartbeat"}
+    def _watch(self, session: TinkerSession) -> None:
+        """End a session whose client is silent; look again when it may be."""
+        idle_s = self._options.tinker_idle_s
+        left_s = session.seen_s + idle_s - time.monotonic()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._watch, session)
+            return
+        task = asyncio.create_task(self._end_session(session, f"its client was silent for {idle_s:g} s"))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
-    async def finish_session(self, owner: str, session_id: str) -> Answer:
+    async def _end_session(self, session: TinkerSession, reason: str) -> None:
         """End a session, and free what it has."""
-        await self.sessions.end(self.sessions.get(session_id, owner=owner), "its client has finished")
-        return None
-
-    async def _free(self, session: TinkerSession, reason: str) -> None:
-        self.promises.cancel_samples(session.session_id)
+        if self._sessions.pop(session.session_id, None) is None:
+            return
+        self._promises.cancel_samples(f"{session.session_id}:")
         for run in session.runs.values():
             await run.end(reason)
             with suppress(UnbrokenError):  # it was never made
                 await self._train(methodcaller("delete", run.model_id))
             await self._storing.run(partial(self._store.end_model, run.model_id, reason))
         folder = self._store.temporary_folder / session.session_id
-        await self._storing.run(lambda: shutil.rmtree(folder, ignore_errors=True))
+        await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
+
+    def _find_session(self, name: str, owner: str) -> TinkerSession | None:
+        """The session of this owner, of which this is the name, or of a model or sampler: the client is alive."""
+        session = self._sessions.get(name.partition(":")[0])
+        if session is None or session.owner != owner:
+            return None
+        session.seen_s = time.monotonic()
+        return session
+
+    def _get_session(self, session_id: str | None, owner: str, *, status: int = 404) -> TinkerSession:
+        session = self._find_session(session_id or "", owner)
+        if session is None:
+            raise HttpError(
+                status,
+                f"session {(session_id or '')[:100]!r} is not open: it has finished, its client was silent for "
+                f"{self._options.tinker_idle_s:g} s, or the server started again. Make a new ServiceClient",
+            )
+        return session
+
+    async def note_heartbeat(self, owner: str, body: types.SessionHeartbeatRequest) -> Answer:
+        self._get_session(body.session_id, owner, status=410)
+        return {"type": "session_heartbeat"}
+
+    async def finish_session(self, owner: str, session_id: str) -> Answer:
+        await self._end_session(self._get_session(session_id, owner), "its client has finished")
+        return None
 
     # Models
 
-    async def create_model(self, owner: str, body: ApiCallBody, checkpoint: Checkpoint | None = None) -> Answer:
+    async def create_model(self, owner: str, body: types.CreateModelRequest) -> Answer:
+        given = None if body.lora_config is None or body.lora_config.rank == 0 else body.lora_config.model_dump()
+        return self._begin_model(owner, body, given)
+
+    def _begin_model(
+        self,
+        owner: str,
+        body: types.CreateModelRequest | types.LoadWeightsRequest,
+        lora: Mapping[str, Any] | None,
+        checkpoint: Checkpoint | None = None,
+    ) -> Promise:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
-        session = self.sessions.get(body.session_id, owner=owner)
-        if body.base_model is not None or checkpoint is None:
-            self._check_base(body.base_model)
-        model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        request_id, content = f"{model_id}:0", _encode(body)
-        if known := self.promises.find_repeated(request_id, "create_model", content):
-            return known
-        number = self.sessions.count_runs(owner=owner)
-        if number >= self._options.tinker_max_models:
+        session = self._get_session(body.session_id, owner)
+        self._check_base(body.base_model, needed=checkpoint is None)
+        self._check_kind(lora)
+        if not isinstance(body.optimizer_config or types.AdamOptimizerConfig(), types.AdamOptimizerConfig):
+            raise HttpError(400, f"optimizer_config must be Adam's, got {body.optimizer_config!r:.200}")
+        model_id = f"{session.session_id}:train:{body.model_seq_id or 0}"
+        number = sum(len(each.runs) for each in self._sessions.values() if each.owner == owner)
+        is_new = self._promises.find(f"{model_id}:0", owner=owner) is None
+        if is_new and number >= self._options.tinker_max_models:
             raise HttpError(
                 400,
                 f"this key trains {number} models, and may train {self._options.tinker_max_models} at a time "
                 "(--tinker-max-models): close another client",
             )
-        given = None if body.lora_config is None or body.lora_config.rank == 0 else body.lora_config.model_dump()
-        lora = given if checkpoint is None else checkpoint.lora
-        self._check_kind(lora)
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        promise = self.promises.open(request_id, "create_model", content, owner=owner, model_id=model_id)
-        run = TrainingRun(facts, owner=owner, promises=self.promises)
-        session.runs[model_id] = run
-        work = partial(self._create, session, run, checkpoint, body.optimizer)
-        promise.task = asyncio.create_task(self.promises.run(promise, work))
+        run = TrainingRun(facts, owner=owner, promises=self._promises)
+        work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
+        promise = self._promises.start(
+            f"{model_id}:0", "create_model", _encode(body), work, owner=owner, model_id=model_id
+        )
+        if is_new:
+            session.runs[model_id] = run
         return promise
 
     async def _create(
         self, session: TinkerSession, run: TrainingRun, checkpoint: Checkpoint | None, optimizer: bool
-    ) -> PromiseResult:
+    ) -> Response:
         lora = run.facts.lora
         try:
             config = None if lora is None else LoraSpec(**lora)
@@ -180,11 +222,11 @@ class TinkerApi:
             raise
         await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
         if checkpoint is None:
-            return PromiseResult.of({"model_id": run.model_id, "type": "create_model"})
-        return PromiseResult.of({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
+            return json_response({"model_id": run.model_id, "type": "create_model"})
+        return json_response({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
 
-    def _check_base(self, name: str | None) -> None:
-        if name not in (self._base_model, self._model):
+    def _check_base(self, name: str | None, *, needed: bool) -> None:
+        if name not in (self._base_model, self._model) and (needed or name is not None):
             raise HttpError(400, f"base_model must be {self._base_model!r}, this server's model, got {name!r:.200}")
 
     def _check_kind(self, lora: Mapping[str, Any] | None) -> None:
@@ -193,30 +235,41 @@ class TinkerApi:
             ours, other = ("all weights (rank 0)", "without") if self._options.tinker_full else ("adapters", "with")
             raise HttpError(400, f"this server trains {ours} alone: start one {other} --tinker-full for the other kind")
 
+    def _find_run(self, model_id: str, owner: str) -> TrainingRun | None:
+        session = self._find_session(model_id, owner)
+        return None if session is None else session.runs.get(model_id)
+
     async def _get_run(self, model_id: str, owner: str) -> TrainingRun:
-        run = self.sessions.find_run(model_id, owner=owner)
+        run = self._find_run(model_id, owner)
         if run is None:
-            raise await self.explain_gone(model_id, owner)
+            raise await self._explain_gone(model_id, owner)
         return run
 
     def refuse(self, owner: str, given: Mapping[str, Any], kind: str, error: Exception) -> Promise:
         """Fail a call of which only the number can be read, so that later ones go on; raise `error` if it has none."""
         model_id, seq_id = given.get("model_id"), given.get("seq_id")
-        run = self.sessions.find_run(model_id, owner=owner) if isinstance(model_id, str) else None
+        run = self._find_run(model_id, owner) if isinstance(model_id, str) else None
         if run is None or type(seq_id) is not int:
             raise error
 
-        async def fail() -> PromiseResult:
+        async def fail() -> Response:
             raise to_http_error(error)
 
         return run.submit(seq_id, kind, fail, json.dumps(given).encode())
 
-    async def explain_gone(self, model_id: str, owner: str) -> HttpError:
-        """The error for a model that is not there: why, and how to go on."""
+    async def _find_facts(self, model_id: str, owner: str) -> tuple[ModelFacts, list[Checkpoint]]:
+        """What is known of a training run, whose model may be gone, and its checkpoints, the newest first."""
         found = await self._storing.run(partial(self._store.find_model, model_id, owner=owner))
         if found is None:
-            return HttpError(404, f"this key has no model {model_id[:200]!r}")
-        saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
+            raise HttpError(404, f"this key has no model {model_id[:200]!r}")
+        return found, await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
+
+    async def _explain_gone(self, model_id: str, owner: str) -> HttpError:
+        """The error for a model that is not there: why, and how to go on."""
+        try:
+            found, saved = await self._find_facts(model_id, owner)
+        except HttpError as error:
+            return error
         last = next((each for each in saved if each.is_for_training), None)
         advice = (
             "nothing of it was saved by save_state"
@@ -225,7 +278,7 @@ class TinkerApi:
         )
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
-    async def describe_model(self, owner: str, body: ApiCallBody) -> Answer:
+    async def describe_model(self, owner: str, body: types.GetInfoRequest) -> Answer:
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
             "type": "get_info",
@@ -236,15 +289,15 @@ class TinkerApi:
             "model_name": facts.base_model,
         }
 
-    async def forward_backward(self, owner: str, body: bytes, content_type: str, encoding: str) -> Promise:
+    async def forward_backward(self, owner: str, body: bytes, content_type: str, encoding: str) -> Answer:
         """Compute the gradients of data, or the logprobs and the loss alone."""
         message = await asyncio.to_thread(parse_forward_backward, body, content_type, encoding)
+        content = await asyncio.to_thread(message.SerializeToString, deterministic=True)
         run = await self._get_run(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
-        content = await asyncio.to_thread(message.SerializeToString, deterministic=True)
         return run.submit(message.seq_id, kind, partial(self._forward_backward, run, message), content)
 
-    async def _forward_backward(self, run: TrainingRun, message: Any) -> PromiseResult:
+    async def _forward_backward(self, run: TrainingRun, message: Any) -> Response:
         data = await asyncio.to_thread(read_data, message, self._engine.vocab_size, self._engine.context_length)
         policy, loss, config = self._options.tinker_provenance, message.loss_fn, read_loss_config(message)
         check = ProvenanceCheck(
@@ -254,39 +307,55 @@ class TinkerApi:
         output = await self._train(
             lambda backend: backend.forward_backward(run.model_id, checked, loss, config, not message.forward_only)
         )
-        return PromiseResult(body=encode_forward_backward(output, metrics), media_type=PROTOBUF)
+        return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)
 
-    async def optim_step(self, owner: str, body: ApiCallBody) -> Answer:
+    async def optim_step(self, owner: str, body: types.OptimStepRequest) -> Answer:
         run = await self._get_run(body.model_id, owner)
 
-        async def work() -> PromiseResult:
-            metrics = await self._train(methodcaller("optim_step", run.model_id, read_adam(body.adam_params)))
+        async def work() -> Response:
+            if not isinstance(body.optim_params, types.AdamParams):
+                raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
+            params = AdamParams(**body.optim_params.model_dump())
+            metrics = await self._train(methodcaller("optim_step", run.model_id, params))
             run.version += 1
-            return PromiseResult.of({"metrics": dict(metrics)})
+            return json_response({"metrics": metrics})
 
         return run.submit(body.seq_id, "optim_step", work, _encode(body))
 
     # Checkpoints
 
-    async def save_weights(self, owner: str, body: ApiCallBody) -> Answer:
+    async def save_weights(self, owner: str, body: types.SaveWeightsRequest) -> Answer:
         """Save a model with its optimizer, so that training can go on from there."""
         run = await self._get_run(body.model_id, owner)
 
-        async def work() -> PromiseResult:
-            path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body)
-            return PromiseResult.of({"path": path, "type": "save_weights"})
+        async def work() -> Response:
+            path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body, overwrite=body.overwrite)
+            return json_response({"path": path, "type": "save_weights"})
 
         return run.submit(body.seq_id, "save_weights", work, _encode(body))
 
-    async def _save(self, run: TrainingRun, kind: str, name: str, body: ApiCallBody) -> str:
+    async def _save(
+        self,
+        run: TrainingRun,
+        kind: str,
+        name: str,
+        body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest,
+        *,
+        overwrite: bool = False,
+    ) -> str:
         """Save a model under a name, in a folder of its own; returns the path. One that is replaced is whole until the
         new one's row is written.
         """
-        path = f"tinker://{run.model_id}/{kind}/{check_name(name)}"
+        if not re.fullmatch(r"(?!\.)[\w.-]{1,200}", name, re.ASCII):
+            raise InvalidInputError(
+                "a checkpoint's name must have 1 to 200 letters, digits and . _ -, and not begin with a dot, got "
+                f"{name[:300]!r}"
+            )
         if body.ttl_seconds is not None and not 1 <= body.ttl_seconds <= _MAX_TTL_S:
             raise InvalidInputError(f"ttl_seconds must lie in [1, {_MAX_TTL_S}], got {body.ttl_seconds}")
+        path = f"tinker://{run.model_id}/{kind}/{name}"
         known = await self._storing.run(partial(self._store.find_checkpoint, path, owner=run.owner))
-        if known is not None and not body.overwrite:
+        if known is not None and not overwrite:
             raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
             path=path,
@@ -310,15 +379,16 @@ class TinkerApi:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, owner: str, body: ApiCallBody) -> Answer:
-        path = body.path or ""
+    async def load_weights(self, owner: str, body: types.LoadWeightsRequest) -> Answer:
+        """Load a checkpoint into a model, or into one that is made for it."""
         if not body.model_id:
-            return await self.create_model(owner, body, await self._get_checkpoint(path, owner))
+            checkpoint = await self._get_checkpoint(body.path, owner)
+            return self._begin_model(owner, body, checkpoint.lora, checkpoint)
         run = await self._get_run(body.model_id, owner)
 
-        async def work() -> PromiseResult:
-            await self._load(run, await self._get_checkpoint(path, owner), body.optimizer)
-            return PromiseResult.of({"path": path, "model_id": run.model_id, "type": "load_weights"})
+        async def work() -> Response:
+            await self._load(run, await self._get_checkpoint(body.path, owner), body.optimizer)
+            return json_response({"path": body.path, "model_id": run.model_id, "type": "load_weights"})
 
         return run.submit(body.seq_id, "load_weights", work, _encode(body))
 
@@ -329,36 +399,36 @@ class TinkerApi:
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
 
-    async def save_weights_for_sampler(self, owner: str, body: ApiCallBody) -> Answer:
+    async def save_weights_for_sampler(self, owner: str, body: types.SaveWeightsForSamplerRequest) -> Answer:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
         run = await self._get_run(body.model_id, owner)
 
-        async def work() -> PromiseResult:
-            kind = "save_weights_for_sampler"
-            if body.path is not None:
-                path = await self._save(run, "sampler_weights", body.path, body)
-                return PromiseResult.of({"path": path, "type": kind})
-            sampler = await self._make_sampler(run, body)
-            return PromiseResult.of({"sampling_session_id": sampler.sampler_id, "type": kind})
+        async def work() -> Response:
+            if body.path is None:
+                made = {"sampling_session_id": (await self._make_sampler(run, body)).sampler_id}
+            else:
+                made = {"path": await self._save(run, "sampler_weights", body.path, body)}
+            return json_response({**made, "type": "save_weights_for_sampler"})
 
         return run.submit(body.seq_id, "save_weights_for_sampler", work, _encode(body))
 
-    async def _make_sampler(self, run: TrainingRun, body: ApiCallBody) -> TinkerSampler:
-        if body.sampling_session_seq_id is None:
+    async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> TinkerSampler:
+        number = body.sampling_session_seq_id
+        if number is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
-        session = self.sessions.get(run.session_id, owner=run.owner)
-        if f"{session.session_id}:sample:{body.sampling_session_seq_id}" in session.samplers:
-            raise InvalidInputError(f"sampling_session_seq_id {body.sampling_session_seq_id} is another sampler's")
-        folder = self._store.temporary_folder / session.session_id / str(body.sampling_session_seq_id)
+        session = self._get_session(run.session_id, run.owner)
+        if f"{session.session_id}:sample:{number}" in session.samplers:
+            raise InvalidInputError(f"sampling_session_seq_id {number} is another sampler's")
+        folder = self._store.temporary_folder / session.session_id / str(number)
         await self._train(partial(_write, folder, run.model_id))
-        weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
         unused: Path | None = None
         if body.kind == "inflight":
             unused = run.inflight.folder
             await self._switch.publish(run.inflight, folder / "sampler", run.version)
-            weights = run.inflight
-        sampler = self.sessions.add_sampler(session, body.sampling_session_seq_id, weights)
-        if body.kind == "snapshot":
+            sampler = session.add_sampler(number, run.inflight)
+        else:
+            weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
+            sampler = session.add_sampler(number, weights)
             run.snapshots.append(sampler)
             if len(run.snapshots) > MAX_SNAPSHOTS:
                 oldest = run.snapshots.pop(0)
@@ -368,86 +438,93 @@ class TinkerApi:
             await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
         return sampler
 
-    async def describe_weights(self, owner: str, body: ApiCallBody) -> Answer:
-        found = await self._get_checkpoint(body.path or "", owner)
+    async def describe_weights(self, owner: str, body: WeightsInfoRequest) -> Answer:
+        found = await self._get_checkpoint(body.tinker_path, owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        is_lora = found.lora is not None
-        return {"base_model": found.base_model, "is_lora": is_lora, "lora_rank": lora.get("rank"), **parts}
+        return {
+            "base_model": found.base_model, "is_lora": found.lora is not None, "lora_rank": lora.get("rank"), **parts
+        }  # fmt: skip
 
-    async def list_checkpoints(self, owner: str, model_id: str | None = None, *, page: slice = slice(None)) -> Answer:
+    async def list_checkpoints(self, owner: str, model_id: str | None = None) -> Answer:
         saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
-        return {"checkpoints": [each.describe() for each in saved[page]], "cursor": _make_cursor(page, len(saved))}
+        return [each.describe() for each in saved]
 
     async def delete_checkpoint(self, owner: str, model_id: str, kind: str, name: str) -> Answer:
         found = await self._get_checkpoint(f"tinker://{model_id}/{kind}/{name}", owner)
         await self._storing.run(partial(self._store.delete_checkpoint, found, owner=owner))
         return None
 
-    async def list_runs(self, owner: str, *, page: slice = slice(None)) -> Answer:
+    async def list_runs(self, owner: str) -> Answer:
         runs = await self._storing.run(partial(self._store.list_models, owner=owner))
         saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner))
-        described = [run.describe(owner, [each for each in saved if each.model_id == run.model_id]) for run in runs]
-        return {"training_runs": described[page], "cursor": _make_cursor(page, len(described))}
+        return [run.describe(owner, [each for each in saved if each.model_id == run.model_id]) for run in runs]
 
     async def describe_run(self, owner: str, model_id: str) -> Answer:
-        found = await self._storing.run(partial(self._store.find_model, model_id, owner=owner))
-        if found is None:
-            raise HttpError(404, f"this key has no model {model_id[:200]!r}")
-        saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
+        found, saved = await self._find_facts(model_id, owner)
         return found.describe(owner, saved)
 
     # Sampling
 
-    async def create_sampler(self, owner: str, body: ApiCallBody) -> Answer:
-        session = self.sessions.get(body.session_id, owner=owner)
+    async def create_sampler(self, owner: str, body: types.CreateSamplingSessionRequest) -> Answer:
+        session = self._get_session(body.session_id, owner)
+        self._check_base(body.base_model, needed=body.model_path is None)
         weights = self._base
-        if body.model_path is None or body.base_model is not None:
-            self._check_base(body.base_model)
         if body.model_path is not None:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
             self._check_kind(checkpoint.lora)
             folder = self._store.folder_of(checkpoint) / "sampler"
             weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
-        number = body.sampling_session_seq_id or 0
-        sampler = self.sessions.add_sampler(session, number, weights, model_path=body.model_path)
+        sampler = session.add_sampler(body.sampling_session_seq_id, weights, model_path=body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
-    async def join_sampler(self, owner: str, body: ApiCallBody) -> Answer:
+    def get_sampler(self, sampler_id: str, owner: str) -> TinkerSampler:
+        """A sampler of this owner; otherwise `HttpError`."""
+        session = self._find_session(sampler_id, owner)
+        if session is None or sampler_id not in session.samplers:
+            raise HttpError(
+                410,
+                f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again, "
+                f"or its model has {MAX_SNAPSHOTS} newer ones. Make another SamplingClient",
+            )
+        return session.samplers[sampler_id]
+
+    async def join_sampler(self, owner: str, body: types.JoinSamplingSessionRequest) -> Answer:
         """Give a copy of a sampler, in another process, its number."""
-        sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
+        sampler = self.get_sampler(body.sampling_session_id, owner)
         sampler.num_clones += 1
         return {"type": "join_sampling_session", "client_counter": sampler.num_clones}
 
     async def describe_sampler(self, owner: str, sampler_id: str) -> Answer:
-        sampler = self.sessions.get_sampler(sampler_id, owner=owner)
+        sampler = self.get_sampler(sampler_id, owner)
         return {"sampler_id": sampler_id, "base_model": self._base_model, "model_path": sampler.model_path}
 
-    async def sample(self, owner: str, body: CompletionsBody) -> Answer:
+    async def sample(self, owner: str, body: types.SampleRequest) -> Answer:
         """Sample completions of a prompt; the promise of before, if the call comes again."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
-        sampler = self.sessions.get_sampler(body.sampling_session_id, owner=owner)
-        request_id, content = f"{sampler.sampler_id}:{body.seq_id}", _encode(body)
-        if known := self.promises.find_repeated(request_id, "sample", content):
-            return known
+        sampler = self.get_sampler(body.sampling_session_id, owner)
         max_n = self._context.config.limits.max_n
-        if body.num_samples > max_n:
+        if not 1 <= body.num_samples <= max_n:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
-        promise = self.promises.open(request_id, "sample", content, owner=owner, model_id=sampler.weights.model_id)
-        promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-        work = partial(self._sample, sampler, body, promise.sequence_ids)
-        promise.task = asyncio.create_task(self.promises.run(promise, work))
+        request_id = f"{sampler.sampler_id}:{body.seq_id}"
+        sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        work = partial(self._sample, sampler, body, sequence_ids)
+        promise = self._promises.start(
+            request_id, "sample", _encode(body), work, owner=owner, model_id=sampler.weights.model_id
+        )
+        promise.sequence_ids = sequence_ids
         return promise
 
-    async def _sample(self, sampler: TinkerSampler, body: CompletionsBody, sequence_ids: list[str]) -> PromiseResult:
+    async def _sample(self, sampler: TinkerSampler, body: types.SampleRequest, sequence_ids: list[str]) -> Response:
         sequences, scores = await sample(self._context, self._switch, sampler.weights, body)
+        prompt_ids = read_prompt(body.prompt, self._engine.vocab_size)
         recorded = [
             RecordedSequence(
                 sequence_id=sequence_id,
                 owner=sampler.owner,
                 model_id=sampler.weights.model_id,
-                prompt_ids=body.prompt.to_ids(self._engine.vocab_size),
+                prompt_ids=prompt_ids,
                 ids=each.completion_ids,
                 logprobs=each.rollout_logprobs,
                 version_spans=self._switch.find_versions(each),
@@ -456,7 +533,7 @@ class TinkerApi:
         ]
         await self._storing.run(partial(self._store.add_sequences, recorded))
         answer = encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs)
-        return PromiseResult(body=answer, media_type=PROTOBUF)
+        return Response(answer, media_type=PROTOBUF)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""
@@ -474,60 +551,34 @@ class TinkerApi:
 
     # Promises
 
-    async def retrieve(self, owner: str, body: ApiCallBody) -> Answer:
+    async def retrieve(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
-        promise = self.promises.find(body.request_id, owner=owner)
+        promise = self._promises.find(body.request_id, owner=owner)
         if promise is None:
             name = body.request_id.rpartition(":")[0]
-            if self.sessions.has(name, owner=owner):
+            session = self._find_session(name, owner)
+            if session is not None and name in {**session.runs, **session.samplers}:
                 return FORGOTTEN
-            gone = await self.explain_gone(name, owner)
+            gone = await self._explain_gone(name, owner)
             unknown = f"call {body.request_id[:200]!r} is not known: the server started again"
             return {"error": unknown if gone.status == 404 else gone.message, "category": "server"}
-        with suppress(TimeoutError):
-            await asyncio.wait_for(promise.done.wait(), _POLL_S)
-        if promise.result is None:
+        result = await promise.wait(_POLL_S)
+        if result is None:
             return {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        self.promises.note_sent(promise)
-        return promise.result
+        self._promises.note_sent(promise)
+        return result
 
-    async def cancel(self, owner: str, body: ApiCallBody) -> Answer:
+    async def cancel(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """End a sampling call whose result nobody waits for."""
-        promise = self.promises.find(body.request_id, owner=owner)
+        promise = self._promises.find(body.request_id, owner=owner)
         if promise is not None and promise.kind == "sample":
-            promise.cancel()
+            promise.task.cancel()
         return None
 
 
 def _encode(body: BaseModel) -> bytes:
     """What a call is known by when it comes again."""
-    return json.dumps(body.model_dump()).encode()
-
-
-def _make_cursor(page: slice, number: int) -> dict[str, int]:
-    start, stop = page.start or 0, number if page.stop is None else page.stop
-    return {"offset": start, "limit": stop - start, "total_count": number}
-
-
-def read_adam(given: Mapping[str, Any]) -> AdamParams:
-    """Read the parameters of a step; `InvalidInputError` for another optimizer's, or values that are no numbers."""
-    if given.get("type", "adamw") not in ("adam", "adamw"):
-        raise InvalidInputError(f"optim_params must be Adam's, got type {given['type']!r:.100}")
-    found = {name: given[name] for name in AdamParams.__slots__ if given.get(name) is not None}
-    for name, number in found.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise InvalidInputError(f"adam_params.{name} must be a number, got {number!r:.100}")
-    return AdamParams(**found)
-
-
-def check_name(name: str) -> str:
-    """Return a checkpoint's name; `InvalidInputError` unless it is one that can be part of a path."""
-    if not re.fullmatch(r"(?!\.)[\w.-]{1,200}", name, re.ASCII):
-        raise InvalidInputError(
-            "a checkpoint's name must have 1 to 200 letters, digits and . _ -, and not begin with a dot, got "
-            f"{name[:300]!r}"
-        )
-    return name
+    return body.model_dump_json().encode()
 
 
 def check_finite(tensors: NamedTensors) -> NamedTensors:

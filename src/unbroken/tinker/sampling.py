@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field
+from tinker import types
 
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_scoring, require_updatable
@@ -24,7 +25,7 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.tinker.wire import PromptBody, PromptScores, TensorBody, check_vocabulary
+from unbroken.tinker.wire import PromptScores, check_vocabulary, read_prompt
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
@@ -171,51 +172,24 @@ def write_base(loaded: Path, target: Path, model: Path) -> Path:
     return target
 
 
-class SamplingParamsBody(BaseModel):
-    """How to sample, as the API has it."""
-
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-    def to_params(self, *, end_ids: tuple[int, ...], room: int, num_tops: int) -> SamplingParams:
-        """Convert to ours. `end_ids` end a completion unless `stop` is an empty list; `room` is left in the context."""
-        stop = self.stop
-        strings = (stop,) if isinstance(stop, str) else tuple(each for each in stop or () if isinstance(each, str))
-        ids = () if isinstance(stop, str) else tuple(each for each in stop or () if isinstance(each, int))
-        return SamplingParams(
-            max_tokens=max(1, room) if self.max_tokens is None else self.max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            seed=None if self.seed is None else self.seed % 2**63,
-            stop_token_ids=tuple(sorted({*ids, *(() if stop == [] else end_ids)})),
-            stop_strings=strings,
-            num_top_logprobs=num_tops,
-        )
-
-
-class CompletionsBody(BaseModel):
-    """A request for completions of a prompt, or for the prompt's logprobs."""
-
-    prompt: PromptBody
-    sampling_params: SamplingParamsBody
-    num_samples: int = Field(default=1, ge=1)
-    sampling_session_id: str | None = None
-    seq_id: int | None = Field(default=None, ge=0)
-    prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(default=0, ge=0)
-    topk_sample_logprobs: int = Field(default=0, ge=0)
-    target_prompt_logprobs: TensorBody | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+def _make_params(given: types.SamplingParams, *, end_ids: tuple[int, ...], room: int, num_tops: int) -> SamplingParams:
+    """Convert to ours. `end_ids` end a completion unless `stop` is an empty list; `room` is left in the context."""
+    stop = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
+    ids = {each for each in stop if isinstance(each, int)}
+    return SamplingParams(
+        max_tokens=max(1, room) if given.max_tokens is None else given.max_tokens,
+        temperature=given.temperature,
+        top_k=max(given.top_k, 0),
+        top_p=given.top_p,
+        seed=None if given.seed is None else given.seed % 2**63,
+        stop_token_ids=tuple(sorted({*ids, *(end_ids if stop or given.stop is None else ())})),
+        stop_strings=tuple(each for each in stop if isinstance(each, str)),
+        num_top_logprobs=num_tops,
+    )
 
 
 async def sample(
-    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: CompletionsBody
+    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: types.SampleRequest
 ) -> tuple[list[SampledSequence], PromptScores]:
     """Sample a request's completions, and score its prompt, under the same weights.
 
@@ -224,10 +198,11 @@ async def sample(
         EngineError: the engine failed, or the request was aborted.
     """
     engine = context.service.engine
-    ids = body.prompt.to_ids(engine.vocab_size)
+    ids = read_prompt(body.prompt, engine.vocab_size)
     _check(body, len(ids))
     targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
-    params = body.sampling_params.to_params(
+    params = _make_params(
+        body.sampling_params,
         end_ids=context.get_stop_token_ids(),
         room=engine.context_length - len(ids),
         num_tops=body.topk_sample_logprobs,
@@ -253,7 +228,7 @@ async def _sample_with_room(context: ServerContext, requests: list[SampleRequest
             await asyncio.sleep(_FULL_S)
 
 
-def _check(body: CompletionsBody, length: int) -> None:
+def _check(body: types.SampleRequest, length: int) -> None:
     if body.prompt_alt_tokens_k:
         raise InvalidInputError(
             f"prompt_alt_tokens_k must be 0, got {body.prompt_alt_tokens_k}: it is not computed here"
@@ -263,11 +238,13 @@ def _check(body: CompletionsBody, length: int) -> None:
         raise InvalidInputError(
             f"prompt_logprobs_last_n must lie in [1, {length}) and come with prompt_logprobs, got {last_n}"
         )
+    if min(body.topk_prompt_logprobs, body.topk_sample_logprobs) < 0:
+        raise InvalidInputError("topk_prompt_logprobs and topk_sample_logprobs must be >= 0")
     if body.topk_prompt_logprobs and not body.prompt_logprobs:
         raise InvalidInputError("topk_prompt_logprobs needs prompt_logprobs, which is false")
 
 
-def _read_targets(given: TensorBody | None, length: int, vocab_size: int) -> np.ndarray | None:
+def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None:
     """The ids whose logprobs are asked for, [T - 1, K], with -1 for none."""
     if given is None:
         return None
@@ -290,7 +267,7 @@ def _read_targets(given: TensorBody | None, length: int, vocab_size: int) -> np.
 
 
 async def _score(
-    context: ServerContext, body: CompletionsBody, ids: TokenIds, targets: np.ndarray | None
+    context: ServerContext, body: types.SampleRequest, ids: TokenIds, targets: np.ndarray | None
 ) -> PromptScores:
     if not body.prompt_logprobs and targets is None:
         return PromptScores()

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from unbroken.engines.base import Engine
-from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.app import create_app
-from unbroken.server.config import ServerConfig
-from unbroken.server.context import MakeRenderer
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import AUTHORIZED, read_keys
@@ -28,32 +22,31 @@ from unbroken.server.options import ServeOptions
 from unbroken.server.process import serve
 from unbroken.tinker.api import Answer, TinkerApi
 from unbroken.tinker.options import TinkerOptions
-from unbroken.tinker.sampling import CompletionsBody
-from unbroken.tinker.sessions import Promise, PromiseResult
+from unbroken.tinker.sessions import Promise
 from unbroken.tinker.store import TinkerStore
-from unbroken.tinker.wire import ApiCallBody, load_messages
 
 if TYPE_CHECKING:
     from unbroken.tinker.models import Models
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
-_CALLS: Mapping[str, tuple[tuple[str, ...], Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]]] = {
-    "create_session": ((), TinkerApi.create_session),
-    "session_heartbeat": (("session_id",), TinkerApi.note_heartbeat),
-    "create_model": (("session_id", "model_seq_id", "base_model"), TinkerApi.create_model),
-    "get_info": (("model_id",), TinkerApi.describe_model),
-    "optim_step": (("model_id", "seq_id", "adam_params"), TinkerApi.optim_step),
-    "save_weights": (("model_id", "seq_id"), TinkerApi.save_weights),
-    "load_weights": (("path", "optimizer"), TinkerApi.load_weights),
-    "save_weights_for_sampler": (("model_id", "seq_id"), TinkerApi.save_weights_for_sampler),
-    "create_sampling_session": (("session_id", "sampling_session_seq_id"), TinkerApi.create_sampler),
-    "join_sampling_session": (("sampling_session_id",), TinkerApi.join_sampler),
-    "retrieve_future": (("request_id",), TinkerApi.retrieve),
-    "cancel_future": (("request_id",), TinkerApi.cancel),
-    "weights_info": (("path",), TinkerApi.describe_weights),
+_CALLS: Mapping[str, Callable[[TinkerApi, str, Any], Awaitable[Answer]]] = {
+    "create_session": TinkerApi.create_session,
+    "session_heartbeat": TinkerApi.note_heartbeat,
+    "create_model": TinkerApi.create_model,
+    "get_info": TinkerApi.describe_model,
+    "optim_step": TinkerApi.optim_step,
+    "save_weights": TinkerApi.save_weights,
+    "load_weights": TinkerApi.load_weights,
+    "save_weights_for_sampler": TinkerApi.save_weights_for_sampler,
+    "create_sampling_session": TinkerApi.create_sampler,
+    "join_sampling_session": TinkerApi.join_sampler,
+    "asample": TinkerApi.sample,
+    "retrieve_future": TinkerApi.retrieve,
+    "cancel_future": TinkerApi.cancel,
+    "weights_info": TinkerApi.describe_weights,
 }
-"""What is called by POST, and the fields that its body must have."""
+"""What is called by POST, with a body of the type that the method takes."""
 _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("GET", "get_server_capabilities"): TinkerApi.describe_server,
     ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
@@ -78,41 +71,33 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
     """Serve a model, with the Tinker API, until a signal. Returns the exit status.
 
     Raises:
-        InvalidInputError: an option is invalid, or the SDK's message descriptors are not installed.
+        InvalidInputError: an option is invalid.
         StoreError: the store cannot be opened.
     """
     from unbroken.tinker.models import Models
 
-    load_messages()
     store = TinkerStore(
         tinker.tinker_store,
         files=tinker.tinker_files,
         keep_days=tinker.tinker_keep_days,
         sessions=tinker.tinker_sessions,
     )
+    make_app = partial(
+        create_tinker_app,
+        store=store,
+        tinker=tinker,
+        model=options.model,
+        tokenizer=options.tokenizer or options.model,
+        open_backend=lambda: Models(Path(options.model)),
+    )
     try:
-        return serve(
-            options,
-            make_app=partial(
-                create_tinker_app,
-                store=store,
-                tinker=tinker,
-                model=options.model,
-                tokenizer=options.tokenizer or options.model,
-                open_backend=lambda: Models(Path(options.model)),
-            ),
-            note=f"; the Tinker API with its files in {store.folder}",
-        )
+        return serve(options, make_app=make_app, note=f"; the Tinker API with its files in {store.folder}")
     finally:
         store.close()
 
 
 def create_tinker_app(
-    engine: Engine,
-    make_renderer: MakeRenderer,
-    codec: TextCodec,
-    config: ServerConfig,
-    *,
+    *given: Any,
     store: TinkerStore,
     tinker: TinkerOptions,
     model: str,
@@ -120,24 +105,14 @@ def create_tinker_app(
     open_backend: Callable[[], Models],
     **options: Any,
 ) -> FastAPI:
-    """Make the application of a server with the Tinker API.
+    """Make the application of a server with the Tinker API; `given` and `options` are those of `create_app`.
 
     `model` and `tokenizer` are folders or hub names; `open_backend` opens the trainer when the first model is made.
-    `options` are those of `create_app`.
     """
-    app = create_app(engine, make_renderer, codec, config, more_routers=make_routes(), **options)
-    api = TinkerApi(app.state.context, store, tinker, model=model, tokenizer=tokenizer, open_backend=open_backend)
-    app.state.tinker = api
-    inner = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with inner(app):
-            watching = asyncio.create_task(api.sessions.watch())
-            yield
-            watching.cancel()
-
-    app.router.lifespan_context = lifespan
+    app = create_app(*given, more_routers=make_routes(), **options)
+    app.state.tinker = TinkerApi(
+        app.state.context, store, tinker, model=model, tokenizer=tokenizer, open_backend=open_backend
+    )
     if (keys := tinker.read_keys()) is not None:
         app.add_middleware(KeyGate, keys=keys)
     return app
@@ -168,14 +143,11 @@ def make_routes() -> list[Routes]:
     open_routes.add_api_route(f"{PREFIX}/healthz", partial(_answer_fixed, {"status": "ok"}), name="healthz")
     for name, fixed in _FIXED.items():
         routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
-    for name, (required, call) in _CALLS.items():
-        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name, required, call), methods=["POST"], name=name)
-    routes.add_api_route(f"{PREFIX}/asample", _sample, methods=["POST"])
-    for (method, path), look in _LOOKS.items():
-        takes_page = method == "GET" and path.endswith(("checkpoints", "training_runs"))
-        handle = _make_look(look, takes_page=takes_page)
-        routes.add_api_route(f"{PREFIX}/{path}", handle, methods=[method], name=path)
+    for name, call in _CALLS.items():
+        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name, call), methods=["POST"], name=name)
     routes.add_api_route(f"{PREFIX}/forward_backward", _forward_backward, methods=["POST"])
+    for (method, path), look in _LOOKS.items():
+        routes.add_api_route(f"{PREFIX}/{path}", partial(_look, look), methods=[method], name=path)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     routes.add_api_route(f"{PREFIX}/{{path:path}}", _refuse, methods=methods, include_in_schema=False)
     return [open_routes, routes]
@@ -189,14 +161,12 @@ def _find(request: Request) -> tuple[TinkerApi, str]:
 
 
 def _respond(answer: Answer) -> Response:
-    if answer is None:
-        return Response(status_code=204)
-    if isinstance(answer, PromiseResult):
-        return Response(answer.body, media_type=answer.media_type)
     if isinstance(answer, Promise):
         fields = {"request_id": answer.request_id, "model_id": answer.model_id or None}
         return json_response({**fields, "sample_sequence_ids": answer.sequence_ids or None})
-    return json_response(answer)
+    if isinstance(answer, Response):
+        return answer
+    return Response(status_code=204) if answer is None else json_response(answer)
 
 
 async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
@@ -204,35 +174,30 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
 
 
 def _make_call(
-    kind: str, required: tuple[str, ...], call: Callable[[TinkerApi, str, ApiCallBody], Awaitable[Answer]]
+    kind: str, call: Callable[[TinkerApi, str, Any], Awaitable[Answer]]
 ) -> Callable[..., Awaitable[Response]]:
+    body_type = get_type_hints(call)["body"]
+
     async def handle(request: Request, given: dict[str, Any]) -> Response:
         api, owner = _find(request)
         try:
-            body = ApiCallBody.model_validate(given)
-            if missing := [name for name in required if name not in body.model_fields_set]:
-                raise HttpError(400, f"{missing[0]} is required", param=missing[0])
-        except (ValidationError, HttpError) as error:
+            body = body_type.model_validate(given, extra="ignore")
+        except ValidationError as error:
             return _respond(api.refuse(owner, given, kind, error))
         return _respond(await call(api, owner, body))
 
     return handle
 
 
-async def _sample(request: Request, body: CompletionsBody) -> Response:
-    return _respond(await TinkerApi.sample(*_find(request), body))
-
-
-def _make_look(look: Callable[..., Awaitable[Answer]], *, takes_page: bool) -> Callable[..., Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        return _respond(await look(*_find(request), **request.path_params))
-
-    async def handle_page(request: Request, limit: int = 100, offset: int = 0) -> Response:
-        start = max(offset, 0)
-        page = slice(start, start + min(max(limit, 0), _MAX_LISTED))
-        return _respond(await look(*_find(request), **request.path_params, page=page))
-
-    return handle_page if takes_page else handle
+async def _look(
+    look: Callable[..., Awaitable[Answer]], request: Request, limit: int = 100, offset: int = 0
+) -> Response:
+    answer = await look(*_find(request), **request.path_params)
+    if not isinstance(answer, list):
+        return _respond(answer)
+    start, number = max(offset, 0), min(max(limit, 0), _MAX_LISTED)
+    cursor = {"offset": start, "limit": number, "total_count": len(answer)}
+    return json_response({request.url.path.rpartition("/")[2]: answer[start : start + number], "cursor": cursor})
 
 
 async def _forward_backward(request: Request) -> Response:

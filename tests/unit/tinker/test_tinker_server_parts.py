@@ -18,25 +18,22 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI, Request
+from starlette.responses import Response
+from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import json_response
 from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi, check_finite
 from unbroken.tinker.data import Datum
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import CompletionsBody, SamplerWeights, WeightSwitch, write_base
-from unbroken.tinker.sessions import PromiseResult, Promises, TrainingRun
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
+from unbroken.tinker.sessions import Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import (
-    ApiCallBody,
-    ClaimedDatum,
-    LoraBody,
-    ProvenanceClaim,
-    load_messages,
-    read_data,
-)
+from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, read_data
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
@@ -230,7 +227,6 @@ def test_stable_reinforce_is_told_what_was_sampled(store):
 
 
 def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
-    messages = load_messages()
     message = messages.ForwardBackwardRequest()
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
@@ -258,7 +254,7 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
 
 def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
     """Also of rows with one target a position, which are padded to the widest."""
-    message = load_messages().ForwardBackwardRequest()
+    message = messages.ForwardBackwardRequest()
     for shape in ([2, 2**21], [9], [5, 1]):
         message.data.add().loss_fn_inputs["target_tokens"].shape.extend(shape)
     message.data.add().model_input.add().encoded_text.tokens = bytes(4 * 100)  # whose tensors have no shapes
@@ -270,18 +266,40 @@ def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
         read_data(message, 2**22, 100)
 
 
+class Call:
+    """The work of a call, which ends when it is told to."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.told = asyncio.Event()
+
+    async def __call__(self) -> Response:
+        await self.told.wait()
+        return json_response(self.answer)
+
+
+async def end(promise: Any, call: Call) -> Any:
+    call.told.set()
+    return await promise.wait()
+
+
+def start(promises: Promises, request_id: str, call: Call, owner: str = "me", body: bytes = b"") -> Any:
+    return promises.start(request_id, "sample", body, call, owner=owner, model_id="")
+
+
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
     promises = Promises()
     monkeypatch.setattr(sessions, "MAX_OPEN", 3)
-    held = [promises.open(str(number), "sample", b"", owner="me") for number in range(3)]
+    calls = [Call({"number": number}) for number in range(3)]
+    held = [start(promises, str(number), call) for number, call in enumerate(calls)]
     with pytest.raises(HttpError, match="3 calls of 0 bytes that are not answered yet"):
-        promises.open("4", "sample", b"", owner="me")
-    promises.open("5", "sample", b"", owner="other")
-    promises.finish(held[0], PromiseResult.of({"number": 1}))
-    assert promises.find("0", owner="me").result == PromiseResult.of({"number": 1})
+        start(promises, "4", Call())
+    start(promises, "5", Call(), owner="other")
+    assert (await end(held[0], calls[0])).body == b'{"number":0}'
+    assert promises.find("0", owner="me") is held[0]
     assert promises.find("0", owner="other") is None
     monkeypatch.setattr(sessions, "_KEPT_S", 0)
-    promises.finish(held[1], PromiseResult.of({"number": 2}))
+    await end(held[1], calls[1])
     assert promises.find("0", owner="me") is None
     assert promises.find("1", owner="me") is not None
 
@@ -290,22 +308,21 @@ async def test_results_of_a_key_make_room_for_its_own_alone_once_they_were_sent(
     promises = Promises()
     monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 30)
     mine, theirs = (
-        [promises.open(f"{owner}:{number}", "sample", b"", owner=owner) for number in range(3)]
+        [(start(promises, f"{owner}:{number}", call := Call({"number": 123}), owner), call) for number in range(3)]
         for owner in ("me", "other")
     )
-    for each in (*mine, *theirs):
-        promises.finish(each, PromiseResult.of({"number": 123}))  # 14 bytes
-        if each is theirs[0]:
-            promises.note_sent(each)
+    for promise, call in (*mine, *theirs):
+        assert len((await end(promise, call)).body) == 14
+        if promise is theirs[0][0]:
+            promises.note_sent(promise)
     assert promises.find("other:0", owner="other") is None
-    assert theirs[0].result == sessions.FORGOTTEN
-    kept = [promises.find(each.request_id, owner=each.owner) for each in (*mine, *theirs[1:])]
-    assert kept == [*mine, *theirs[1:]]
-    promises.open("other:3", "sample", b"", owner="other")
-    with pytest.raises(HttpError, match="this key has 42 bytes of results that it has not asked for"):
-        promises.open("me:3", "sample", b"", owner="me")
-    promises.note_sent(mine[1])
-    promises.open("me:3", "sample", b"", owner="me")
+    kept = [each for each, _ in (*mine, *theirs[1:])]
+    assert [promises.find(each.request_id, owner=each.owner) for each in kept] == kept
+    start(promises, "other:3", Call(), "other")
+    with pytest.raises(HttpError, match="42 bytes of results that it has not asked for"):
+        start(promises, "me:3", Call())
+    promises.note_sent(mine[1][0])
+    start(promises, "me:3", Call())
 
 
 async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
@@ -313,30 +330,30 @@ async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
     run = make_run(promises)
 
     def work(number: int) -> Any:
-        async def act() -> PromiseResult:
+        async def act() -> Response:
             await asyncio.sleep(0)
             done.append(number)
             if number == 2:
                 raise InvalidInputError("two is wrong")
-            return PromiseResult.of({"number": number})
+            return json_response({"number": number})
 
         return act
 
     held = [run.submit(number, "optim_step", work(number), b"") for number in (3, 2, 4, 2, 1, 1)]
     for each in held:
-        await each.done.wait()
+        await each.wait()
     assert done == [1, 2, 3, 4]
-    assert held[1].result == PromiseResult.of({"error": "two is wrong", "category": "user"})
+    assert json.loads(held[1].result.body) == {"error": "two is wrong", "category": "user"}
     waiting = run.submit(6, "optim_step", work(6), b"")
     await run.end("the end")
-    assert b"model run is gone: the end" in waiting.result.body
+    assert b"model run is gone: the end" in (await waiting.wait()).body
 
 
 async def test_a_number_that_comes_again_with_another_body_is_refused():
     run = make_run(Promises())
 
-    async def act() -> PromiseResult:
-        return PromiseResult.of({})
+    async def act() -> Response:
+        return json_response({})
 
     first = run.submit(1, "optim_step", act, b'{"learning_rate": 1}')
     assert run.submit(1, "optim_step", act, b'{"learning_rate": 1}') is first
@@ -351,19 +368,19 @@ async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait
     promises, released = Promises(), asyncio.Event()
     run = make_run(promises)
 
-    async def act() -> PromiseResult:
+    async def act() -> Response:
         await released.wait()
-        return PromiseResult.of({})
+        return json_response({})
 
     run.submit(2, "forward", act, bytes(60))
     with pytest.raises(HttpError, match="1 calls of 60 bytes that are not answered yet") as refused:
         run.submit(3, "forward", act, bytes(60))
     assert refused.value.status == 429
-    promises.open("other", "sample", bytes(60), owner="other")
+    start(promises, "other", Call(), "other", bytes(60))
     run.submit(1, "forward", act, bytes(60))
     released.set()
-    await run.submit(2, "forward", act, bytes(60)).done.wait()
-    await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).done.wait(), 5)
+    await run.submit(2, "forward", act, bytes(60)).wait()
+    await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).wait(), 5)
 
 
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
@@ -371,21 +388,21 @@ async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monke
     promises, done = Promises(), []
     run = make_run(promises)
 
-    async def act() -> PromiseResult:
+    async def act() -> Response:
         done.append(1)
-        return PromiseResult.of({})
+        return json_response({})
 
     late = [run.submit(number, "optim_step", act, b"") for number in (2, 3)]
-    await asyncio.wait_for(asyncio.gather(*(each.done.wait() for each in late)), 5)
+    await asyncio.wait_for(asyncio.gather(*(each.wait() for each in late)), 5)
     assert all(b"call 1 of model run never arrived" in each.result.body for each in late)
     assert all(b'"user"' in each.result.body for each in late)
     with pytest.raises(HttpError, match=r"must lie in \[4, "):
         run.submit(1, "optim_step", act, b"")
-    await asyncio.wait_for(run.submit(4, "optim_step", act, b"").done.wait(), 5)
+    await asyncio.wait_for(run.submit(4, "optim_step", act, b"").wait(), 5)
     waiting = run.submit(6, "optim_step", act, b"")
     await asyncio.sleep(0.01)
     run.submit(5, "optim_step", act, b"")
-    await asyncio.wait_for(waiting.done.wait(), 5)
+    await asyncio.wait_for(waiting.wait(), 5)
     assert done == [1, 1, 1]
 
 
@@ -394,14 +411,14 @@ async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(monke
     monkeypatch.setattr(sessions, "_MISSING_S", 1.0)
     run = make_run(Promises())
 
-    async def act() -> PromiseResult:
-        return PromiseResult.of({"done": True})
+    async def act() -> Response:
+        return json_response({"done": True})
 
     held = []
     for number in (2, 3, 1):
         held.append(run.submit(number, "forward_backward", act, b""))
         await asyncio.sleep(0.6)
-    assert all(each.result == PromiseResult.of({"done": True}) for each in held)
+    assert all(each.result.body == b'{"done":true}' for each in held)
 
 
 class CountedEngine:
@@ -447,10 +464,13 @@ def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any
 
 async def make_model(api: TinkerApi, number: int = 0, session: str = "", rank: int = 4) -> tuple[str, str]:
     """A session and a model of it."""
-    session = session or (await api.create_session("me", ApiCallBody()))["session_id"]
-    body = ApiCallBody(session_id=session, model_seq_id=number, base_model="tiny", lora_config=LoraBody(rank=rank))
+    begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    session = session or (await api.create_session("me", begun))["session_id"]
+    body = types.CreateModelRequest(
+        session_id=session, model_seq_id=number, base_model="tiny", lora_config=types.LoraConfig(rank=rank)
+    )
     made = await api.create_model("me", body)
-    await made.done.wait()
+    await made.wait()
     return session, made.model_id
 
 
@@ -466,7 +486,7 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
         store.put_checkpoint(
             Checkpoint(path=path, model_id="run", base_model="tiny", lora=lora, version=0, num_bytes=1), owner="me"
         )
-        body = ApiCallBody(session_id=session, sampling_session_seq_id=0, model_path=path)
+        body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, model_path=path)
         if full == (lora is None):
             await api.create_sampler("me", body)
         else:
@@ -500,18 +520,18 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     await make_model(api, 0, session, rank=4)
     with pytest.raises(HttpError, match="came again as create_model"):
         await make_model(api, 0, session, rank=8)
-    body = ApiCallBody(session_id=session, sampling_session_seq_id=0, base_model="tiny")
+    body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
     sampler = (await api.create_sampler("me", body))["sampling_session_id"]
 
-    def request(**settings: Any) -> CompletionsBody:
-        prompt = {"chunks": [{"tokens": [1, 2]}]}
-        return CompletionsBody(prompt=prompt, sampling_params=settings, sampling_session_id=sampler, seq_id=0)
+    def request(**settings: Any) -> types.SampleRequest:
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(**settings)
+        return types.SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=0)
 
     first = await api.sample("me", request(seed=1))
     assert await api.sample("me", request(seed=1)) is first
     with pytest.raises(HttpError, match="came again as sample"):
         await api.sample("me", request(seed=2))
-    await first.done.wait()
+    await first.wait()
 
 
 async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypatch):
@@ -519,18 +539,20 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
     session, model_id = await make_model(api)
     made = []
     for number, kind in enumerate([*["snapshot"] * (sessions.MAX_SNAPSHOTS + 2), *["inflight"] * 3], start=1):
-        body = ApiCallBody(model_id=model_id, seq_id=number, sampling_session_seq_id=number, kind=kind)
+        body = types.SaveWeightsForSamplerRequest(
+            model_id=model_id, seq_id=number, sampling_session_seq_id=number, kind=kind
+        )
         promise = await api.save_weights_for_sampler("me", body)
-        await promise.done.wait()
+        await promise.wait()
         made.append(json.loads(promise.result.body)["sampling_session_id"])
     folders = {each.name for each in (store.temporary_folder / session).iterdir()}
     assert folders == {str(number) for number in (*range(3, sessions.MAX_SNAPSHOTS + 3), len(made))}
     for name in made[:2]:
         with pytest.raises(HttpError, match="its model has 8 newer ones") as gone:
-            api.sessions.get_sampler(name, owner="me")
+            api.get_sampler(name, "me")
         assert gone.value.status == 410
     for name in made[2:]:
-        async with api._switch.use(api.sessions.get_sampler(name, owner="me").weights):
+        async with api._switch.use(api.get_sampler(name, "me").weights):
             pass
     with pytest.raises(HttpError, match="are gone: its session has ended, or made newer ones"):
         async with api._switch.use(SamplerWeights(folder=store.temporary_folder / session / "1" / "sampler")):
@@ -578,10 +600,9 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     _, model_id = await make_model(api)
     calls = iter(range(1, 99))
 
-    async def save(call: Any = api.save_weights, **fields: Any) -> str:
-        body = ApiCallBody(model_id=model_id, seq_id=next(calls), path="a", **fields)
-        promise = await call("me", body)
-        await promise.done.wait()
+    async def save(call: Any = api.save_weights, kind: Any = types.SaveWeightsRequest, **fields: Any) -> str:
+        promise = await call("me", kind(model_id=model_id, seq_id=next(calls), path="a", **fields))
+        await promise.wait()
         return promise.result.body.decode()
 
     def find() -> Path:
@@ -600,12 +621,12 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     assert find() != first
     assert not first.exists()
 
-    to_sample = partial(save, api.save_weights_for_sampler)
+    to_sample = partial(save, api.save_weights_for_sampler, types.SaveWeightsForSamplerRequest)
     assert "sampler_weights/a" in await to_sample()
     assert "is there already: give another name" in await to_sample()  # samplers have it
     for ttl in (0, 10**12):
         assert "ttl_seconds must lie in [1, 315360000]" in await save(overwrite=True, ttl_seconds=ttl)
-    assert len((await api.list_checkpoints("me"))["checkpoints"]) == 2
+    assert len(await api.list_checkpoints("me")) == 2
     assert len([*first.parent.iterdir()]) == 2  # with what was written and not recorded
     kept = find()
     store.close()
