@@ -9,10 +9,9 @@ New weights of a model whose sampler is `inflight` come between two ids of its r
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,17 @@ class SamplerWeights:
     """Of the model, when its weights were written."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Group:
+    """Requests for the same weights, which run together."""
+
+    weights: SamplerWeights
+    size: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """The engine has the weights, or could not load them."""
+    error: Exception | None = None
+
+
 class WeightSwitch:
     """Gives the engine the weights that requests need, one kind of weights at a time."""
 
@@ -65,83 +75,67 @@ class WeightSwitch:
         self._engine = engine
         self._make_base = make_base
         self._base_folder: Path | None = None
-        self._active: SamplerWeights | None = None
-        """None: the base model's, as at the start."""
-        self._loaded_version = 0
-        self._num_running = 0
-        self._waiting: OrderedDict[int, tuple[SamplerWeights, list[asyncio.Future[None]]]] = OrderedDict()
-        self._switching: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()
+        self._groups: list[_Group] = []
+        """The first one runs, or its weights are being loaded."""
+        self._beginning: asyncio.Task[None] | None = None
+        self._loading = asyncio.Lock()
+        self._loaded: tuple[SamplerWeights | None, int] = None, 0
+        """What the engine has, and its version; None: the base model's, as at the start."""
         self._versions: dict[int, int] = {engine.policy_version: 0}
         """The model's version of each version of the engine."""
 
     @asynccontextmanager
     async def use(self, weights: SamplerWeights) -> AsyncIterator[None]:
         """Enter the block when the engine has these weights; it keeps them until the block ends."""
-        if self._has(weights) and self._switching is None and not self._waiting:
-            self._num_running += 1
-        else:
-            ready = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(id(weights), (weights, []))[1].append(ready)
-            self._begin_switch()
-            try:
-                await ready
-            except asyncio.CancelledError:
-                if ready.done() and not ready.cancelled() and ready.exception() is None:
-                    self._leave()
-                raise
+        # The group that runs takes no more once others wait.
+        group = next((each for each in self._groups[1:] or self._groups if each.weights is weights), None)
+        if group is None:
+            group = _Group(weights=weights)
+            self._groups.append(group)
+            if len(self._groups) == 1:
+                self._beginning = asyncio.create_task(self._begin(group))
+        group.size += 1
         try:
+            await group.ready.wait()
+            if group.error is not None:
+                raise group.error
             yield
         finally:
-            self._leave()
+            group.size -= 1
+            self._go_on()
 
     async def publish(self, weights: SamplerWeights, folder: Path, version: int) -> None:
         """Give an `inflight` sampler newer weights, also between two ids of its running requests."""
-        async with self._lock:
+        async with self._loading:
             weights.folder, weights.version = folder, version
-            if self._active is weights and self._num_running:
+            if self._groups and self._groups[0].weights is weights:
                 await self._load(weights)
 
     def find_versions(self, sequence: SampledSequence) -> tuple[tuple[int, int, int], ...]:
         """(start, stop, version) of a completion's ids, by the model's versions."""
         return tuple((each.start, each.stop, self._versions[each.policy_version]) for each in sequence.version_spans)
 
-    def _has(self, weights: SamplerWeights) -> bool:
-        if weights.folder is None:
-            return self._active is None
-        return self._active is weights and self._loaded_version == weights.version
-
-    def _leave(self) -> None:
-        self._num_running -= 1
-        self._begin_switch()
-
-    def _begin_switch(self) -> None:
-        if self._waiting and not self._num_running and self._switching is None:
-            self._switching = asyncio.create_task(self._switch())
-
-    async def _switch(self) -> None:
-        key = next(iter(self._waiting))
-        weights = self._waiting[key][0]
-        failure: Exception | None = None
+    async def _begin(self, group: _Group) -> None:
         try:
-            async with self._lock:
-                if not self._has(weights):
-                    await self._load(weights)
+            async with self._loading:
+                await self._load(group.weights)
         except Exception as error:
-            failure = error
-        _, futures = self._waiting.pop(key)
-        self._switching = None
-        for future in futures:
-            if future.cancelled():
-                continue
-            if failure is None:
-                self._num_running += 1
-                future.set_result(None)
-            else:
-                future.set_exception(failure)
-        self._begin_switch()
+            group.error = error
+        group.ready.set()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """When all requests of the first group have ended, begin the next one."""
+        if self._groups and self._groups[0].ready.is_set() and not self._groups[0].size:
+            del self._groups[0]
+            if self._groups:
+                self._beginning = asyncio.create_task(self._begin(self._groups[0]))
 
     async def _load(self, weights: SamplerWeights) -> None:
+        """Load weights, unless the engine has them."""
+        wanted = (None, 0) if weights.folder is None else (weights, weights.version)
+        if self._loaded == wanted:
+            return
         engine = require_updatable(self._engine)
         if weights.folder is not None and not weights.folder.exists():
             raise HttpError(
@@ -155,8 +149,7 @@ class WeightSwitch:
         self._versions[policy_version] = weights.version
         self._versions.pop(policy_version - _MAX_VERSIONS, None)
         await engine.update_weights(FileSource(folder), policy_version=policy_version, in_flight=InFlight.PAUSE)
-        self._active = None if weights.folder is None else weights
-        self._loaded_version = weights.version
+        self._loaded = wanted
 
 
 def write_base(loaded: Path, target: Path, model: Path) -> Path:
