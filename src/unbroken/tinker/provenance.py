@@ -28,8 +28,6 @@ from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim
 from unbroken.types import TokenIds
 
 _SAMPLED = "sampled"
-
-
 _COUNTED = (
     "proven", "matched", "unproven", "false_spans", "false_contexts", "logprobs_changed", "unsampled_trained",
     "other_model",
@@ -50,8 +48,7 @@ class ProvenanceCheck:
         self._model_id = model_id
         self._version = version
         self._loss = loss
-        self._fills = loss == "stable_reinforce"
-        self._known: dict[str, RecordedSequence] = {}
+        self._known: dict[str, RecordedSequence | None] = {}
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._difference = 0.0
         """The largest difference of a given logprob from that of the sampling."""
@@ -68,19 +65,22 @@ class ProvenanceCheck:
             InvalidInputError: a span is not true, and the policy is to refuse it; the message names datum, span and
                 position, and the id that was sampled there and the id that is given.
         """
+        is_off, fills = self._policy is ProvenancePolicy.OFF, self._loss == "stable_reinforce"
         checked = []
         for index, each in enumerate(data):
-            if _SAMPLED in each.datum.inputs:
+            datum = each.datum
+            if _SAMPLED in datum.inputs:
                 raise InvalidInputError(
                     f"data[{index}]: loss_fn_inputs[{_SAMPLED!r}] is made from spans, and not given"
                 )
-            if (each.input_claims or each.target_claims) and (self._fills or self._policy is not ProvenancePolicy.OFF):
-                checked.append(self._check_spans(f"data[{index}]", each))
-            else:
-                if self._policy is not ProvenancePolicy.OFF:
-                    self._match(each)
-                checked.append(each.datum)
-        return checked, {} if self._policy is ProvenancePolicy.OFF else self._make_metrics()
+            has_spans = bool(each.input_claims or each.target_claims)
+            if has_spans and (fills or not is_off):
+                found = self._check_spans(f"data[{index}]", each)
+                datum = replace(datum, inputs={**found, **datum.inputs}) if fills else datum
+            elif not is_off:
+                self._match(datum)
+            checked.append(datum)
+        return checked, {} if is_off else self._make_metrics()
 
     def _make_metrics(self) -> dict[str, float]:
         """Named as the SDK adds those of several chunks up."""
@@ -91,76 +91,83 @@ class ProvenanceCheck:
             "provenance_version_lag:mean": sum(lag * n for lag, n in self._lags.items()) / max(self._lags.total(), 1),
         }
 
-    def _check_spans(self, where: str, each: ClaimedDatum) -> Datum:
-        datum = each.datum
-        number = len(datum.input_ids)
+    def _check_spans(self, where: str, each: ClaimedDatum) -> dict[str, NDArray[np.float32]]:
+        """Check a datum's spans; returns which of its targets were sampled, and with which logprobs."""
+        datum, number = each.datum, len(each.datum.input_ids)
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
         sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
-        is_dro = self._loss == "dro"  # whose penalty is of all positions
-        used = datum.inputs.get("weights", np.ones(number, np.float32) if is_dro else None)
-        used = used if is_dro else datum.inputs.get("advantages", used)
-        used = used if used is not None and used.shape == sampled.shape else None
+        used = datum.inputs.get("advantages", datum.inputs.get("weights"))
+        if self._loss == "dro":  # whose penalty is of all positions
+            used = datum.inputs.get("weights", np.ones(number, np.float32))
+        if used is not None and used.shape != sampled.shape:
+            used = None
         # Loops write 0 for targets that the loss does not use.
-        is_blank = None if targets is None or used is None else (targets == 0) & (used == 0)
-        list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims))
+        is_blank = np.zeros(number, np.bool_) if targets is None or used is None else (targets == 0) & (used == 0)
         known: dict[str, tuple[TokenIds, int]] = {}
-        fields = f"{where}.loss_fn_inputs"
-        for span, start, claim, sequence in self._find_true(fields, targets, each.target_claims, number, is_blank):
+        list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims, np.zeros(number, np.bool_)))
+        for span, start, claim, sequence in self._find_true(
+            f"{where}.loss_fn_inputs", targets, each.target_claims, is_blank
+        ):
             if not claim.sampled:
                 continue
-            if targets is not None and not self._has_context(span, datum.input_ids, start, claim, known):
+            if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids, known):
                 continue
-            sampled[start : start + claim.length] = 1
-            logprobs[start : start + claim.length] = sequence.logprobs[claim.offset : claim.offset + claim.length]
+            place = slice(start, start + claim.length)
+            sampled[place], logprobs[place] = 1, sequence.logprobs[claim.offset : claim.offset + claim.length]
             if targets is not None:
                 self._counts["proven"] += claim.length
                 self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
-        if targets is None:
-            self._counts["unproven"] += number
-        if used is not None:
-            self._counts["unsampled_trained"] += int(((used != 0) & (sampled == 0)).sum())
-        if not self._fills:
-            return datum
-        return replace(datum, inputs={"logprobs": logprobs, **datum.inputs, _SAMPLED: sampled})
+        self._counts["unproven"] += number if targets is None else 0
+        self._counts["unsampled_trained"] += 0 if used is None else int(((used != 0) & (sampled == 0)).sum())
+        return {"logprobs": logprobs, _SAMPLED: sampled}
 
     def _find_true(
-        self,
-        where: str,
-        ids: NDArray[Any] | None,
-        claims: Sequence[ProvenanceClaim],
-        length: int = 0,
-        is_blank: NDArray[np.bool_] | None = None,
+        self, where: str, ids: NDArray[Any] | None, claims: Sequence[ProvenanceClaim], is_blank: NDArray[np.bool_]
     ) -> Iterator[tuple[str, int, ProvenanceClaim, RecordedSequence]]:
         """Check the spans of one field, whose `ids` are None if there are several a position. Yields those that are
         true, each with its name and its start. Where `is_blank`, a span of a prompt says nothing of the id.
         """
-        length = length if ids is None else len(ids)
-        covered = sum(claim.length for claim in claims)
-        if covered != length:
-            self._refuse(f"{where}: provenance spans must cover the field's {length} positions exactly, got {covered}")
+        covered, start = sum(claim.length for claim in claims), 0
+        if covered != len(is_blank):
+            self._refuse(
+                f"{where}: provenance spans must cover the field's {len(is_blank)} positions exactly, got {covered}"
+            )
             return
-        start = 0
         for number, claim in enumerate(claims):
-            place, span = slice(start, start + claim.length), f"{where}, span {number}"
-            given = None if ids is None else ids[place]
-            blank = None if claim.sampled or is_blank is None else is_blank[place]
-            sequence = self._check_claim(span, claim, given, start, blank)
-            if sequence is not None and claim.length:
+            span, place = f"{where}, span {number}", slice(start, start + claim.length)
+            sequence = self._find(claim.sequence_id)
+            if sequence is None:
+                self._refuse(
+                    f"{span}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key, or removed "
+                    f"it after {self._store.keep_days:g} days (--tinker-keep-days)"
+                )
+            elif problem := _find_problem(sequence, claim, ids, start, is_blank[place]):
+                self._refuse(f"{span}{problem}")
+            elif claim.length:
                 yield span, start, claim, sequence
             start += claim.length
 
+    def _find(self, sequence_id: str) -> RecordedSequence | None:
+        if sequence_id not in self._known:
+            self._known[sequence_id] = self._store.find_sequence(sequence_id, owner=self._owner)
+        return self._known[sequence_id]
+
     def _has_context(
-        self, where: str, ids: TokenIds, start: int, claim: ProvenanceClaim, known: dict[str, tuple[TokenIds, int]]
+        self,
+        span: str,
+        start: int,
+        claim: ProvenanceClaim,
+        sequence: RecordedSequence,
+        ids: TokenIds,
+        known: dict[str, tuple[TokenIds, int]],
     ) -> bool:
         """Whether `ids`, the datum's input, have before the targets of a span what those were sampled after. `known` is
         filled: of each sequence its prompt and sampled ids, and how many of them the input begins with.
         """
-        sequence = self._known[claim.sequence_id]
         if claim.sequence_id not in known:
             whole = np.concatenate([sequence.prompt_ids, sequence.ids])
             both = min(len(whole), len(ids))
-            wrong = np.flatnonzero(whole[:both] != ids[:both])
-            known[claim.sequence_id] = whole, int(wrong[0]) if len(wrong) else both
+            known[claim.sequence_id] = whole, next(iter(np.flatnonzero(whole[:both] != ids[:both]).tolist()), both)
         whole, same = known[claim.sequence_id]
         wanted, given = len(sequence.prompt_ids) + claim.offset, start + 1
         more = claim.length - 1 if wanted == given else 0
@@ -168,81 +175,34 @@ class ProvenanceCheck:
         if place == wanted + more == given + more:
             return True
         right = f"id {whole[place]}" if place < wanted + more else "no id"
-        wrong_id = f"id {ids[place]}" if place < given + more else "no id"
+        wrong = f"id {ids[place]}" if place < given + more else "no id"
         self._refuse(
-            f"{where}, position {min(max(start, place), start + more)}: the sampled ids of {claim.sequence_id!r} from "
+            f"{span}, position {min(max(start, place), start + more)}: the sampled ids of {claim.sequence_id!r} from "
             f"{claim.offset} came after {wanted} ids, its prompt and those sampled before, and here come after {given} "
-            f"of model_input: at position {place} the sequence has {right}, and {wrong_id} was given",
+            f"of model_input: at position {place} the sequence has {right}, and {wrong} was given",
             "false_contexts",
         )
         return False
-
-    def _check_claim(
-        self,
-        where: str,
-        claim: ProvenanceClaim,
-        given: NDArray[Any] | None,
-        start: int,
-        blank: NDArray[np.bool_] | None,
-    ) -> RecordedSequence | None:
-        """The sequence of a span that is true; None for a false one that is only counted."""
-        what = "sampled ids" if claim.sampled else "prompt ids"
-        sequence = self._find(claim.sequence_id)
-        if sequence is None:
-            self._refuse(
-                f"{where}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key, or removed it "
-                f"after {self._store.keep_days:g} days (--tinker-keep-days)"
-            )
-            return None
-        source = sequence.ids if claim.sampled else sequence.prompt_ids
-        if claim.offset + claim.length > len(source):
-            self._refuse(
-                f"{where}: the {what} of {claim.sequence_id!r} have {len(source)} positions, and the span claims "
-                f"{claim.length} from {claim.offset}"
-            )
-            return None
-        if given is not None:
-            wanted = source[claim.offset : claim.offset + claim.length]
-            wrong = np.flatnonzero((wanted != given) if blank is None else (wanted != given) & ~blank)
-            if len(wrong):
-                place = int(wrong[0])
-                self._refuse(
-                    f"{where}, position {start + place}: the {what} of {claim.sequence_id!r} have id "
-                    f"{int(wanted[place])} at {claim.offset + place}, and id {int(given[place])} was given "
-                    f"({len(wrong)} of the span's {claim.length} ids differ)"
-                )
-                return None
-        return sequence
-
-    def _find(self, sequence_id: str) -> RecordedSequence | None:
-        if sequence_id not in self._known:
-            found = self._store.find_sequence(sequence_id, owner=self._owner)
-            if found is None:
-                return None
-            self._known[sequence_id] = found
-        return self._known[sequence_id]
 
     def _refuse(self, problem: str, counted: str = "false_spans") -> None:
         if self._policy is ProvenancePolicy.REFUSE:
             raise InvalidInputError(f"{problem}. Nothing of this request was trained (--tinker-provenance refuse)")
         self._counts[counted] += 1
 
-    def _match(self, each: ClaimedDatum) -> None:
+    def _match(self, datum: Datum) -> None:
         """Look a datum without spans up by its ids."""
-        datum = each.datum
-        if datum.targets is None or datum.targets.ndim != 1:
-            self._counts["unproven"] += len(datum.input_ids)
-            return
-        last = datum.targets[-1:].astype(np.int32)
-        found = self._store.find_by_content(hash_content(datum.input_ids, last), owner=self._owner)
-        number = min(len(found[0].ids), len(datum.targets)) if len(found) == 1 else 0
-        if not number or not np.array_equal(found[0].ids[-number:], datum.targets[-number:]):
-            self._counts["unproven"] += len(datum.targets)
-            return
-        offset = len(found[0].ids) - number
+        targets, number = datum.targets, 0
+        if targets is not None and targets.ndim == 1:
+            content = hash_content(datum.input_ids, targets[-1:])
+            found = self._store.find_by_content(content, owner=self._owner)
+            number = min(len(found[0].ids), len(targets)) if len(found) == 1 else 0
+            if number and np.array_equal(found[0].ids[-number:], targets[-number:]):
+                offset = len(found[0].ids) - number
+                self._compare_logprobs(datum.inputs, len(targets) - number, found[0], offset, number)
+            else:
+                number = 0
         self._counts["matched"] += number
-        self._counts["unproven"] += len(datum.targets) - number
-        self._compare_logprobs(datum.inputs, len(datum.targets) - number, found[0], offset, number)
+        self._counts["unproven"] += len(datum.input_ids) - number
 
     def _compare_logprobs(
         self, inputs: Mapping[str, NDArray[Any]], start: int, sequence: RecordedSequence, offset: int, length: int
@@ -259,3 +219,32 @@ class ProvenanceCheck:
         for first, stop, version in sequence.version_spans:
             if (number := min(stop, offset + length) - max(first, offset)) > 0:
                 self._lags[self._version - version] += number
+
+
+def _find_problem(
+    sequence: RecordedSequence,
+    claim: ProvenanceClaim,
+    ids: NDArray[Any] | None,
+    start: int,
+    is_blank: NDArray[np.bool_],
+) -> str:
+    """What is not true of a span that begins at `start` of a field; empty if it is true."""
+    what, source = ("sampled ids", sequence.ids) if claim.sampled else ("prompt ids", sequence.prompt_ids)
+    wanted = source[claim.offset : claim.offset + claim.length]
+    if len(wanted) < claim.length:
+        return (
+            f": the {what} of {claim.sequence_id!r} have {len(source)} positions, and the span claims {claim.length} "
+            f"from {claim.offset}"
+        )
+    if ids is None:
+        return ""
+    given = ids[start : start + claim.length]
+    wrong = np.flatnonzero((wanted != given) & (~is_blank | claim.sampled))
+    if not len(wrong):
+        return ""
+    place = int(wrong[0])
+    return (
+        f", position {start + place}: the {what} of {claim.sequence_id!r} have id {int(wanted[place])} at "
+        f"{claim.offset + place}, and id {int(given[place])} was given ({len(wrong)} of the span's {claim.length} ids "
+        "differ)"
+    )

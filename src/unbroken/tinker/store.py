@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
@@ -163,12 +164,12 @@ def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def hash_content(*parts: TokenIds) -> bytes:
+def hash_content(*parts: NDArray[Any]) -> bytes:
     """A hash of ids, however they are cut into parts."""
     return blake2b(b"".join(_to_bytes(part) for part in parts), digest_size=16).digest()
 
 
-def _to_bytes(ids: TokenIds) -> bytes:
+def _to_bytes(ids: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 

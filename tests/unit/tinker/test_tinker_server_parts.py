@@ -206,6 +206,10 @@ def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store
     ] == 2  # fmt: skip
     data.datum.inputs["weights"] = np.array([0, 0, 1, 1, 1], np.float32)
     assert check(store, [data], loss="dro")[1]["provenance_proven:sum"] == 3
+    last = claimed(INPUTS, TARGETS, advantages=[0, 0, 1, 1, 0])
+    last.datum.targets[4] = 0
+    with pytest.raises(InvalidInputError, match=r"span 1, position 4: the sampled ids .* have id 2 at 2, and id 0 was"):
+        check(store, [last])
     plain = claimed([], [])
     plain.datum.targets[:2] = 0
     assert check(store, [plain])[1]["provenance_matched:sum"] == 3
