@@ -34,7 +34,6 @@ from unbroken.types import (
     SampleRequest,
     SampleResult,
     SamplingParams,
-    ScoredSequence,
     TokenIds,
 )
 from unbroken.weights.folders import atomic_folder
@@ -204,7 +203,7 @@ async def sample(
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
         (result,) = await _sample_with_room(context, requests)
-        scores = await _score(context, body, ids, targets)
+        scores = await _score(engine, body, ids, targets)
     if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
         raise EngineError("the request was aborted")
     return list(result.sequences), scores
@@ -241,51 +240,42 @@ def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None
     """The ids whose logprobs are asked for, [T - 1, K], with -1 for none."""
     if given is None:
         return None
-    shape = given.shape or []
-    if given.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1 or given.sparse_crow_indices is not None:
+    rows, width = given.shape if len(given.shape or []) == 2 else (0, 0)
+    is_right = given.dtype == "int64" and given.sparse_crow_indices is None and rows == length - 1 and width >= 1
+    if not is_right or len(given.data) != rows * width:
         raise InvalidInputError(
             f"target_prompt_logprobs must be a dense int64 tensor of shape [{length - 1}, K], got {given.dtype} of "
-            f"shape {shape}{' (sparse)' if given.sparse_crow_indices is not None else ''}"
+            f"shape {given.shape} with {len(given.data)} values"
         )
-    if shape[1] < 1 or len(given.data) != shape[0] * shape[1]:
-        raise InvalidInputError(f"target_prompt_logprobs of shape {shape} has {len(given.data)} ids")
     if length * vocab_size > _MAX_SCORES:
         raise InvalidInputError(
             f"target_prompt_logprobs needs all logprobs of {length} positions of {vocab_size} ids: at most "
             f"{_MAX_SCORES} are computed"
         )
-    ids = np.array(given.data, np.int64).reshape(shape)
+    ids = np.array(given.data, np.int64).reshape(rows, width)
     check_vocabulary(np.maximum(ids, 0), vocab_size, name="target_prompt_logprobs")
     return ids
 
 
-async def _score(
-    context: ServerContext, body: types.SampleRequest, ids: TokenIds, targets: np.ndarray | None
-) -> PromptScores:
+async def _score(engine: Engine, body: types.SampleRequest, ids: TokenIds, targets: np.ndarray | None) -> PromptScores:
     if not body.prompt_logprobs and targets is None:
         return PromptScores()
     logprobs = np.full(len(ids), np.nan, np.float32)
     if len(ids) == 1:
         return PromptScores(logprobs=logprobs)
-    engine = require_scoring(context.service.engine)
     num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
-    scored = await engine.score(ids, num_top_logprobs=num_tops)
-    first = len(ids) - body.prompt_logprobs_last_n if body.prompt_logprobs_last_n else 1
+    scored = await require_scoring(engine).score(ids, num_top_logprobs=num_tops)
+    first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
     logprobs[first:] = scored.logprobs[first - 1 :]
+    picked = None
+    if targets is not None and (tops := scored.top_logprobs) is not None:
+        by_id = np.empty_like(tops.logprobs)
+        np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
+        picked = np.where(targets < 0, 0, np.take_along_axis(by_id, np.maximum(targets, 0), axis=1)).astype(np.float32)
     return PromptScores(
         logprobs=logprobs if body.prompt_logprobs else None,
         tops=scored.top_logprobs,
         num_tops=body.topk_prompt_logprobs,
         first=first,
-        target_logprobs=None if targets is None else _pick(scored, targets),
+        target_logprobs=picked,
     )
-
-
-def _pick(scored: ScoredSequence, targets: np.ndarray) -> np.ndarray:
-    """The logprobs of given ids at each position, 0 for those of -1."""
-    tops = scored.top_logprobs
-    assert tops is not None
-    by_id = np.empty_like(tops.logprobs)
-    np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
-    picked = np.take_along_axis(by_id, np.maximum(targets, 0), axis=1)
-    return np.where(targets < 0, 0, picked).astype(np.float32)

@@ -15,7 +15,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError, StoreError
+from unbroken.errors import InvalidInputError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, open_database, open_store_reader
 from unbroken.types import FinishReason, Logprobs, SampledSequence, TokenIds
@@ -51,14 +51,15 @@ _VERSION_2 = (
     """CREATE TABLE steps (
     model TEXT NOT NULL, version {integer} NOT NULL, metrics TEXT NOT NULL, made {float} NOT NULL)""",
     "CREATE INDEX steps_by_model ON steps (model, made)",
-    "CREATE TABLE server (owner {integer} NOT NULL, name TEXT NOT NULL)",
-    "INSERT INTO server VALUES (0, '')",
+    "CREATE TABLE store (name TEXT NOT NULL)",
+    "INSERT INTO store VALUES ('')",
 )
 TINKER_TABLES = Tables(
     content="sampled sequences",
     file="tinker.sqlite3",
     schema="unbroken_tinker",
     locks=0x756E7469,
+    is_shared=False,
     migrations=(_VERSION_1, _VERSION_2),
     revision="SELECT (SELECT MAX(made) FROM sequences), (SELECT MAX(made) FROM steps), (SELECT COUNT(*) FROM models), "
     "(SELECT MAX(used) FROM models), COUNT(*), MAX(made) FROM checkpoints",
@@ -173,6 +174,14 @@ def _to_bytes(ids: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
+def _begin(cursor: Cursor) -> str:
+    """Note that a server has started; returns the name of the database."""
+    cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
+    cursor.execute("UPDATE store SET name = ? WHERE name = ''", (uuid.uuid4().hex,))
+    cursor.execute("SELECT name FROM store")
+    return str(cursor.fetch_one()[0])
+
+
 class TinkerStore:
     """The store of one server. Blocks: the server calls it in a thread of its own."""
 
@@ -194,18 +203,17 @@ class TinkerStore:
             InvalidInputError: the location is not valid, or a folder cannot be written.
             StoreError: another server uses it, or it cannot be connected to, or is damaged.
         """
-        self.location = str(location)
         self.keep_days = keep_days
         self._sessions = sessions
         self._last_session: tuple[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = "", {}
         """The turns of the gateway's session that was read last; turns never change."""
+        self._database = open_database(str(location), TINKER_TABLES)
+        self._write, self.close = self._database.write, self._database.close
         try:
-            self._database = open_database(self.location, TINKER_TABLES)
-        except (InvalidInputError, StoreError) as error:
-            raise type(error)(str(error).replace("store ", "--tinker-store ", 1)) from None
-        try:
-            name = self._database.write(self._begin)
-            self.folder = (files or _FILES) / name if is_postgres_url(self.location) else Path(location)
+            name = self._write(_begin)
+            self.folder = (files or _FILES) / name if is_postgres_url(str(location)) else Path(location)
+            self.temporary_folder = self.folder / "temporary"
+            """What ends with its session."""
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_unused()
         except OSError as error:
@@ -216,17 +224,6 @@ class TinkerStore:
         except BaseException:
             self.close()
             raise
-
-    def _begin(self, cursor: Cursor) -> str:
-        """Become the one server of the database; returns its name."""
-        cursor.execute(f"SELECT owner, name FROM server {self._database.lock}")
-        owner, name = cursor.fetch_one()
-        if owner and self._database.is_alive(cursor, owner):
-            raise StoreError("--tinker-store must be a database that no other process uses, and a server uses it")
-        name = name or uuid.uuid4().hex
-        cursor.execute("UPDATE server SET owner = ?, name = ?", (self._database.owner, name))
-        cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
-        return str(name)
 
     def _remove_unused(self) -> None:
         """Remove the files that a killed server left, and checkpoints whose time is over."""
@@ -241,26 +238,6 @@ class TinkerStore:
             for path in self.folder.glob(f"{kind}/*/*-{'[0-9a-f]' * 32}"):
                 if path not in kept:
                     shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def temporary_folder(self) -> Path:
-        """What ends with its session."""
-        return self.folder / "temporary"
-
-    def close(self) -> None:
-        """Close the database, which another server may then use."""
-        self._database.close()
-
-    def _write(self, work: Callable[[Cursor], T]) -> T:
-        """Write rows, all or none; `StoreError` if another server began while the connection was lost."""
-
-        def check_and_work(cursor: Cursor) -> T:
-            cursor.execute(f"SELECT 1 FROM server WHERE owner = ? {self._database.share}", (self._database.owner,))
-            if cursor.fetch_one() is None:
-                raise StoreError("another server has --tinker-store since the connection was lost: stop one of them")
-            return work(cursor)
-
-        return self._database.write(check_and_work)
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         if not all(value.isprintable() for value in values if isinstance(value, str)):

@@ -18,25 +18,23 @@ def postgres() -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.fixture
-def postgres_store(postgres: PostgresServer, tmp_path: Path) -> Callable[..., TinkerStore]:
-    """Opens the store of a database that is empty at first."""
-    postgres.remove_sessions()
-    return lambda **options: TinkerStore(postgres.url, **{"files": tmp_path / "files", **options})
-
-
 @pytest.fixture(params=["sqlite", "postgres"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., TinkerStore]]:
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where nothing is stored."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    server.remove_sessions()
+    return server.url
+
+
+@pytest.fixture
+def open_store(location: str, tmp_path: Path) -> Iterator[Callable[..., TinkerStore]]:
     """Opens the store, as a server that starts does."""
     stores: list[TinkerStore] = []
-    make: Callable[..., TinkerStore] = (
-        request.getfixturevalue("postgres_store")
-        if request.param == "postgres"
-        else lambda **options: TinkerStore(tmp_path / "store", **options)
-    )
 
     def open_again(**options: Any) -> TinkerStore:
-        stores.append(make(**options))
+        stores.append(TinkerStore(location, **{"files": tmp_path / "files", **options}))
         return stores[-1]
 
     yield open_again

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.postgres import PostgresServer
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import Cursor, open_snapshots
 from unbroken.tinker import store as store_module
@@ -47,14 +46,14 @@ def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSeque
     ]
 
 
-def select(store: TinkerStore, query: str) -> list[Any]:
+def select(location: str, query: str) -> list[Any]:
     """What another process reads."""
 
     def read(cursor: Cursor) -> list[Any]:
         cursor.execute(query)
         return cursor.fetch_all()
 
-    return open_snapshots(store.location, TINKER_TABLES).read(read)
+    return open_snapshots(location, TINKER_TABLES).read(read)
 
 
 def write_files(store: TinkerStore, checkpoint: Checkpoint = SAVED) -> Path:
@@ -65,7 +64,7 @@ def write_files(store: TinkerStore, checkpoint: Checkpoint = SAVED) -> Path:
 
 def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(open_store):
     store = open_store()
-    with pytest.raises(StoreError, match=r"--tinker-store must be a .* that no other process uses, and .* uses"):
+    with pytest.raises(StoreError, match=r"store must be a .* that no other process uses.*, and .*"):
         open_store()
     store.put_model(FACTS, owner="me")
     path = SAVED.path
@@ -107,7 +106,7 @@ def test_completions_of_a_call_are_found_by_their_names_call_and_ids(open_store)
         store.add_sequences(call)
 
 
-def test_sequences_are_removed_after_their_time_a_few_with_each_call(open_store, monkeypatch):
+def test_sequences_are_removed_after_their_time_a_few_with_each_call(open_store, location, monkeypatch):
     store = open_store(keep_days=2)
     clock = [1000.0]
     monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
@@ -122,12 +121,12 @@ def test_sequences_are_removed_after_their_time_a_few_with_each_call(open_store,
         names = [f"old:{each}" for each in range(6)]
         assert len([name for name in names if store.find_call(name, owner="me")]) == left
     assert all(store.find_call(f"new:{each}", owner="me") for each in range(5))
-    assert [len(select(store, f"SELECT * FROM {table}")) for table in ("sequences", "prompts")] == [10, 5]
+    assert [len(select(location, f"SELECT * FROM {table}")) for table in ("sequences", "prompts")] == [10, 5]
 
 
-def test_a_reader_sees_steps_and_changes(open_store):
+def test_a_reader_sees_steps_and_changes(open_store, location):
     store = open_store()
-    snapshots = open_snapshots(store.location, TINKER_TABLES)
+    snapshots = open_snapshots(location, TINKER_TABLES)
     revisions = [snapshots.find_revision()]
     for change in (
         lambda: store.add_step("run", 1, {"loss:sum": 0.5}),
@@ -137,7 +136,7 @@ def test_a_reader_sees_steps_and_changes(open_store):
         change()
         revisions.append(snapshots.find_revision())
     assert len(set(revisions)) == 4
-    ((model, version, metrics),) = select(store, "SELECT model, version, metrics FROM steps")
+    ((model, version, metrics),) = select(location, "SELECT model, version, metrics FROM steps")
     assert (model, version, json.loads(metrics)) == ("run", 1, {"loss:sum": 0.5})
 
 
@@ -155,12 +154,12 @@ def test_a_folder_of_before_versions_opens(tmp_path):
     store = TinkerStore(tmp_path)
     found = store.find_sequence("s", owner="me")
     assert (found.ids.tolist(), found.finish_reason) == ([8, 9], None)
-    store.close()
 
 
-def test_a_connection_that_is_lost_is_made_again_and_an_error_names_the_database(postgres, postgres_store, monkeypatch):
+@pytest.mark.parametrize("location", ["postgres"], indirect=True)
+def test_a_connection_that_is_lost_is_made_again_and_an_error_names_the_database(postgres, open_store, monkeypatch):
     monkeypatch.setattr("unbroken.ledger.store.postgres._WAIT_S", 0.2)
-    store = postgres_store()
+    store = open_store()
     store.put_model(FACTS, owner="me")
     postgres.cut_connections(store)
     assert store.find_model("run", owner="me") is not None
@@ -175,40 +174,41 @@ def test_a_connection_that_is_lost_is_made_again_and_an_error_names_the_database
     store.add_sequences(make_call())
     assert store.find_model("run", owner="me").ended == "the end"
     assert len(store.find_call("s:sample:0:1", owner="me")) == 2
-    store.close()
 
 
-def test_a_server_that_was_cut_off_writes_nothing_after_another_began(postgres, postgres_store):
-    first = postgres_store()
+@pytest.mark.parametrize("location", ["postgres"], indirect=True)
+def test_a_server_that_was_cut_off_writes_nothing_after_another_began(postgres, open_store, monkeypatch):
+    monkeypatch.setattr("unbroken.ledger.store.postgres._WAIT_S", 0.2)
+    first = open_store()
     first.put_model(FACTS, owner="me")
     postgres.cut_connections(first)
-    second = postgres_store()
+    second = open_store()
     assert second.find_model("run", owner="me").ended == "the server stopped"
-    with pytest.raises(StoreError, match="another server has --tinker-store since the connection was lost"):
+    with pytest.raises(StoreError, match=r"owner 1 of the sampled sequences in .* is another process now"):
         first.add_sequences(make_call())
     second.add_sequences(make_call())
     first.close()
     with pytest.raises(StoreError, match="that no other process uses"):
-        postgres_store()
-    second.close()
+        open_store()
 
 
-def test_each_database_has_a_folder_of_its_own_for_files(postgres: PostgresServer, postgres_store, tmp_path):
-    first = postgres_store()
+@pytest.mark.parametrize("location", ["postgres"], indirect=True)
+def test_each_database_has_a_folder_of_its_own_for_files(postgres, open_store, tmp_path):
+    first = open_store()
     first.put_checkpoint(SAVED, owner="me")
     folder = write_files(first)
     first.close()
     postgres.remove_sessions()
-    other = postgres_store()
+    other = open_store()
     write_files(other)
     other.put_checkpoint(SAVED, owner="me")
     other.close()
-    postgres_store().close()
+    open_store().close()
     assert folder.exists()
     assert first.folder.parent == other.folder.parent == tmp_path / "files"
     assert first.folder != other.folder
     with pytest.raises(InvalidInputError, match="--tinker-files must be a folder that can be written"):
-        postgres_store(files=Path("/dev/null"))
+        open_store(files=Path("/dev/null"))
 
 
 def test_options_of_a_store(tmp_path):
@@ -216,7 +216,5 @@ def test_options_of_a_store(tmp_path):
         TinkerOptions(tinker_files=tmp_path)
     with pytest.raises(InvalidInputError, match="--tinker-keep-days must be > 0, got 0"):
         TinkerOptions(tinker_keep_days=0)
-    with pytest.raises(
-        InvalidInputError, match=r"--tinker-store must be a folder or a postgresql:// URL, got .* mysql"
-    ):
+    with pytest.raises(InvalidInputError, match=r"store must be a folder or a postgresql:// URL, got .* mysql"):
         TinkerStore("mysql://x")

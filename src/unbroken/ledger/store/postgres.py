@@ -107,7 +107,7 @@ class PostgresDatabase:
         self._reader = _Connection(place, tables)
         try:
             self._writer.run(lambda cursor: _migrate(cursor, str(self._writer), tables))
-            self.owner: int = self._writer.run(lambda cursor: _choose_owner(cursor, tables.locks))
+            self.owner: int = self._writer.run(lambda cursor: _choose_owner(cursor, tables))
             self._writer.owner = self.owner
         except BaseException:
             self.close()
@@ -197,6 +197,8 @@ class _Connection:
         self._tables = tables
         self._mutex = threading.Lock()
         self._connection: Any = None
+        self._process = 0
+        """The server's process for it, or for the one before."""
         self._closed = False
         self.owner: int | None = None
         """The owner whose lock it holds, also after it was lost and made again."""
@@ -243,8 +245,8 @@ class _Connection:
             try:
                 connection = self._connect()
                 if self.owner is not None:
-                    _lock_again(connection, self._tables, self.owner)
-                self._connection = connection
+                    self._lock_again(connection)
+                self._connection, self._process = connection, connection.info.backend_pid
             except psycopg.OperationalError:
                 if time.monotonic() >= end:
                     raise
@@ -264,6 +266,22 @@ class _Connection:
             connection.execute(known, (value, name))
         connection.execute(f"{known} AND setting = 'off'", ("on", "synchronous_commit"))  # others are stronger
         return connection
+
+    def _lock_again(self, connection: Any) -> None:
+        """Take the owner's lock back from the connection before, which the server may not have given up yet."""
+        names, end = (self._tables.locks, self.owner), time.monotonic() + _WAIT_S
+        while not connection.execute("SELECT pg_try_advisory_lock(%s::int, %s::int)", names).fetchone()[0]:
+            if time.monotonic() > end:
+                connection.close()
+                raise StoreError(
+                    f"owner {self.owner} of the {self._tables.content} in {self} is another process now, or still "
+                    "connected through an earlier connection"
+                )
+            is_ours = f"{_IS_OWNER.replace('?', '%s')} AND pid = %s"
+            connection.execute(
+                f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {is_ours}", (*names, self._process)
+            )
+            time.sleep(0.05)
 
     def _was_committed(self, transaction: _Transaction) -> bool:
         """Whether a transaction was committed although its COMMIT had no answer."""
@@ -351,25 +369,15 @@ def _migrate(cursor: Cursor, place: str, tables: Tables) -> None:
         cursor.execute("UPDATE schema_version SET version = ?", (len(tables.migrations),))
 
 
-def _choose_owner(cursor: Cursor, locks: int) -> int:
-    """Take a number that no gateway has, and its lock, which this connection holds until it ends."""
+def _choose_owner(cursor: Cursor, tables: Tables) -> int:
+    """Take a number that no gateway has, and its lock, which this connection holds until it ends. There is one number
+    for tables that are not shared.
+    """
+    number = "nextval('owners')::int" if tables.is_shared else "1"
     while True:
-        cursor.execute(f"SELECT n, pg_try_advisory_lock({locks}, n) FROM (SELECT nextval('owners')::int AS n) AS next")
-        number, is_free = cursor.fetch_one()
+        cursor.execute(f"SELECT n, pg_try_advisory_lock({tables.locks}, n) FROM (SELECT {number} AS n) AS next")
+        owner, is_free = cursor.fetch_one()
         if is_free:
-            return int(number)
-
-
-def _lock_again(connection: Any, tables: Tables, owner: int) -> None:
-    """Take the owner's lock back from an earlier connection of ours, which the server may not have given up yet."""
-    end = time.monotonic() + _WAIT_S
-    lock = "SELECT pg_try_advisory_lock(%s::int, %s::int)"
-    while not connection.execute(lock, (tables.locks, owner)).fetchone()[0]:
-        if time.monotonic() > end:
-            connection.close()
-            raise StoreError(f"owner {owner} of the {tables.content} is still connected through an earlier connection")
-        connection.execute(
-            f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {_IS_OWNER.replace('?', '%s')}",
-            (tables.locks, owner),
-        )
-        time.sleep(0.05)
+            return int(owner)
+        if not tables.is_shared:
+            raise StoreError(f"store must be a database that no other process uses for {tables.content}, and one does")

@@ -129,6 +129,8 @@ class Tables:
     """In PostgreSQL, where several kinds share a database."""
     locks: int
     """The first half of the names of the advisory locks in PostgreSQL, which all users of a database share."""
+    is_shared: bool
+    """Whether several processes may use them in PostgreSQL, each as an owner."""
     migrations: Sequence[Sequence[str]]
     """The statements that make version k + 1 of version k, where types are {key}, {integer}, {float} and {blob}."""
     revision: str
@@ -140,6 +142,7 @@ SESSION_TABLES = Tables(
     file="sessions.sqlite3",
     schema="unbroken",
     locks=0x756E6272,
+    is_shared=True,
     migrations=MIGRATIONS,
     revision="SELECT (SELECT COUNT(*) FROM turns), (SELECT MAX(created_s) FROM turns), "
     "COUNT(*), MAX(session), COUNT(*) FILTER (WHERE status = 'open'), COUNT(outcome) FROM sessions",
