@@ -145,6 +145,9 @@ def test_more_calls_than_the_queue_has_room_for_wait(model, tmp_path):
         prompt = types.ModelInput.from_ints(PROMPT)
         answers = [client.sample(prompt, 2, SAMPLING) for _ in range(12)]
         assert all(len(each.result(60).sequences) == 2 for each in answers)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        asked = re.findall(r'route="/api/v1/(retrieve_futures?)",status="200"}', metrics)
+        assert set(asked) == {"retrieve_futures", "retrieve_future"}
 
 
 def test_all_weights_are_trained_with_rank_0(model, tmp_path):

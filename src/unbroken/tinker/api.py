@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -75,9 +76,9 @@ class TinkerApi:
     def __init__(
         self,
         context: ServerContext,
+        *,
         store: TinkerStore,
         options: TinkerOptions,
-        *,
         model: str,
         tokenizer: str,
         open_backend: Callable[[], Models],
@@ -95,7 +96,8 @@ class TinkerApi:
         self._switch = WeightSwitch(
             self._engine, make_base=lambda loaded: write_base(loaded, store.temporary_folder / "base", Path(model))
         )
-        self._promises = Promises()
+        self._promises: defaultdict[str, Promises] = defaultdict(Promises)
+        """By owner."""
         self._sessions: dict[str, TinkerSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -134,7 +136,7 @@ class TinkerApi:
         """End a session, and free what it has."""
         if self._sessions.pop(session.session_id, None) is None:
             return
-        self._promises.cancel_samples(f"{session.session_id}:")
+        self._promises[session.owner].cancel_samples(f"{session.session_id}:")
         for run in session.runs.values():
             await run.end(reason)
             with suppress(UnbrokenError):  # it was never made
@@ -190,7 +192,8 @@ class TinkerApi:
             raise HttpError(400, f"optimizer_config must be Adam's, got {body.optimizer_config!r:.200}")
         model_id = f"{session.session_id}:train:{body.model_seq_id or 0}"
         number = sum(len(each.runs) for each in self._sessions.values() if each.owner == owner)
-        is_new = self._promises.find(f"{model_id}:0", owner=owner) is None
+        promises = self._promises[owner]
+        is_new = promises.find(f"{model_id}:0") is None
         if is_new and number >= self._options.tinker_max_models:
             raise HttpError(
                 400,
@@ -198,11 +201,9 @@ class TinkerApi:
                 "(--tinker-max-models): close another client",
             )
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        run = TrainingRun(facts, owner=owner, promises=self._promises)
+        run = TrainingRun(facts, owner=owner, promises=promises)
         work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
-        promise = self._promises.start(
-            f"{model_id}:0", "create_model", _encode(body), work, owner=owner, model_id=model_id
-        )
+        promise = promises.start(f"{model_id}:0", "create_model", _encode(body), work, model_id=model_id)
         if is_new:
             session.runs[model_id] = run
         return promise
@@ -510,9 +511,8 @@ class TinkerApi:
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         work = partial(self._sample, sampler, body, sequence_ids)
-        promise = self._promises.start(
-            request_id, "sample", _encode(body), work, owner=owner, model_id=sampler.weights.model_id
-        )
+        model_id = sampler.weights.model_id
+        promise = self._promises[owner].start(request_id, "sample", _encode(body), work, model_id=model_id)
         promise.sequence_ids = sequence_ids
         return promise
 
@@ -553,7 +553,7 @@ class TinkerApi:
 
     async def retrieve(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
-        promise = self._promises.find(body.request_id, owner=owner)
+        promise = self._promises[owner].find(body.request_id)
         if promise is None:
             name = body.request_id.rpartition(":")[0]
             session = self._find_session(name, owner)
@@ -565,12 +565,24 @@ class TinkerApi:
         result = await promise.wait(_POLL_S)
         if result is None:
             return {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        self._promises.note_sent(promise)
+        self._promises[owner].note_sent(promise)
         return result
+
+    async def retrieve_many(self, owner: str, body: types.FuturesRetrieveRequest) -> Answer:
+        """Which calls of a sampler have ended since the last question; their results are asked for one by one."""
+        self._get_session(body.target.sampling_session_id, owner, status=410)
+        ended = await self._promises[owner].wait_for_samples(
+            body.target.sampling_session_id,
+            body.target.cloned_sampler_id,
+            after=body.prev_cursor,
+            timeout_s=_POLL_S if body.timeout is None else min(body.timeout, _POLL_S),
+        )
+        done = [{"state": "finished", "request_id": each.request_id} for each in ended]
+        return {"completions": done, "cursor": ended[-1].number if ended else body.prev_cursor}
 
     async def cancel(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """End a sampling call whose result nobody waits for."""
-        promise = self._promises.find(body.request_id, owner=owner)
+        promise = self._promises[owner].find(body.request_id)
         if promise is not None and promise.kind == "sample":
             promise.task.cancel()
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store import is_postgres_url
-from unbroken.server.options import OptionGroup
+from unbroken.server.options import OptionGroup, option_name
 
 
 class ProvenancePolicy(StrEnum):
@@ -57,12 +57,9 @@ class TinkerOptions:
             raise InvalidInputError(
                 "--tinker-files must not be given without a --tinker-store that is a postgresql:// URL"
             )
-        if not self.tinker_keep_days > 0:
-            raise InvalidInputError(f"--tinker-keep-days must be > 0, got {self.tinker_keep_days}")
-        if not self.tinker_idle_s > 0:
-            raise InvalidInputError(f"--tinker-idle-s must be > 0, got {self.tinker_idle_s}")
-        if self.tinker_max_models < 1:
-            raise InvalidInputError(f"--tinker-max-models must be >= 1, got {self.tinker_max_models}")
+        for name in ("tinker_keep_days", "tinker_idle_s", "tinker_max_models"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{option_name(name)} must be > 0, got {getattr(self, name)}")
 
     def read_keys(self) -> frozenset[bytes] | None:
         """The keys of the file; None without one."""
@@ -95,13 +92,12 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
 def read_tinker_options(arguments: argparse.Namespace) -> TinkerOptions | None:
     """Convert the options; None without `--tinker`. Raises `InvalidInputError` for an invalid value."""
     if not arguments.tinker:
-        for name in ("store", "files", "sessions", "keys", "full"):
-            if getattr(arguments, f"tinker_{name}") != getattr(TinkerOptions(), f"tinker_{name}"):
-                raise InvalidInputError(f"--tinker-{name} needs --tinker")
+        for name in TinkerOptions.__slots__:
+            if getattr(arguments, name) != getattr(TinkerOptions(), name):
+                raise InvalidInputError(f"{option_name(name)} needs --tinker")
         return None
-    for name, option in (("versions_from", "--versions-from"), ("weights_dir", "--weights-dir")):
+    weights = "it changes the weights itself"
+    for name, why in {"versions_from": weights, "weights_dir": weights, "sessions": "start a server for each"}.items():
         if getattr(arguments, name, None) is not None:
-            raise InvalidInputError(f"--tinker must not be given together with {option}: it changes the weights itself")
-    if getattr(arguments, "sessions", None) is not None:
-        raise InvalidInputError("--tinker must not be given together with --sessions: start a server for each")
+            raise InvalidInputError(f"--tinker must not be given together with {option_name(name)}: {why}")
     return TinkerOptions(**{name: getattr(arguments, name) for name in TinkerOptions.__slots__})

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unbroken.server.app import create_app
+from unbroken.server.context import ServerContext
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import AUTHORIZED, read_keys
@@ -24,9 +25,6 @@ from unbroken.tinker.api import Answer, TinkerApi
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.sessions import Promise
 from unbroken.tinker.store import TinkerStore
-
-if TYPE_CHECKING:
-    from unbroken.tinker.models import Models
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
@@ -43,6 +41,7 @@ _CALLS: Mapping[str, Callable[[TinkerApi, str, Any], Awaitable[Answer]]] = {
     "join_sampling_session": TinkerApi.join_sampler,
     "asample": TinkerApi.sample,
     "retrieve_future": TinkerApi.retrieve,
+    "retrieve_futures": TinkerApi.retrieve_many,
     "cancel_future": TinkerApi.cancel,
     "weights_info": TinkerApi.describe_weights,
 }
@@ -60,7 +59,7 @@ _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
 }
 """What is called without a body."""
 _FIXED: Mapping[str, dict[str, Any]] = {
-    "client/config": {"sample_join_sampling_session": True},
+    "client/config": {"sample_join_sampling_session": True, "sample_use_retrieve_futures": True},
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},
 }
@@ -82,14 +81,15 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
         keep_days=tinker.tinker_keep_days,
         sessions=tinker.tinker_sessions,
     )
-    make_app = partial(
-        create_tinker_app,
+    make_api = partial(
+        TinkerApi,
         store=store,
-        tinker=tinker,
+        options=tinker,
         model=options.model,
         tokenizer=options.tokenizer or options.model,
         open_backend=lambda: Models(Path(options.model)),
     )
+    make_app = partial(create_tinker_app, make_api, tinker.read_keys())
     try:
         return serve(options, make_app=make_app, note=f"; the Tinker API with its files in {store.folder}")
     finally:
@@ -97,23 +97,12 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
 
 
 def create_tinker_app(
-    *given: Any,
-    store: TinkerStore,
-    tinker: TinkerOptions,
-    model: str,
-    tokenizer: str,
-    open_backend: Callable[[], Models],
-    **options: Any,
+    make_api: Callable[[ServerContext], TinkerApi], keys: frozenset[bytes] | None, *given: Any, **options: Any
 ) -> FastAPI:
-    """Make the application of a server with the Tinker API; `given` and `options` are those of `create_app`.
-
-    `model` and `tokenizer` are folders or hub names; `open_backend` opens the trainer when the first model is made.
-    """
+    """Make the application of `create_app`, which `given` and `options` are for, with the paths of the Tinker API."""
     app = create_app(*given, more_routers=make_routes(), **options)
-    app.state.tinker = TinkerApi(
-        app.state.context, store, tinker, model=model, tokenizer=tokenizer, open_backend=open_backend
-    )
-    if (keys := tinker.read_keys()) is not None:
+    app.state.tinker = make_api(app.state.context)
+    if keys is not None:
         app.add_middleware(KeyGate, keys=keys)
     return app
 

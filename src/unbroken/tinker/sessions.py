@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from starlette.responses import Response
@@ -30,7 +31,8 @@ MAX_OPEN_BYTES = 2**31
 """Most bytes of the bodies of these promises, and so of one batch: the first of its chunks comes last."""
 MAX_SNAPSHOTS = 8
 """Most samplers of a model that have weights without a name: each is a copy on the disk."""
-_MAX_AHEAD = 10_000
+_SEQ_IDS_PER_CLONE = 1_000_000_000
+"""The SDK numbers the calls of a sampler's copies in this way."""
 _MISSING_S = 120.0
 """How long after the last call came all wait for one that does not come. Of a batch, the SDK sends the first chunk once
 all others are taken; a call that is lost it sends again within that time."""
@@ -60,7 +62,6 @@ class Promise:
     """A call whose result is asked for later."""
 
     request_id: str
-    owner: str
     kind: str
     digest: bytes
     """Of kind and body: by it a call that comes again is known."""
@@ -72,6 +73,8 @@ class Promise:
     """Of a sampling call: the ids of its completions."""
     result: Response | None = None
     finished_s: float = 0.0
+    number: int = 0
+    """In the order in which the calls of a key have ended, from 1."""
 
     async def wait(self, timeout_s: float | None = None) -> Response | None:
         """Wait for the result; None if it takes longer."""
@@ -80,28 +83,27 @@ class Promise:
 
 
 class Promises:
-    """All promises of a server: those that are open, and the results of the last hour."""
+    """All promises of a key: those that are open, and the results of the last hour."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Promise] = {}
         self._kept: dict[str, Promise] = {}
         """Those with results, the oldest first."""
-        self._sent: defaultdict[str, dict[str, Promise]] = defaultdict(dict)
-        """Of each owner: those whose results were sent."""
-        self._num_open: Counter[str] = Counter()
-        self._open_bytes: Counter[str] = Counter()
-        """Of each owner: all bytes of the bodies of open ones."""
-        self._kept_bytes: Counter[str] = Counter()
-        """Of each owner: all bytes of its results."""
+        self._sent: dict[str, Promise] = {}
+        """Those whose results were sent."""
+        self._open_bytes = self._kept_bytes = 0
+        """All bytes of the bodies of open ones, and of results."""
+        self._num_ended = 0
+        self._next_end = asyncio.Event()
 
     def start(
-        self, request_id: str, kind: str, body: bytes, work: Work, *, owner: str, model_id: str, is_next: bool = False
+        self, request_id: str, kind: str, body: bytes, work: Work, *, model_id: str, is_next: bool = False
     ) -> Promise:
         """Begin a call; the promise of before, if it comes again.
 
         Raises:
-            HttpError: the number was another call's, or the owner has too many open ones that do not wait for this one
-                (`is_next`), or results that it does not ask for (429: the SDK sends the call again).
+            HttpError: the number was another call's; or there are too many calls and this is none that others wait for
+                (`is_next`), or too many results that were not asked for (429: the SDK sends the call again).
         """
         digest = hashlib.blake2b(body, digest_size=16, person=kind.encode()[:16]).digest()
         if known := self._by_id.get(request_id):
@@ -112,28 +114,25 @@ class Promises:
                 f"call {request_id} was {known.kind}, and came again as {kind}, or with another body: another call "
                 "needs another seq_id",
             )
-        number, num_bytes, kept_bytes = (of[owner] for of in (self._num_open, self._open_bytes, self._kept_bytes))
-        problem = ""
-        if (number >= MAX_OPEN or num_bytes + len(body) > MAX_OPEN_BYTES) and not is_next:
-            problem = (
-                f"{number} calls of {num_bytes} bytes that are not answered yet, and may have {MAX_OPEN} calls of "
-                f"{MAX_OPEN_BYTES} bytes: wait for some of them"
+        number = len(self._by_id) - len(self._kept)
+        is_full = number >= MAX_OPEN or self._open_bytes + len(body) > MAX_OPEN_BYTES
+        if (is_full and not is_next) or (self._kept_bytes > _MAX_KEPT_BYTES and not self._sent):
+            raise HttpError(
+                429,
+                f"this key has {number} calls of {self._open_bytes} bytes that are not answered yet (at most "
+                f"{MAX_OPEN} of {MAX_OPEN_BYTES}), or {self._kept_bytes} bytes of results that it has not asked for "
+                f"(at most {_MAX_KEPT_BYTES}): wait for some of them, and retrieve their results",
+                headers={"Retry-After": "1"},
             )
-        elif kept_bytes > _MAX_KEPT_BYTES and not self._sent[owner]:
-            problem = f"{kept_bytes} bytes of results that it has not asked for: retrieve them"
-        if problem:
-            raise HttpError(429, f"this key has {problem}", headers={"Retry-After": "1"})
         self._by_id[request_id] = promise = Promise(
             request_id=request_id,
-            owner=owner,
             kind=kind,
             digest=digest,
             num_bytes=len(body),
             model_id=model_id,
             task=asyncio.create_task(work()),
         )
-        self._num_open[owner] += 1
-        self._open_bytes[owner] += len(body)
+        self._open_bytes += len(body)
         promise.task.add_done_callback(partial(self._finish, promise))
         return promise
 
@@ -144,27 +143,29 @@ class Promises:
             promise.result = describe_failure(HttpError(499, "the call was cancelled"))
         except Exception as error:
             promise.result = describe_failure(error)
-        promise.finished_s = time.monotonic()
-        self._num_open[promise.owner] -= 1
-        self._open_bytes[promise.owner] -= promise.num_bytes
+        self._num_ended += 1
+        promise.number, promise.finished_s = self._num_ended, time.monotonic()
+        self._next_end.set()
+        self._next_end = asyncio.Event()
+        self._open_bytes -= promise.num_bytes
         self._kept[promise.request_id] = promise
-        self._kept_bytes[promise.owner] += len(promise.result.body)
-        while (sent := self._sent[promise.owner]) and self._kept_bytes[promise.owner] > _MAX_KEPT_BYTES:
-            self._forget(next(iter(sent)))
+        self._kept_bytes += len(promise.result.body)
+        while self._sent and self._kept_bytes > _MAX_KEPT_BYTES:
+            self._forget(next(iter(self._sent)))
         while self._kept[oldest := next(iter(self._kept))].finished_s < promise.finished_s - _KEPT_S:
             self._forget(oldest)
 
     def _forget(self, request_id: str) -> None:
         promise = self._kept.pop(request_id)
         del self._by_id[request_id]
-        self._sent[promise.owner].pop(request_id, None)
+        self._sent.pop(request_id, None)
         assert promise.result is not None, "only what has a result is kept"
-        self._kept_bytes[promise.owner] -= len(promise.result.body)
+        self._kept_bytes -= len(promise.result.body)
 
     def note_sent(self, promise: Promise) -> None:
         """The result was sent: when there is no room, it is forgotten before any that was not."""
         if promise.request_id in self._kept:
-            self._sent[promise.owner][promise.request_id] = promise
+            self._sent[promise.request_id] = promise
 
     def cancel_samples(self, prefix: str) -> None:
         """End the sampling calls whose names begin like this."""
@@ -172,10 +173,25 @@ class Promises:
             if promise.kind == "sample" and promise.request_id.startswith(prefix):
                 promise.task.cancel()
 
-    def find(self, request_id: str, *, owner: str) -> Promise | None:
-        """A promise of this owner."""
-        promise = self._by_id.get(request_id)
-        return promise if promise is not None and promise.owner == owner else None
+    async def wait_for_samples(self, sampler_id: str, clone: int, *, after: int, timeout_s: float) -> list[Promise]:
+        """The calls of a sampler, or of a clone of it, that have ended after the one with the number `after`, in order;
+        none if none ends in time.
+        """
+        found: list[Promise] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not found:
+                    for promise in takewhile(lambda each: each.number > after, reversed(self._kept.values())):
+                        name, _, seq_id = promise.request_id.rpartition(":")
+                        if name == sampler_id and int(seq_id) // _SEQ_IDS_PER_CLONE == clone:
+                            found.insert(0, promise)
+                    if not found:
+                        await self._next_end.wait()
+        return found
+
+    def find(self, request_id: str) -> Promise | None:
+        """A promise that is open, or kept."""
+        return self._by_id.get(request_id)
 
 
 class TrainingRun:
@@ -210,11 +226,11 @@ class TrainingRun:
         """
         number, turn = seq_id or 0, asyncio.get_running_loop().create_future()
         request_id = f"{self.model_id}:{number}"
-        is_new = self._promises.find(request_id, owner=self.owner) is None
-        if is_new and not self._next <= number < self._next + _MAX_AHEAD:
+        is_new = self._promises.find(request_id) is None
+        if is_new and not self._next <= number < self._next + MAX_OPEN:
             raise HttpError(
                 400,
-                f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + _MAX_AHEAD}), got {number}: calls "
+                f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + MAX_OPEN}), got {number}: calls "
                 "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
             )
         promise = self._promises.start(
@@ -222,7 +238,6 @@ class TrainingRun:
             kind,
             body,
             partial(self._work_in_turn, turn, work),
-            owner=self.owner,
             model_id=self.model_id,
             is_next=number == self._next,
         )

@@ -287,8 +287,8 @@ async def end(promise: Any, call: Call) -> Any:
     return await promise.wait()
 
 
-def start(promises: Promises, request_id: str, call: Call, owner: str = "me", body: bytes = b"") -> Any:
-    return promises.start(request_id, "sample", body, call, owner=owner, model_id="")
+def start(promises: Promises, request_id: str, call: Call) -> Any:
+    return promises.start(request_id, "sample", b"", call, model_id="")
 
 
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
@@ -298,35 +298,71 @@ async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypa
     held = [start(promises, str(number), call) for number, call in enumerate(calls)]
     with pytest.raises(HttpError, match="3 calls of 0 bytes that are not answered yet"):
         start(promises, "4", Call())
-    start(promises, "5", Call(), owner="other")
     assert (await end(held[0], calls[0])).body == b'{"number":0}'
-    assert promises.find("0", owner="me") is held[0]
-    assert promises.find("0", owner="other") is None
+    assert promises.find("0") is held[0]
     monkeypatch.setattr(sessions, "_KEPT_S", 0)
     await end(held[1], calls[1])
-    assert promises.find("0", owner="me") is None
-    assert promises.find("1", owner="me") is not None
+    assert promises.find("0") is None
+    assert promises.find("1") is not None
 
 
-async def test_results_of_a_key_make_room_for_its_own_alone_once_they_were_sent(monkeypatch):
-    promises = Promises()
+async def test_results_of_a_key_make_room_once_they_were_sent(monkeypatch):
     monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 30)
-    mine, theirs = (
-        [(start(promises, f"{owner}:{number}", call := Call({"number": 123}), owner), call) for number in range(3)]
-        for owner in ("me", "other")
-    )
-    for promise, call in (*mine, *theirs):
-        assert len((await end(promise, call)).body) == 14
-        if promise is theirs[0][0]:
-            promises.note_sent(promise)
-    assert promises.find("other:0", owner="other") is None
-    kept = [each for each, _ in (*mine, *theirs[1:])]
-    assert [promises.find(each.request_id, owner=each.owner) for each in kept] == kept
-    start(promises, "other:3", Call(), "other")
+
+    async def fill(promises: Promises, *, sends: bool) -> list[Any]:
+        calls = [Call({"number": 123}) for _ in range(3)]
+        held = [start(promises, str(number), call) for number, call in enumerate(calls)]
+        for promise, call in zip(held, calls, strict=True):
+            assert len((await end(promise, call)).body) == 14
+            if sends and promise is held[0]:
+                promises.note_sent(promise)
+        return held
+
+    promises, others = Promises(), Promises()
+    held = await fill(promises, sends=True)
+    assert [promises.find(each.request_id) for each in held] == [None, *held[1:]]
+    start(promises, "3", Call())
+    held = await fill(others, sends=False)
+    assert [others.find(each.request_id) for each in held] == held
     with pytest.raises(HttpError, match="42 bytes of results that it has not asked for"):
-        start(promises, "me:3", Call())
-    promises.note_sent(mine[1][0])
-    start(promises, "me:3", Call())
+        start(others, "3", Call())
+    others.note_sent(held[1])
+    start(others, "3", Call())
+
+
+async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
+    api = make_api(store, monkeypatch)
+    session, model_id = await make_model(api)
+    assert json.loads((await api.retrieve("me", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))).body)
+    unknown = await api.retrieve("other", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))
+    assert "is not known" in unknown["error"]
+    monkeypatch.setattr(sessions, "MAX_OPEN", 1)
+    start(api._promises["me"], "open", Call())
+    with pytest.raises(HttpError, match="1 calls of 0 bytes that are not answered yet"):
+        await make_model(api, 1, session)
+    await make_model(api, owner="other")
+
+
+async def test_ended_samples_are_told_once_by_a_cursor_and_to_each_clone_its_own():
+    promises, calls = Promises(), [Call() for _ in range(4)]
+    names = ["s:sample:0:1", "s:sample:0:2", "s:sample:0:1000000001", "s:sample:1:1"]
+    held = [start(promises, name, call) for name, call in zip(names, calls, strict=True)]
+
+    async def ask(after: int = 0, clone: int = 0, timeout_s: float = 0) -> list[Any]:
+        return await promises.wait_for_samples("s:sample:0", clone, after=after, timeout_s=timeout_s)
+
+    assert await ask() == []
+    asked = asyncio.create_task(ask(timeout_s=5))
+    for number in (3, 2, 1):  # not the ones that are asked for, then one that is
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        await end(held[number], calls[number])
+    assert await asked == [held[1]]
+    assert await ask(clone=1) == [held[2]]
+    await end(held[0], calls[0])
+    assert await ask() == [held[1], held[0]]
+    assert await ask(after=held[1].number) == [held[0]]
+    assert await ask(after=held[0].number) == []
 
 
 async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
@@ -380,7 +416,6 @@ async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait
     with pytest.raises(HttpError, match="1 calls of 60 bytes that are not answered yet") as refused:
         run.submit(3, "forward", act, bytes(60))
     assert refused.value.status == 429
-    start(promises, "other", Call(), "other", bytes(60))
     run.submit(1, "forward", act, bytes(60))
     released.set()
     await run.submit(2, "forward", act, bytes(60)).wait()
@@ -462,18 +497,25 @@ def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any
     context: Any = SimpleNamespace(config=config, service=SimpleNamespace(engine=CountedEngine()))
     models: Any = WrittenModels()
     return TinkerApi(
-        context, store, TinkerOptions(**options), model="tiny", tokenizer="tiny", open_backend=lambda: models
+        context,
+        store=store,
+        options=TinkerOptions(**options),
+        model="tiny",
+        tokenizer="tiny",
+        open_backend=lambda: models,
     )
 
 
-async def make_model(api: TinkerApi, number: int = 0, session: str = "", rank: int = 4) -> tuple[str, str]:
+async def make_model(
+    api: TinkerApi, number: int = 0, session: str = "", rank: int = 4, owner: str = "me"
+) -> tuple[str, str]:
     """A session and a model of it."""
     begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
-    session = session or (await api.create_session("me", begun))["session_id"]
+    session = session or (await api.create_session(owner, begun))["session_id"]
     body = types.CreateModelRequest(
         session_id=session, model_seq_id=number, base_model="tiny", lora_config=types.LoraConfig(rank=rank)
     )
-    made = await api.create_model("me", body)
+    made = await api.create_model(owner, body)
     await made.wait()
     return session, made.model_id
 
