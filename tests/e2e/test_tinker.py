@@ -19,8 +19,10 @@ import pytest
 import tinker
 from tinker import types
 
+from support.image_servers import image_file
 from support.served import Served, save_tiny_model, served
 from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_tensor
+from support.vision import save_vision_model
 
 pytestmark = pytest.mark.filterwarnings(
     *(f"ignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"))
@@ -196,6 +198,33 @@ def test_sampling_parameters(server):
     for refused in ({"prompt_alt_tokens_k": 2}, {"include_prompt_logprobs": False, "topk_prompt_logprobs": 2}):
         with pytest.raises(tinker.RequestFailedError, match=next(reversed(refused))):
             client.sample(prompt, 1, SAMPLING, **refused).result(60)
+
+
+def test_prompts_have_images(tmp_path, server):
+    pytest.importorskip("torchvision", reason="the image processors of transformers need it")
+    cat, dog = (image_file(56, 56, seed=seed).data for seed in (0, 1))  # of 4 ids each
+
+    def prompt(data: bytes, *more: int, number: int | None = 4) -> types.ModelInput:
+        image = types.ImageChunk(data=data, format="png", expected_tokens=number)
+        chunks = [types.EncodedTextChunk(tokens=PROMPT), image, types.EncodedTextChunk(tokens=[5, *more])]
+        return types.ModelInput(chunks=chunks)
+
+    with start(save_vision_model(tmp_path / "model"), tmp_path / "store") as vision:
+        client = connect(vision).create_sampling_client(base_model="tiny").result()
+        (sequence,) = client.sample(prompt(cat), 1, SAMPLING).result(60).sequences
+        right, other = (client.compute_logprobs(prompt(each, *sequence.tokens)).result(60) for each in (cat, dog))
+        np.testing.assert_allclose(right[len(PROMPT) + 5 :], sequence.logprobs, atol=1e-4)
+        assert np.abs(np.subtract(other[len(PROMPT) + 5 :], sequence.logprobs)).max() > 1e-4
+        recorded = RawClient(vision.url).http.get(f"sequences/{sequence.sequence_id}").json()["prompt_ids"]
+        assert [*recorded[:3], *recorded[7:]] == [*PROMPT, 5]
+        assert len(set(recorded[3:7])) == 1
+        with pytest.raises(tinker.RequestFailedError, match=r"prompt.chunks\[1\].expected_tokens must be 4, .* got 9"):
+            client.sample(prompt(cat, number=9), 1, SAMPLING).result(60)
+        with pytest.raises(tinker.RequestFailedError, match=r"images of prompt\[0\] "):
+            client.sample(prompt(b"no picture"), 1, SAMPLING).result(60)
+    client = connect(server).create_sampling_client(base_model="tiny").result()
+    with pytest.raises(tinker.RequestFailedError, match="this server takes no images"):
+        client.sample(prompt(cat), 1, SAMPLING).result(60)
 
 
 def greedy(client: tinker.SamplingClient, prompt: types.ModelInput) -> list[int]:

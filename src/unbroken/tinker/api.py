@@ -517,14 +517,14 @@ class TinkerApi:
         return promise
 
     async def _sample(self, sampler: TinkerSampler, body: types.SampleRequest, sequence_ids: list[str]) -> Response:
-        sequences, scores = await sample(self._context, self._switch, sampler.weights, body)
-        prompt_ids = read_prompt(body.prompt, self._engine.vocab_size)
+        prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
+        sequences, scores = await sample(self._context, self._switch, sampler.weights, body, prompt)
         recorded = [
             RecordedSequence(
                 sequence_id=sequence_id,
                 owner=sampler.owner,
                 model_id=sampler.weights.model_id,
-                prompt_ids=prompt_ids,
+                prompt_ids=prompt.token_ids,
                 ids=each.completion_ids,
                 logprobs=each.rollout_logprobs,
                 version_spans=self._switch.find_versions(each),

@@ -24,7 +24,7 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.tinker.wire import PromptScores, check_vocabulary, read_prompt
+from unbroken.tinker.wire import PromptScores, check_vocabulary
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
@@ -34,7 +34,6 @@ from unbroken.types import (
     SampleRequest,
     SampleResult,
     SamplingParams,
-    TokenIds,
 )
 from unbroken.weights.folders import atomic_folder
 
@@ -181,16 +180,19 @@ def _make_params(given: types.SamplingParams, *, end_ids: tuple[int, ...], room:
 
 
 async def sample(
-    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: types.SampleRequest
+    context: ServerContext,
+    switch: WeightSwitch,
+    weights: SamplerWeights,
+    body: types.SampleRequest,
+    prompt: RequestPrompt,
 ) -> tuple[list[SampledSequence], PromptScores]:
-    """Sample a request's completions, and score its prompt, under the same weights.
+    """Sample completions of a request, whose prompt is placed, and score the prompt, under the same weights.
 
     Raises:
         InvalidInputError: what is asked for is not valid, or this server does not compute it.
         EngineError: the engine failed, or the request was aborted.
     """
-    engine = context.service.engine
-    ids = read_prompt(body.prompt, engine.vocab_size)
+    engine, ids = context.service.engine, prompt.token_ids
     _check(body, len(ids))
     targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
     params = _make_params(
@@ -199,11 +201,10 @@ async def sample(
         room=engine.context_length - len(ids),
         num_tops=body.topk_sample_logprobs,
     )
-    prompt = RequestPrompt(token_ids=ids)
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
         (result,) = await _sample_with_room(context, requests)
-        scores = await _score(engine, body, ids, targets)
+        scores = await _score(engine, body, prompt, targets)
     if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
         raise EngineError("the request was aborted")
     return list(result.sequences), scores
@@ -257,14 +258,17 @@ def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None
     return ids
 
 
-async def _score(engine: Engine, body: types.SampleRequest, ids: TokenIds, targets: np.ndarray | None) -> PromptScores:
+async def _score(
+    engine: Engine, body: types.SampleRequest, prompt: RequestPrompt, targets: np.ndarray | None
+) -> PromptScores:
     if not body.prompt_logprobs and targets is None:
         return PromptScores()
+    ids = prompt.token_ids
     logprobs = np.full(len(ids), np.nan, np.float32)
     if len(ids) == 1:
         return PromptScores(logprobs=logprobs)
     num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
-    scored = await require_scoring(engine).score(ids, num_top_logprobs=num_tops)
+    scored = await require_scoring(engine).score(ids, images=prompt.images, num_top_logprobs=num_tops)
     first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
     logprobs[first:] = scored.logprobs[first - 1 :]
     picked = None

@@ -15,8 +15,9 @@ from tinker.proto import tinker_public_pb2 as messages
 
 from unbroken.errors import InvalidInputError
 from unbroken.server.http.errors import HttpError
+from unbroken.server.images import ImageIntake, RequestPrompt
 from unbroken.tinker.data import Datum, Output
-from unbroken.types import FinishReason, SampledSequence, TokenIds, TopLogprobs
+from unbroken.types import FinishReason, SampledSequence, TopLogprobs
 
 PROTOBUF = "application/x-protobuf"
 _MAX_CELLS = 2**24
@@ -217,18 +218,33 @@ def encode_forward_backward(output: Output, metrics: Mapping[str, float]) -> byt
     return bytes(answer.SerializeToString())
 
 
-def read_prompt(prompt: types.ModelInput, vocab_size: int) -> TokenIds:
-    """The prompt's ids; `InvalidInputError` for chunks that are not ids, or ids outside the vocabulary."""
-    parts = []
+async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:
+    """The prompt's ids, with those of its images among them.
+
+    Raises:
+        InvalidInputError: chunks that are neither, ids outside the vocabulary, an image that cannot be used, or one
+            that has another number of ids than the client expects.
+    """
+    parts, images = [np.zeros(0, np.int64)], []
     for number, chunk in enumerate(prompt.chunks):
-        if not isinstance(chunk, types.EncodedTextChunk):
-            raise InvalidInputError(
-                f"prompt.chunks[{number}] must be ids (encoded_text), got {chunk.type}: this server takes text"
-            )
-        parts.append(np.array(chunk.tokens))  # of any size
-    ids: NDArray[Any] = np.concatenate([np.zeros(0, np.int64), *parts])
+        if isinstance(chunk, types.EncodedTextChunk):
+            parts.append(np.array(chunk.tokens))  # of any size
+        elif isinstance(chunk, types.ImageChunk):
+            parts.append(np.array([intake.placeholder_id or 0]))
+            images.append((f"prompt.chunks[{number}]", chunk))
+        else:
+            raise InvalidInputError(f"prompt.chunks[{number}] must be ids (encoded_text) or an image, got {chunk.type}")
+    ids: NDArray[Any] = np.concatenate(parts)
     check_vocabulary(ids, vocab_size, name="prompt")
-    return ids.astype(np.int32)
+    sources, settings = [chunk.data for _, chunk in images], intake.encode_settings(None)
+    (placed,) = await intake.place([ids.astype(np.int32)], [sources], settings, names=lambda _: "images of prompt")
+    for (name, chunk), span in zip(images, placed.images, strict=True):
+        if chunk.expected_tokens not in (None, span.length):
+            raise InvalidInputError(
+                f"{name}.expected_tokens must be {span.length}, the ids that the model's image processor makes of it, "
+                f"got {chunk.expected_tokens}"
+            )
+    return placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
