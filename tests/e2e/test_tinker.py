@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
 from support.image_servers import image_file
+from support.postgres import run_postgres
 from support.served import Served, save_tiny_model, served
 from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_tensor
 from support.vision import save_vision_model
@@ -54,7 +56,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield running
 
 
-def start(model: Path, store: Path, *options: str) -> Any:
+def start(model: Path, store: Path | str, *options: str) -> Any:
     return served(model, "--tinker", "--tinker-store", str(store), *options, engine="transformers")
 
 
@@ -327,13 +329,20 @@ def test_calls_run_once_and_in_order_however_they_arrive(server):
     assert f"call {model_id}:2 was optim_step" in answer.text
 
 
-def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path):
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path, database):
     with ExitStack() as stack:
-        server = stack.enter_context(start(model, tmp_path))
+        store, *files = (
+            (tmp_path,)
+            if database == "sqlite"
+            else (stack.enter_context(run_postgres()).url, "--tinker-files", str(tmp_path))
+        )
+        server = stack.enter_context(start(model, store, *files))
         service = connect(server)
         client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         sampler = client.save_weights_and_get_sampling_client().result()
-        data = [make_datum(PROMPT, each) for each in sample(sampler, 2)]
+        sequences = sample(sampler, 2)
+        data = [make_datum(PROMPT, each) for each in sequences]
         step(client, data)
         path = client.save_state("kept").result(60).path
         step(client, data)
@@ -341,7 +350,11 @@ def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path):
         server.process.send_signal(signal.SIGKILL)
         server.process.wait(timeout=60)
         port = server.url.rpartition(":")[2]
-        stack.enter_context(start(model, tmp_path, "--port", port))
+        stack.enter_context(start(model, store, "--port", port, *files))
+        call = {"request_id": sequences[0].sequence_id.rpartition(":")[0]}  # its answer may have been lost
+        again = RawClient(server.url).http.post("retrieve_future", json=call).content
+        for given, wanted_sequence in zip(messages.SampleResponse.FromString(again).sequences, sequences, strict=True):
+            assert np.frombuffer(given.tokens, np.int32).tolist() == wanted_sequence.tokens
         with pytest.raises(tinker.APIStatusError, match=f"the server stopped; its last save_state is {path}"):
             client.forward(data, "importance_sampling").result(60)
         with pytest.raises(tinker.APIStatusError, match="is gone: its session has ended, or the server started again"):

@@ -11,7 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import cache, partial
 from operator import methodcaller
 from pathlib import Path
@@ -43,6 +43,7 @@ from unbroken.tinker.sessions import (
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
+    PromptScores,
     encode_forward_backward,
     encode_sample,
     parse_forward_backward,
@@ -517,6 +518,8 @@ class TinkerApi:
         return promise
 
     async def _sample(self, sampler: TinkerSampler, body: types.SampleRequest, sequence_ids: list[str]) -> Response:
+        if (answer := await self._find_answer(sequence_ids[0].rpartition(":")[0], sampler.owner)) is not None:
+            return answer
         prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
         sequences, scores = await sample(self._context, self._switch, sampler.weights, body, prompt)
         recorded = [
@@ -525,15 +528,24 @@ class TinkerApi:
                 owner=sampler.owner,
                 model_id=sampler.weights.model_id,
                 prompt_ids=prompt.token_ids,
-                ids=each.completion_ids,
-                logprobs=each.rollout_logprobs,
-                version_spans=self._switch.find_versions(each),
+                sampled=self._switch.name_versions(each),
+                is_whole=not (body.prompt_logprobs or body.topk_sample_logprobs or body.target_prompt_logprobs),
             )
             for each, sequence_id in zip(sequences, sequence_ids, strict=True)
         ]
         await self._storing.run(partial(self._store.add_sequences, recorded))
-        answer = encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs)
-        return Response(answer, media_type=PROTOBUF)
+        encoded = encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs)
+        return Response(encoded, media_type=PROTOBUF)
+
+    async def _find_answer(self, request_id: str, owner: str) -> Response | None:
+        """The answer of a sampling call that was recorded, also by a server before this one; None if there is none."""
+        found = await self._storing.run(partial(self._store.find_call, request_id, owner=owner))
+        if not found:
+            return None
+        if not found[0].is_whole:
+            return FORGOTTEN
+        encoded = encode_sample([each.sampled for each in found], PromptScores(), num_tops=0)
+        return Response(encoded, media_type=PROTOBUF)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""
@@ -544,9 +556,9 @@ class TinkerApi:
             "sequence_id": found.sequence_id,
             "model_id": found.model_id or None,
             "prompt_ids": found.prompt_ids,
-            "completion_ids": found.ids,
-            "logprobs": found.logprobs,
-            "version_spans": found.version_spans,
+            "completion_ids": found.sampled.completion_ids,
+            "logprobs": found.sampled.rollout_logprobs,
+            "version_spans": list(map(astuple, found.sampled.version_spans)),
         }
 
     # Promises
@@ -555,6 +567,8 @@ class TinkerApi:
         """The result of a call, or after some seconds that it is still to come."""
         promise = self._promises[owner].find(body.request_id)
         if promise is None:
+            if (answer := await self._find_answer(body.request_id, owner)) is not None:
+                return answer
             name = body.request_id.rpartition(":")[0]
             session = self._find_session(name, owner)
             if session is not None and name in {**session.runs, **session.samplers}:

@@ -113,7 +113,8 @@ class ProvenanceCheck:
             if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids, known):
                 continue
             place = slice(start, start + claim.length)
-            sampled[place], logprobs[place] = 1, sequence.logprobs[claim.offset : claim.offset + claim.length]
+            sampled[place] = 1
+            logprobs[place] = sequence.sampled.rollout_logprobs[claim.offset : claim.offset + claim.length]
             if targets is not None:
                 self._counts["proven"] += claim.length
                 self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
@@ -165,7 +166,7 @@ class ProvenanceCheck:
         filled: of each sequence its prompt and sampled ids, and how many of them the input begins with.
         """
         if claim.sequence_id not in known:
-            whole = np.concatenate([sequence.prompt_ids, sequence.ids])
+            whole = np.concatenate([sequence.prompt_ids, sequence.sampled.completion_ids])
             both = min(len(whole), len(ids))
             known[claim.sequence_id] = whole, next(iter(np.flatnonzero(whole[:both] != ids[:both]).tolist()), both)
         whole, same = known[claim.sequence_id]
@@ -195,10 +196,10 @@ class ProvenanceCheck:
         if targets is not None and targets.ndim == 1:
             content = hash_content(datum.input_ids, targets[-1:])
             found = self._store.find_by_content(content, owner=self._owner)
-            number = min(len(found[0].ids), len(targets)) if len(found) == 1 else 0
-            if number and np.array_equal(found[0].ids[-number:], targets[-number:]):
-                offset = len(found[0].ids) - number
-                self._compare_logprobs(datum.inputs, len(targets) - number, found[0], offset, number)
+            ids = found[0].sampled.completion_ids if len(found) == 1 else targets[:0]
+            number = min(len(ids), len(targets))
+            if number and np.array_equal(ids[-number:], targets[-number:]):
+                self._compare_logprobs(datum.inputs, len(targets) - number, found[0], len(ids) - number, number)
             else:
                 number = 0
         self._counts["matched"] += number
@@ -208,17 +209,15 @@ class ProvenanceCheck:
         self, inputs: Mapping[str, NDArray[Any]], start: int, sequence: RecordedSequence, offset: int, length: int
     ) -> None:
         """Compare the logprobs of sampled targets with those of the sampling, and look at their versions."""
-        given = inputs.get("logprobs")
+        given, place = inputs.get("logprobs"), slice(offset, offset + length)
         if given is not None and given.ndim == 1 and start + length <= len(given):
-            difference = np.abs(given[start : start + length] - sequence.logprobs[offset : offset + length])
+            difference = np.abs(given[start : start + length] - sequence.sampled.rollout_logprobs[place])
             self._counts["logprobs_changed"] += int((difference > 0).sum())
             self._difference = max(self._difference, float(difference.max(initial=0)))
-        if sequence.model_id != self._model_id:
+        if sequence.model_id == self._model_id:
+            self._lags.update((self._version - sequence.sampled.policy_versions[place]).tolist())
+        else:
             self._counts["other_model"] += length
-            return
-        for first, stop, version in sequence.version_spans:
-            if (number := min(stop, offset + length) - max(first, offset)) > 0:
-                self._lags[self._version - version] += number
 
 
 def _find_problem(
@@ -229,7 +228,8 @@ def _find_problem(
     is_blank: NDArray[np.bool_],
 ) -> str:
     """What is not true of a span that begins at `start` of a field; empty if it is true."""
-    what, source = ("sampled ids", sequence.ids) if claim.sampled else ("prompt ids", sequence.prompt_ids)
+    what = "sampled ids" if claim.sampled else "prompt ids"
+    source = sequence.sampled.completion_ids if claim.sampled else sequence.prompt_ids
     wanted = source[claim.offset : claim.offset + claim.length]
     if len(wanted) < claim.length:
         return (

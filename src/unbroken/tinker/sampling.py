@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,10 @@ class WeightSwitch:
             if self._groups and self._groups[0].weights is weights:
                 await self._load(weights)
 
-    def find_versions(self, sequence: SampledSequence) -> tuple[tuple[int, int, int], ...]:
-        """(start, stop, version) of a completion's ids, by the model's versions."""
-        return tuple((each.start, each.stop, self._versions[each.policy_version]) for each in sequence.version_spans)
+    def name_versions(self, sequence: SampledSequence) -> SampledSequence:
+        """The same with the model's versions instead of the engine's."""
+        spans = (replace(each, policy_version=self._versions[each.policy_version]) for each in sequence.version_spans)
+        return replace(sequence, version_spans=tuple(spans))
 
     async def _begin(self, group: _Group) -> None:
         try:

@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, open_database, open_store_reader
-from unbroken.types import FinishReason, Logprobs, SampledSequence, TokenIds
+from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")
 _FILES = Path("runs/tinker")
@@ -45,7 +45,8 @@ _VERSION_1 = (
 )
 """Folders of before had no version."""
 _VERSION_2 = (
-    "ALTER TABLE sequences ADD COLUMN finish TEXT",
+    "ALTER TABLE sequences ADD COLUMN finish TEXT NOT NULL DEFAULT 'length'",
+    "ALTER TABLE sequences ADD COLUMN whole {integer} NOT NULL DEFAULT 0",
     "CREATE INDEX sequences_by_time ON sequences (made)",
     "CREATE INDEX sequences_by_model ON sequences (model, made)",
     """CREATE TABLE steps (
@@ -75,14 +76,10 @@ class RecordedSequence:
     model_id: str
     """The training run whose weights sampled it; empty for the base model."""
     prompt_ids: TokenIds
-    ids: TokenIds
-    """[C] stop id included."""
-    logprobs: Logprobs
-    """[C]"""
-    version_spans: tuple[tuple[int, int, int], ...]
-    """(start, stop, version): the version of the weights of each id, which rises with each change of the model."""
-    finish_reason: FinishReason | None = None
-    """None if its call cannot be answered from what is recorded: it asked for more."""
+    sampled: SampledSequence
+    """Its versions are those of the model, which rise with each change of the weights."""
+    is_whole: bool = True
+    """Whether its call asked for nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +251,10 @@ class TinkerStore:
         first, now = sequences[0], time.time()
         rows = [
             (
-                each.sequence_id, first.sequence_id, each.owner, each.model_id, _to_bytes(each.ids),
-                np.ascontiguousarray(each.logprobs, np.float32).tobytes(), json.dumps(each.version_spans),
-                hash_content(each.prompt_ids, each.ids), now, each.finish_reason,
+                each.sequence_id, first.sequence_id, each.owner, each.model_id, _to_bytes(each.sampled.completion_ids),
+                each.sampled.rollout_logprobs.tobytes(), json.dumps(list(map(astuple, each.sampled.version_spans))),
+                hash_content(each.prompt_ids, each.sampled.completion_ids), now, each.sampled.finish_reason.value,
+                int(each.is_whole),
             )
             for each in sequences
         ]  # fmt: skip
@@ -292,15 +290,13 @@ class TinkerStore:
             self._last_session = session_id, {} if stored is None else read_turns(stored)
         if node not in self._last_session[1]:
             return None
-        prompt_ids, sequence = self._last_session[1][node]
+        prompt_ids, sampled = self._last_session[1][node]
         return RecordedSequence(
             sequence_id=sequence_id,
             owner=owner,
             model_id="",  # the gateway does not know whose weights its engine had
             prompt_ids=prompt_ids,
-            ids=sequence.completion_ids,
-            logprobs=sequence.rollout_logprobs,
-            version_spans=tuple((span.start, span.stop, span.policy_version) for span in sequence.version_spans),
+            sampled=sampled,
         )
 
     def find_by_content(self, content: bytes, *, owner: str) -> list[RecordedSequence]:
@@ -309,8 +305,8 @@ class TinkerStore:
 
     def _find_sequences(self, column: str, value: Any, owner: str) -> list[RecordedSequence]:
         rows = self._read(
-            "SELECT s.id, s.model, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s JOIN prompts p "
-            f"ON p.id = s.prompt WHERE {column} = ? AND s.owner = ? LIMIT 2",
+            "SELECT s.id, s.model, s.whole, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s "
+            f"JOIN prompts p ON p.id = s.prompt WHERE {column} = ? AND s.owner = ? LIMIT 2",
             value,
             owner,
         )
@@ -320,12 +316,18 @@ class TinkerStore:
                 owner=owner,
                 model_id=model,
                 prompt_ids=np.frombuffer(prompt, np.int32),
-                ids=np.frombuffer(ids, np.int32),
-                logprobs=np.frombuffer(logprobs, np.float32),
-                version_spans=tuple(map(tuple, json.loads(versions))),
-                finish_reason=None if finish is None else FinishReason(finish),
+                sampled=SampledSequence(
+                    completion_ids=np.frombuffer(ids, np.int32),
+                    rollout_logprobs=np.frombuffer(logprobs, np.float32),
+                    finish_reason=FinishReason(finish),
+                    version_spans=tuple(
+                        VersionSpan(start=start, stop=stop, policy_version=version)
+                        for start, stop, version in json.loads(versions)
+                    ),
+                ),
+                is_whole=bool(whole),
             )
-            for name, model, prompt, ids, logprobs, versions, finish in rows
+            for name, model, whole, prompt, ids, logprobs, versions, finish in rows
         ]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:

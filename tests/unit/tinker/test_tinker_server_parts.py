@@ -35,17 +35,30 @@ from unbroken.tinker.sessions import Promises, TrainingRun
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, read_data
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
+from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
-SEQUENCE = RecordedSequence(
-    sequence_id="s1",
-    owner="me",
-    model_id="run",
-    prompt_ids=np.array([5, 6, 7], np.int32),
-    ids=np.array([8, 9, 2], np.int32),
-    logprobs=np.array([-0.1, -0.2, -0.3], np.float32),
-    version_spans=((0, 2, 3), (2, 3, 4)),
-)
+
+
+def record(name: str, prompt_ids: list[int], ids: list[int]) -> RecordedSequence:
+    """A sequence whose last id has other weights than those before."""
+    number = len(ids)
+    spans = ((0, number - 1, 3), (number - 1, number, 4))
+    return RecordedSequence(
+        sequence_id=name,
+        owner="me",
+        model_id="run",
+        prompt_ids=np.array(prompt_ids, np.int32),
+        sampled=SampledSequence(
+            completion_ids=np.array(ids, np.int32),
+            rollout_logprobs=-np.arange(1, number + 1, dtype=np.float32) / np.float32(10),
+            finish_reason=FinishReason.STOP,
+            version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in spans),
+        ),
+    )
+
+
+SEQUENCE = record("s1", [5, 6, 7], [8, 9, 2])
 
 
 def prompt(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
@@ -122,14 +135,9 @@ def test_a_false_span_is_refused_counted_or_not_looked_at(store, inputs, targets
 
 
 OTHERS = (
-    replace(SEQUENCE, sequence_id="s2", ids=np.array([4, 8, 1], np.int32)),  # of the same prompt
-    replace(SEQUENCE, sequence_id="s3", prompt_ids=np.array([3, 7], np.int32)),
-    replace(
-        SEQUENCE,
-        sequence_id="s4",
-        prompt_ids=np.array([5, 6, 7, 8, 9, 2, 1, 1], np.int32),
-        ids=np.array([3, 4], np.int32),
-    ),  # the turn after s1
+    record("s2", [5, 6, 7], [4, 8, 1]),  # of the same prompt
+    record("s3", [3, 7], [8, 9, 2]),
+    record("s4", [5, 6, 7, 8, 9, 2, 1, 1], [3, 4]),  # the turn after s1
 )
 
 
@@ -219,8 +227,7 @@ def test_data_without_spans_are_found_by_their_ids_if_only_one_sequence_has_them
     assert check(store, [claimed([], [])])[1]["provenance_matched:sum"] == 3
     assert check(store, [claimed([], [], ids=(5, 6, 7, 8, 9, 3))])[1]["provenance_unproven:sum"] == 5
     assert check(store, [claimed([], [])], owner="other")[1]["provenance_unproven:sum"] == 5
-    twin = {name: getattr(SEQUENCE, name) for name in RecordedSequence.__slots__} | {"sequence_id": "s2"}
-    store.add_sequences([RecordedSequence(**twin)])
+    store.add_sequences([replace(SEQUENCE, sequence_id="s2")])
     assert check(store, [claimed([], [])])[1]["provenance_unproven:sum"] == 5
 
 
@@ -578,6 +585,41 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     with pytest.raises(HttpError, match="came again as sample"):
         await api.sample("me", request(seed=2))
     await first.wait()
+
+
+async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
+    """Also by the next server; and it is not sampled again under the same names."""
+    api = make_api(store, monkeypatch)
+    begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    session = (await api.create_session("me", begun))["session_id"]
+    body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
+    sampler = (await api.create_sampler("me", body))["sampling_session_id"]
+    for number, is_whole in enumerate((True, False)):
+        made = [replace(SEQUENCE, sequence_id=f"{sampler}:{number}:{index}", is_whole=is_whole) for index in range(2)]
+        store.add_sequences(made)
+
+    def request(number: int) -> types.SampleRequest:
+        params, prompt = types.SamplingParams(), types.ModelInput.from_ints([5, 6, 7])
+        return types.SampleRequest(
+            prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=number, num_samples=2
+        )
+
+    async def retrieve(at: TinkerApi, number: int, owner: str = "me") -> Any:
+        return await at.retrieve(owner, types.FutureRetrieveRequest(request_id=f"{sampler}:{number}"))
+
+    again = [await (await api.sample("me", request(number))).wait() for number in range(2)]
+    after = make_api(store, monkeypatch)
+    for given in (await retrieve(api, 0), await retrieve(after, 0), again[0]):
+        answer = messages.SampleResponse.FromString(given.body)
+        assert [np.frombuffer(each.tokens, np.int32).tolist() for each in answer.sequences] == [[8, 9, 2]] * 2
+        assert (
+            np.frombuffer(answer.sequences[0].logprobs, np.float32).tolist()
+            == SEQUENCE.sampled.rollout_logprobs.tolist()
+        )
+        assert answer.sequences[0].stop_reason == messages.STOP_REASON_STOP
+    assert (await retrieve(after, 1)).body == again[1].body == sessions.FORGOTTEN.body
+    assert "is not known" in (await retrieve(after, 2))["error"]
+    assert "is not known" in (await retrieve(after, 0, owner="other"))["error"]
 
 
 async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypatch):

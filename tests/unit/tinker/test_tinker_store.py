@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from unbroken.ledger.store import Cursor, open_snapshots
 from unbroken.tinker import store as store_module
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.store import TINKER_TABLES, Checkpoint, ModelFacts, RecordedSequence, TinkerStore, hash_content
-from unbroken.types import FinishReason
+from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None, user_metadata={"a": "\0\ud800"})
 SAVED = Checkpoint(
@@ -37,10 +37,16 @@ def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSeque
             owner="me",
             model_id="run",
             prompt_ids=np.array([5, 6, 7], np.int32),
-            ids=np.array([8, index], np.int32),
-            logprobs=np.array([-0.1, -0.2], np.float32),
-            version_spans=((0, 1, 3), (1, 2, 4)),
-            finish_reason=FinishReason.STOP,
+            sampled=SampledSequence(
+                completion_ids=np.array([8, index], np.int32),
+                rollout_logprobs=np.array([-0.1, -0.2], np.float32),
+                finish_reason=FinishReason.STOP,
+                version_spans=(
+                    VersionSpan(start=0, stop=1, policy_version=3),
+                    VersionSpan(start=1, stop=2, policy_version=4),
+                ),
+            ),
+            is_whole=number > 1,
         )
         for index in range(number)
     ]
@@ -94,10 +100,8 @@ def test_completions_of_a_call_are_found_by_their_names_call_and_ids(open_store)
     store, call = open_store(), make_call(number=12)
     store.add_sequences(call)
     for found, given in zip(store.find_call("s:sample:0:1", owner="me"), call, strict=True):
-        assert found.finish_reason is FinishReason.STOP
-        for name in RecordedSequence.__slots__:
-            np.testing.assert_array_equal(getattr(found, name), getattr(given, name))
-    (by_content,) = store.find_by_content(hash_content(call[3].prompt_ids, call[3].ids), owner="me")
+        np.testing.assert_equal(asdict(found), asdict(given))
+    (by_content,) = store.find_by_content(hash_content(call[3].prompt_ids, call[3].sampled.completion_ids), owner="me")
     assert by_content.sequence_id == call[3].sequence_id
     assert store.find_call("s:sample:0:1", owner="other") == store.find_call("s:sample:0", owner="me") == []
     for name in ("nobody", "\0", "\ud800", ""):
@@ -153,7 +157,7 @@ def test_a_folder_of_before_versions_opens(tmp_path):
     before.close()
     store = TinkerStore(tmp_path)
     found = store.find_sequence("s", owner="me")
-    assert (found.ids.tolist(), found.finish_reason) == ([8, 9], None)
+    assert (found.sampled.completion_ids.tolist(), found.is_whole) == ([8, 9], False)
 
 
 @pytest.mark.parametrize("location", ["postgres"], indirect=True)
