@@ -49,6 +49,8 @@ class ProvenanceCheck:
         self._version = version
         self._loss = loss
         self._known: dict[str, RecordedSequence | None] = {}
+        self._begun: dict[str, tuple[TokenIds, int]] = {}
+        """For the datum at hand: the prompt and the sampled ids of a sequence, and how many of them it begins with."""
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._difference = 0.0
         """The largest difference of a given logprob from that of the sampling."""
@@ -103,14 +105,13 @@ class ProvenanceCheck:
             used = None
         # Loops write 0 for targets that the loss does not use.
         is_blank = np.zeros(number, np.bool_) if targets is None or used is None else (targets == 0) & (used == 0)
-        known: dict[str, tuple[TokenIds, int]] = {}
+        self._begun = {}
         list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims, np.zeros(number, np.bool_)))
-        for span, start, claim, sequence in self._find_true(
-            f"{where}.loss_fn_inputs", targets, each.target_claims, is_blank
-        ):
+        found = self._find_true(f"{where}.loss_fn_inputs", targets, each.target_claims, is_blank)
+        for span, start, claim, sequence in found:
             if not claim.sampled:
                 continue
-            if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids, known):
+            if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids):
                 continue
             place = slice(start, start + claim.length)
             sampled[place] = 1
@@ -136,8 +137,9 @@ class ProvenanceCheck:
             return
         for number, claim in enumerate(claims):
             span, place = f"{where}, span {number}", slice(start, start + claim.length)
-            sequence = self._find(claim.sequence_id)
-            if sequence is None:
+            if claim.sequence_id not in self._known:
+                self._known[claim.sequence_id] = self._store.find_sequence(claim.sequence_id, owner=self._owner)
+            if (sequence := self._known[claim.sequence_id]) is None:
                 self._refuse(
                     f"{span}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key, or removed "
                     f"it after {self._store.keep_days:g} days (--tinker-keep-days)"
@@ -148,28 +150,16 @@ class ProvenanceCheck:
                 yield span, start, claim, sequence
             start += claim.length
 
-    def _find(self, sequence_id: str) -> RecordedSequence | None:
-        if sequence_id not in self._known:
-            self._known[sequence_id] = self._store.find_sequence(sequence_id, owner=self._owner)
-        return self._known[sequence_id]
-
     def _has_context(
-        self,
-        span: str,
-        start: int,
-        claim: ProvenanceClaim,
-        sequence: RecordedSequence,
-        ids: TokenIds,
-        known: dict[str, tuple[TokenIds, int]],
+        self, span: str, start: int, claim: ProvenanceClaim, sequence: RecordedSequence, ids: TokenIds
     ) -> bool:
-        """Whether `ids`, the datum's input, have before the targets of a span what those were sampled after. `known` is
-        filled: of each sequence its prompt and sampled ids, and how many of them the input begins with.
-        """
-        if claim.sequence_id not in known:
+        """Whether `ids`, the datum's input, have before the targets of a span what those were sampled after."""
+        if claim.sequence_id not in self._begun:
             whole = np.concatenate([sequence.prompt_ids, sequence.sampled.completion_ids])
             both = min(len(whole), len(ids))
-            known[claim.sequence_id] = whole, next(iter(np.flatnonzero(whole[:both] != ids[:both]).tolist()), both)
-        whole, same = known[claim.sequence_id]
+            same = next(iter(np.flatnonzero(whole[:both] != ids[:both]).tolist()), both)
+            self._begun[claim.sequence_id] = whole, same
+        whole, same = self._begun[claim.sequence_id]
         wanted, given = len(sequence.prompt_ids) + claim.offset, start + 1
         more = claim.length - 1 if wanted == given else 0
         place = min(same, wanted + more, given + more)
@@ -221,11 +211,7 @@ class ProvenanceCheck:
 
 
 def _find_problem(
-    sequence: RecordedSequence,
-    claim: ProvenanceClaim,
-    ids: NDArray[Any] | None,
-    start: int,
-    is_blank: NDArray[np.bool_],
+    sequence: RecordedSequence, claim: ProvenanceClaim, ids: NDArray[Any] | None, start: int, blank: NDArray[np.bool_]
 ) -> str:
     """What is not true of a span that begins at `start` of a field; empty if it is true."""
     what = "sampled ids" if claim.sampled else "prompt ids"
@@ -239,7 +225,7 @@ def _find_problem(
     if ids is None:
         return ""
     given = ids[start : start + claim.length]
-    wrong = np.flatnonzero((wanted != given) & (~is_blank | claim.sampled))
+    wrong = np.flatnonzero((wanted != given) & (~blank | claim.sampled))
     if not len(wrong):
         return ""
     place = int(wrong[0])

@@ -183,15 +183,9 @@ class TinkerStore:
     """The store of one server. Blocks: the server calls it in a thread of its own."""
 
     def __init__(
-        self,
-        location: str | Path,
-        *,
-        files: Path | None = None,
-        keep_days: float = 30.0,
-        sessions: str | None = None,
+        self, location: str | Path, *, files: Path | None = None, keep_days: float = 30, sessions: str | None = None
     ) -> None:
-        """Open a folder, or a database, whose checkpoints have their files in `files` (runs/tinker), in a folder that
-        is named by the database.
+        """Open a folder, or a database, whose checkpoints have their files in a folder of its name in `files`.
 
         `keep_days` is how long a sequence is kept at least. `sessions` is where a gateway stores its sessions, whose
         turns are then sequences too, of every owner.
@@ -202,7 +196,7 @@ class TinkerStore:
         """
         self.keep_days = keep_days
         self._sessions = sessions
-        self._last_session: tuple[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = "", {}
+        self._turns: dict[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = {}
         """The turns of the gateway's session that was read last; turns never change."""
         self._database = open_database(str(location), TINKER_TABLES)
         self._write, self.close = self._database.write, self._database.close
@@ -285,18 +279,14 @@ class TinkerStore:
         if name is None or self._sessions is None:
             return None
         session_id, node = name
-        if self._last_session[0] != session_id or node not in self._last_session[1]:
+        if node not in self._turns.get(session_id, {}):
             stored = open_store_reader(self._sessions).load(session_id)
-            self._last_session = session_id, {} if stored is None else read_turns(stored)
-        if node not in self._last_session[1]:
+            self._turns = {session_id: {} if stored is None else read_turns(stored)}
+        if node not in self._turns[session_id]:
             return None
-        prompt_ids, sampled = self._last_session[1][node]
+        prompt_ids, sampled = self._turns[session_id][node]  # the gateway does not know whose weights its engine had
         return RecordedSequence(
-            sequence_id=sequence_id,
-            owner=owner,
-            model_id="",  # the gateway does not know whose weights its engine had
-            prompt_ids=prompt_ids,
-            sampled=sampled,
+            sequence_id=sequence_id, owner=owner, model_id="", prompt_ids=prompt_ids, sampled=sampled
         )
 
     def find_by_content(self, content: bytes, *, owner: str) -> list[RecordedSequence]:
