@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +110,9 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
     parts = []
     for number, chunk in enumerate(given.model_input):
         name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise InvalidInputError(f"{name} must be ids (encoded_text), got {kind}: this server trains on text")
-        parts.append(_read_array(chunk.encoded_text.tokens, np.dtype(np.int32), name))
+        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
+            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: it trains on text")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     input_ids = np.concatenate([np.zeros(0, np.int32), *parts])
     if not 1 <= len(input_ids) <= context_length:
         raise InvalidInputError(f"model_input must have 1 to {context_length} ids (the context), got {len(input_ids)}")
@@ -142,12 +141,6 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
     )
 
 
-def _read_array(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    if len(data) % dtype.itemsize:
-        raise InvalidInputError(f"{name} must be whole {dtype} values of {dtype.itemsize} bytes, got {len(data)} bytes")
-    return np.frombuffer(data, dtype)
-
-
 def check_vocabulary(ids: NDArray[Any], vocab_size: int, *, name: str) -> None:
     """Raise `InvalidInputError`, which names the position, for an id outside the vocabulary."""
     wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
@@ -160,39 +153,23 @@ def check_vocabulary(ids: NDArray[Any], vocab_size: int, *, name: str) -> None:
 
 
 def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
-    name, shape, given = f"loss_fn_inputs[{field!r}]", tuple(tensor.shape), _DTYPES.get(tensor.dtype, "another")
-    if given not in ("float32", "int64"):
-        raise InvalidInputError(f"{name} must be float32 or int64, got {given}")
-    dtype = np.dtype(given)
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        array = _expand_csr(tensor.sparse_csr, dtype, shape, name)
-    else:
-        array = _read_array(tensor.dense, dtype, name)
-        shape = shape or (len(array),)
-        if math.prod(shape) != len(array):
-            raise InvalidInputError(f"{name} of shape {list(shape)} has {len(array)} values")
-        array = array.reshape(shape)
+    """Read a tensor; a sparse one becomes dense, with 0 in cells that are not listed."""
+    name, dtype = f"loss_fn_inputs[{field!r}]", _DTYPES.get(tensor.dtype, "another")
+    if dtype != "float32" and dtype != "int64":
+        raise InvalidInputError(f"{name} must be float32 or int64, got {dtype}")
+    csr, shape = tensor.sparse_csr, list(tensor.shape)
+    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
+    try:
+        indices = [np.frombuffer(each, np.int64).tolist() for each in (csr.crow_indices, csr.col_indices)]
+        values = np.frombuffer(csr.values if is_sparse else tensor.dense, dtype)
+        array = types.TensorData(values, dtype, shape or None, *(indices if is_sparse else ())).to_numpy()
+    except (ValueError, RuntimeError) as error:
+        kind = "a sparse tensor (CSR)" if is_sparse else "a tensor"
+        raise InvalidInputError(f"{name} must be {kind} of {dtype} of shape {shape}: {error}") from None
     if not np.isfinite(array).all():
         place = np.argwhere(~np.isfinite(array))[0].tolist()
         raise InvalidInputError(f"{name}{place} must be finite, got {array[tuple(place)]}")
     return array
-
-
-def _expand_csr(csr: messages.SparseCsr, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
-    """Make a sparse tensor dense: cells that are not listed are 0."""
-    if len(shape) != 2:
-        raise InvalidInputError(f"{name} is sparse, so its shape must be [T, K], got {list(shape)}")
-    values = _read_array(csr.values, dtype, name)
-    rows, columns = (_read_array(of, np.dtype(np.int64), name) for of in (csr.crow_indices, csr.col_indices))
-    if len(rows) != shape[0] + 1 or rows[0] != 0 or rows[-1] != len(values) or (rows[1:] < rows[:-1]).any():
-        raise InvalidInputError(f"{name}.crow_indices must rise from 0 to {len(values)} in {shape[0] + 1} steps")
-    is_valid = len(columns) == len(values) and ((columns >= 0) & (columns < shape[1])).all()
-    places = np.repeat(np.arange(shape[0]), np.diff(rows)) * shape[1] + columns if is_valid else columns
-    if not is_valid or len(np.unique(places)) < len(places):
-        raise InvalidInputError(f"{name}.col_indices must be {len(values)} numbers in [0, {shape[1]}), once in a row")
-    array = np.zeros(math.prod(shape), dtype)
-    array[places] = values
-    return array.reshape(shape)
 
 
 def _read_claim(span: messages.ProvenanceSpan) -> ProvenanceClaim:
