@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tinker import types
 
 from unbroken.errors import InvalidInputError
 from unbroken.tinker.data import Datum
@@ -109,7 +110,7 @@ class ProvenanceCheck:
         list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims, np.zeros(number, np.bool_)))
         found = self._find_true(f"{where}.loss_fn_inputs", targets, each.target_claims, is_blank)
         for span, start, claim, sequence in found:
-            if not claim.sampled:
+            if not isinstance(claim, types.SampledProvenanceSpan):
                 continue
             if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids):
                 continue
@@ -214,8 +215,10 @@ def _find_problem(
     sequence: RecordedSequence, claim: ProvenanceClaim, ids: NDArray[Any] | None, start: int, blank: NDArray[np.bool_]
 ) -> str:
     """What is not true of a span that begins at `start` of a field; empty if it is true."""
-    what = "sampled ids" if claim.sampled else "prompt ids"
-    source = sequence.sampled.completion_ids if claim.sampled else sequence.prompt_ids
+    is_sampled = isinstance(claim, types.SampledProvenanceSpan)
+    what, source = "prompt ids", sequence.prompt_ids
+    if is_sampled:
+        what, source = "sampled ids", sequence.sampled.completion_ids
     wanted = source[claim.offset : claim.offset + claim.length]
     if len(wanted) < claim.length:
         return (
@@ -225,7 +228,7 @@ def _find_problem(
     if ids is None:
         return ""
     given = ids[start : start + claim.length]
-    wrong = np.flatnonzero((wanted != given) & (~blank | claim.sampled))
+    wrong = np.flatnonzero((wanted != given) & (~blank | is_sampled))
     if not len(wrong):
         return ""
     place = int(wrong[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -18,21 +18,13 @@ from unbroken.server.images import ImageIntake, RequestPrompt
 from unbroken.tinker.data import Datum, Output
 from unbroken.types import FinishReason, SampledSequence, TopLogprobs
 
+ProvenanceClaim: TypeAlias = types.PromptProvenanceSpan | types.SampledProvenanceSpan
+"""A span of a datum: its next `length` positions are those from `offset` of a prompt or of what was sampled."""
 PROTOBUF = "application/x-protobuf"
 _MAX_CELLS = 2**24
 """Most targets of a request with several a position: all positions times the most targets of one."""
 _EMPTY_LOGPROB = -99999.0
 _DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messages.DType.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenanceClaim:
-    """A span of a datum: its next `length` positions are those from `offset` of a prompt or of what was sampled."""
-
-    sampled: bool
-    sequence_id: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,12 +167,11 @@ def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
 def _read_claim(span: messages.ProvenanceSpan) -> ProvenanceClaim:
     is_sampled = span.WhichOneof("span") == "sampled_tokens"
     given = span.sampled_tokens if is_sampled else span.prompt_tokens
-    if given.length < 0 or given.offset < 0 or not given.sequence_id:
-        raise InvalidInputError(
-            "a provenance span must have prompt_tokens or sampled_tokens with a sequence_id, and offset and length >= "
-            f"0, got {given.sequence_id[:100]!r}, {given.offset} and {given.length}"
-        )
-    return ProvenanceClaim(sampled=is_sampled, sequence_id=given.sequence_id, offset=given.offset, length=given.length)
+    kind = types.SampledProvenanceSpan if is_sampled else types.PromptProvenanceSpan
+    try:
+        return kind(sequence_id=given.sequence_id, offset=given.offset, length=given.length)
+    except ValueError as error:
+        raise InvalidInputError(str(error)) from None
 
 
 def encode_forward_backward(output: Output, metrics: Mapping[str, float]) -> bytes:

@@ -62,11 +62,11 @@ SEQUENCE = record("s1", [5, 6, 7], [8, 9, 2])
 
 
 def prompt(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
-    return ProvenanceClaim(sampled=False, sequence_id=name, offset=offset, length=length)
+    return types.PromptProvenanceSpan(sequence_id=name, offset=offset, length=length)
 
 
 def sampled(length: int, offset: int = 0, name: str = "s1") -> ProvenanceClaim:
-    return ProvenanceClaim(sampled=True, sequence_id=name, offset=offset, length=length)
+    return types.SampledProvenanceSpan(sequence_id=name, offset=offset, length=length)
 
 
 def claimed(
@@ -182,7 +182,9 @@ def test_sampled_targets_must_come_after_what_they_were_sampled_after(store, ids
     with pytest.raises(InvalidInputError, match=rf"data\[0\].loss_fn_inputs, {problem}"):
         check(store, [data])
     metrics = check(store, [data], "count")[1]
-    assert metrics["provenance_false_contexts:sum"] == len([each for each in claims if each.sampled])
+    assert metrics["provenance_false_contexts:sum"] == len(
+        [each for each in claims if isinstance(each, types.SampledProvenanceSpan)]
+    )
     assert metrics["provenance_proven:sum"] == metrics["provenance_false_spans:sum"] == 0
 
 
@@ -253,7 +255,9 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
         ([0, 2, 3], [2, 2, 1]),
     ):  # fmt: skip
         csr.crow_indices, csr.col_indices = np.array(rows).tobytes(), np.array(columns).tobytes()
-        with pytest.raises(InvalidInputError, match=r"data\[0\]: .* sparse tensor \(CSR\) of int64 of shape \[2, 3\]: .*_indices"):
+        with pytest.raises(
+            InvalidInputError, match=r"data\[0\]: .* sparse tensor \(CSR\) of int64 of shape \[2, 3\]: .*_indices"
+        ):
             read_data(message, 10, 100)
     tensor.shape[1] = 2**40
     with pytest.raises(InvalidInputError, match=r"data\[0\]: .* or \[T, K\] with K at most 10"):
