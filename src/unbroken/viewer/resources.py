@@ -21,9 +21,11 @@ from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
+from unbroken.tinker.store import DATABASE as TINKER_FILE
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
 from unbroken.viewer.sources.stores import StoreRun
+from unbroken.viewer.sources.tinker import TinkerRun
 
 MAX_RUNS = 4
 _PRELOAD = (
@@ -167,4 +169,6 @@ def _find_name(place: str) -> str:
 def _open(place: str, name: str, tokenizer: Path | None) -> Source:
     if is_postgres_url(place) or (Path(place) / DATABASE_FILE).is_file():
         return StoreRun(place, name=name, tokenizer=tokenizer)
+    if (Path(place) / TINKER_FILE).is_file():
+        return TinkerRun(place, name=name, tokenizer=tokenizer)
     return RunReader(Path(place), name=name, tokenizer=tokenizer)

@@ -101,7 +101,7 @@ class StoreReader:
             made = {}
             for session_id in session_ids:
                 try:
-                    stored = load_session(session_id, cursor)
+                    stored = self._load(session_id, cursor)
                     if stored is not None:
                         made[session_id] = work(stored)
                 except (
@@ -117,6 +117,9 @@ class StoreReader:
             return made
 
         return self._snapshots.read(load)
+
+    def _load(self, session_id: str, cursor: Cursor) -> StoredSession | None:
+        return load_session(session_id, cursor)
 
     def load_image(self, sha256: str) -> bytes | None:
         """Load the file of an image of any session; None if no session has it."""

@@ -26,7 +26,7 @@ async function route() {
 function makeView(index, kind, [run, step, number, row, turn, token]) {
   if (kind === 'step' && index.runs[run] && step !== undefined) return showStep(index, run, step);
   if (kind === 'rollout' && index.runs[run] && number !== undefined) return showRollout(index, run, step, number, row, turn, token);
-  if (index.runs.length === 1 && isStore(index, 0)) return showStore(index);
+  if (index.runs.length === 1 && index.runs[0].kind === 'store') return showStore(index);
   return showRun(index);
 }
 

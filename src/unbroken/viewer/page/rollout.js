@@ -146,7 +146,7 @@ function drawTokens(state, token) {
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
       button('copy turn', 'copy the ids of the chosen turn as JSON', () => copyText(JSON.stringify(listTurnIds(state)))),
       el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch')),
-    makeRetokenised(state)].filter(Boolean));
+    state.rollout.kind !== 'tinker' && makeRetokenised(state)].filter(Boolean));
   showOwnMessages(state);
   chooseStream(state, streamKey);
   if (isNumber(token)) requestAnimationFrame(() => { state.grid.layOut(); selectToken(state, Math.min(token, state.data.length - 1), { center: true }); });

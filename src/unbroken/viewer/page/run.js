@@ -20,7 +20,7 @@ async function showRun(index) {
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
   return el('div', {}, makeRunTable(runs),
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
-    hasNumbers || runs.every((run) => run.kind === 'store') ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
+    hasNumbers || runs.every((run) => run.kind in NOUNS) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
     runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeOthers(runs, names));
 }
 
@@ -32,11 +32,11 @@ function makeSection(title, charts) {
 function makeRunTable(runs) {
   return el('section', { class: 'runs' }, runs.map((run, number) => {
     const steps = run.metrics.steps;
-    const facts = run.kind === 'store' ? describeStore(run) : [run.state, plural(steps.length, 'step'), run.model && `model ${run.model}`, run.recipe];
+    const facts = run.kind in NOUNS ? describeStore(run) : [run.state, plural(steps.length, 'step'), run.model && `model ${run.model}`, run.recipe];
     const recorded = run.recorded_steps;
     return el('article', {}, el('h1', {}, el('span', { class: `dot run${number}` }), makeVisible(run.name)),
       el('p', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
-      run.kind === 'store' ? el('p', { class: 'steps' }, makePageChips(run, number)) : el('p', { class: 'steps' }, recorded.length ? 'Steps with rollouts: ' : 'No rollouts were kept (--rollout-log.groups 0), or none yet.',
+      run.kind === 'tinker' ? makeTrainingRuns(run, number) : run.kind === 'store' ? el('p', { class: 'steps' }, makePageChips(run, number)) : el('p', { class: 'steps' }, recorded.length ? 'Steps with rollouts: ' : 'No rollouts were kept (--rollout-log.groups 0), or none yet.',
         recorded.map((step) => link(['step', number, step], String(step), { class: 'chip' }))));
   }));
 }
@@ -51,7 +51,7 @@ function metricChart(runs, name, text) {
 
 /* Show the recorded step that is nearest to where a chart was clicked. */
 function openNearest(runs, step) {
-  const number = runs.findIndex((run) => run.kind !== 'store' && run.recorded_steps.length);
+  const number = runs.findIndex((run) => !(run.kind in NOUNS) && run.recorded_steps.length);
   if (number < 0) return;
   const nearest = runs[number].recorded_steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
   location.hash = `#step/${number}/${nearest}`;

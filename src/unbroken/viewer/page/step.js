@@ -26,7 +26,7 @@ async function showStep(index, run, step) {
   const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
   const results = el('div', { class: 'results' });
   const draw = () => drawRollouts(results, run, summary);
-  const makeHead = summary.kind === 'store' ? makeStoreHead : makeStepHead;
+  const makeHead = { store: makeStoreHead, tinker: makeTinkerHead }[summary.kind] ?? makeStepHead;
   const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(summary, draw), results);
   draw();
   return view;
@@ -72,7 +72,7 @@ function makeFilters(summary, draw) {
     forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
     number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above'),
     Object.keys(FLAGS).map(flag),
-    summary.kind === 'store' ? null : el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
+    summary.kind in NOUNS ? null : el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
     el('span', { class: 'sort' }, 'sort by ', select('sort', Object.entries(SORTS).map(([key, [text]]) => [key, text]), 'sort by'),
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
 }
@@ -115,9 +115,9 @@ function drawRollouts(node, run, summary) {
   const bounds = findRewardBounds(summary.trajectories);
   const cut = choice.text && summary.trajectories.some((each) => each.is_text_cut);
   node.replaceChildren(el('div', {},
-    el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, summary.kind === 'store' ? 'session' : 'rollout')}`,
+    el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, NOUNS[summary.kind] ?? 'rollout')}`,
       cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
-    choice.sort === 'group' && summary.kind !== 'store' ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
+    choice.sort === 'group' && !(summary.kind in NOUNS) ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
 }
 
 function findRewardBounds(trajectories) {

@@ -23,7 +23,7 @@ from unbroken.ledger import nodes
 from unbroken.ledger.nodes import BridgeKind, Position
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store import is_postgres_url, open_store_reader
-from unbroken.ledger.store.reader import ListedSession
+from unbroken.ledger.store.reader import ListedSession, StoreReader
 from unbroken.ledger.tree import TokenTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.paths import describe_path, find_runs
@@ -44,6 +44,8 @@ _NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped"
 class StoreRun:
     """Reads a gateway's store, live or not; implements `Source`."""
 
+    kind = "store"
+
     def __init__(self, location: str, *, name: str, tokenizer: Path | None = None) -> None:
         """Read the store at a location, a folder or a `postgresql://` URL.
 
@@ -51,19 +53,22 @@ class StoreRun:
             InvalidInputError: there is no store, or `tokenizer` cannot be loaded.
             StoreError: it cannot be read.
         """
-        self._reader = open_store_reader(location)
         self.name = name
         run = None if is_postgres_url(location) else _find_run(Path(location))
         self._run_model = None if run is None else read_recipe(run).model
         self._tokenizers = Tokenizers(tokenizer, run=run)
+        self._reader = self._open_reader(location)
         self._lines: OrderedDict[str, tuple[tuple[int, str], dict[str, Any]]] = OrderedDict()
         """By session: the turns and the status that it had, and its line."""
         self._lock = Lock()
 
+    def _open_reader(self, location: str) -> StoreReader:
+        return open_store_reader(location)
+
     def describe(self) -> dict[str, Any]:
         """Kind, name, state, and a `revision` that changes when the store does."""
         return {
-            "kind": "store",
+            "kind": self.kind,
             "name": self.name,
             "recipe": None,
             "model": self._run_model,
@@ -90,18 +95,22 @@ class StoreRun:
 
     def read_step(self, step: int) -> dict[str, Any]:
         """The lines of a step's sessions."""
+        if not (lines := self._list_lines(step)):
+            raise LookupError(f"the store has no sessions from {step * PAGE_SIZE + 1} to {(step + 1) * PAGE_SIZE}")
+        return self._make_page(step, lines)
+
+    def _list_lines(self, step: int) -> list[dict[str, Any]]:
         first = step * PAGE_SIZE + 1
         listed = self._reader.list_sessions(first, first + PAGE_SIZE - 1)
-        if not listed:
-            raise LookupError(f"the store has no sessions from {first} to {first + PAGE_SIZE - 1}")
         lines = self._find_lines(listed)
+        return [{"index": each.number - first, **lines[each.session_id]} for each in listed if each.session_id in lines]
+
+    def _make_page(self, step: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "kind": "store",
+            "kind": self.kind,
             "step": step,
             "heads": [],
-            "trajectories": [
-                {"index": each.number - first, **lines[each.session_id]} for each in listed if each.session_id in lines
-            ],
+            "trajectories": lines,
             "problems": [],
             "max_text": MAX_TEXT,
         }
