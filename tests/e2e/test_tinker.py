@@ -25,6 +25,7 @@ from support.postgres import run_postgres
 from support.served import Served, save_tiny_model, served
 from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_tensor
 from support.vision import save_vision_model
+from unbroken.viewer.resources import open_runs
 
 pytestmark = pytest.mark.filterwarnings(
     *(f"ignore::{kind}" for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"))
@@ -264,6 +265,14 @@ def test_false_spans_are_counted_where_they_are_not_refused(model, tmp_path):
         metrics = step(client, [plain])
         assert metrics["provenance_matched:sum"] == len(sequence.tokens)
         assert metrics["provenance_version_lag:max"] == 1
+        client.forward([plain], "importance_sampling").result(60)  # is no step's
+        page = open_runs([tmp_path]).get("run/0/step/2000000")
+        assert [line["trajectory"] for line in page["trajectories"]] == [sequence.sequence_id]
+        values = page["metrics"]["values"]
+        assert page["metrics"]["steps"] == [1, 2]
+        assert values["provenance_false_spans:sum"] == [2, 0]
+        assert values["provenance_matched:sum"] == [0, len(sequence.tokens)]
+        assert values["grad_norm"][0] > 0
 
 
 def test_in_flight_weights_have_a_version_for_each_id(server):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.browser import CHROMIUM, Browser
@@ -19,6 +20,8 @@ from support.recorded_sessions import SHOWN, write_image_store, write_store, wri
 from support.sessions import make_commit, make_session
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
+from unbroken.tinker.store import ModelFacts, RecordedSequence, TinkerStore
+from unbroken.types import FinishReason, SampledSequence, VersionSpan
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import ViewerServer
 
@@ -86,6 +89,51 @@ def test_a_store_is_a_list_of_sessions_and_a_session_is_a_tree_with_branches(bro
         assert "session 2" in browser.run("document.title")
         for place in ("run", "rollout/0/0/0"):
             browser.open(f"{url}#{place}", width=400, height=700, dark=True)
+            assert browser.run("document.documentElement.scrollWidth") <= 400, place
+
+
+def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser, tmp_path):
+    """Hostile text is text, and nothing is wider than a telephone."""
+    facts = ModelFacts(model_id="s:train:0", base_model=MARKUP, lora={"rank": 4})
+    store = TinkerStore(tmp_path / "store")
+    store.put_model(facts, owner="me")
+    ids = np.array([5, 6, 7], np.int32)
+    spans = tuple(VersionSpan(start=n, stop=n + 1, policy_version=n) for n in range(3))
+    sampled = SampledSequence(
+        completion_ids=ids, rollout_logprobs=np.full(3, -1), finish_reason=FinishReason.STOP, version_spans=spans
+    )
+    for number in range(101):
+        store.add_sequences([
+            RecordedSequence(
+                sequence_id=f"{MARKUP}:{number}", owner="me", model_id="s:train:0", prompt_ids=ids, sampled=sampled
+            )
+        ])  # fmt: skip
+    for step in (1, 2):
+        metrics = {"loss:sum": 1.0 / step, "provenance_proven:sum": 3.0 * step, "provenance_false_spans:sum": 0.0}
+        store.add_step("s:train:0", step, {**metrics, f"{MARKUP}:sum": 0.0})
+    store.end_model("s:train:0", MARKUP)
+    store.close()
+    with serving(browser, tmp_path / "store", tokenizer=write_tokenizer(tmp_path / "tokenizer")) as url:
+        browser.open(url)
+        text = read(browser)
+        assert "server ended · 1 training run" in text
+        assert f"s:train:0 {MARKUP} · LoRA of rank 4 · made " in text
+        assert "2 steps · 101 sequences · 0 checkpoints" in text
+        browser.click(".rollouts a")
+        browser.wait("document.querySelectorAll('polyline').length === 2")
+        text = read(browser)
+        assert "Provenance of training data provenance_proven:sum" in text
+        assert f"0 in all steps: {MARKUP}:sum, provenance_false_spans:sum" in text
+        browser.click(".steps a:nth-child(2)")
+        browser.wait("document.querySelectorAll('.rollouts li').length === 100")
+        assert f"{MARKUP}:99 finished version 0–2" in read(browser, ".rollouts li")
+        browser.click(".rollouts a")
+        browser.wait("document.querySelectorAll('.grid .cell').length === 6")
+        assert browser.run("document.title").startswith("store · sequences 1–100 · sequence 100")
+        assert "retokenising" not in read(browser)
+        assert browser.run("document.querySelectorAll('main script, main img').length") == 0
+        for place in ("run", "step/0/2000001", "rollout/0/2000000/99"):
+            browser.open(f"{url}#{place}", width=400, height=700)
             assert browser.run("document.documentElement.scrollWidth") <= 400, place
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shutil
 import time
@@ -309,6 +310,8 @@ class TinkerApi:
         output = await self._train(
             lambda backend: backend.forward_backward(run.model_id, checked, loss, config, not message.forward_only)
         )
+        if not message.forward_only:
+            run.count({**output.metrics, **metrics})
         return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)
 
     async def optim_step(self, owner: str, body: types.OptimStepRequest) -> Answer:
@@ -318,8 +321,11 @@ class TinkerApi:
             if not isinstance(body.optim_params, types.AdamParams):
                 raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
             params = AdamParams(**body.optim_params.model_dump())
+            counted, run.counted = run.counted, {}
             metrics = await self._train(methodcaller("optim_step", run.model_id, params))
             run.version += 1
+            known = {name: each for name, each in {**counted, **metrics}.items() if math.isfinite(each)}
+            await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
             return json_response({"metrics": metrics})
 
         return run.submit(body.seq_id, "optim_step", work, _encode(body))
@@ -400,6 +406,7 @@ class TinkerApi:
         folder = self._store.folder_of(checkpoint) / "state"
         await self._train(methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
+        run.counted = {}
 
     async def save_weights_for_sampler(self, owner: str, body: types.SaveWeightsForSamplerRequest) -> Answer:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,6 +204,8 @@ class TrainingRun:
         self.owner = owner
         self.version = 0
         """Rises with each change of the weights."""
+        self.counted: dict[str, float] = {}
+        """The metrics of the `forward_backward` calls since the last step, added up as the SDK does for chunks."""
         self.inflight = SamplerWeights(model_id=facts.model_id)
         """What its `inflight` samplers share."""
         self.snapshots: list[TinkerSampler] = []
@@ -217,6 +219,13 @@ class TrainingRun:
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
         self._ended = ""
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a call to those of its step; means are left out."""
+        for name, value in metrics.items():
+            known = self.counted.get(name, 0.0)
+            if name.endswith((":sum", ":max")):
+                self.counted[name] = known + value if name.endswith(":sum") else max(known, value)
 
     def submit(self, seq_id: int | None, kind: str, work: Work, body: bytes) -> Promise:
         """Take a call, which runs after those with lower numbers; the promise of before, if it comes again.

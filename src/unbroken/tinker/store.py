@@ -171,6 +171,16 @@ def _to_bytes(ids: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
+def decode_sampled(ids: bytes, logprobs: bytes, versions: str, finish: str) -> SampledSequence:
+    """What was sampled, of the columns of these names."""
+    return SampledSequence(
+        completion_ids=np.frombuffer(ids, np.int32),
+        rollout_logprobs=np.frombuffer(logprobs, np.float32),
+        finish_reason=FinishReason(finish),
+        version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=each) for a, b, each in json.loads(versions)),
+    )
+
+
 def _begin(cursor: Cursor) -> str:
     """Note that a server has started; returns the name of the database."""
     cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
@@ -306,18 +316,10 @@ class TinkerStore:
                 owner=owner,
                 model_id=model,
                 prompt_ids=np.frombuffer(prompt, np.int32),
-                sampled=SampledSequence(
-                    completion_ids=np.frombuffer(ids, np.int32),
-                    rollout_logprobs=np.frombuffer(logprobs, np.float32),
-                    finish_reason=FinishReason(finish),
-                    version_spans=tuple(
-                        VersionSpan(start=start, stop=stop, policy_version=version)
-                        for start, stop, version in json.loads(versions)
-                    ),
-                ),
+                sampled=decode_sampled(*columns),
                 is_whole=bool(whole),
             )
-            for name, model, whole, prompt, ids, logprobs, versions, finish in rows
+            for name, model, whole, prompt, *columns in rows
         ]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:

@@ -11,6 +11,7 @@ _EPILOG = """\
 unbroken view runs/lookup                        prints a URL: open it in a browser on this machine
 unbroken view runs/lookup runs/lookup-rloo       two to four runs, their curves in the same charts
 unbroken view runs/sessions                      the sessions of a gateway: --store runs/sessions
+unbroken view runs/tinker                        a server with the Tinker API: --tinker-store runs/tinker
 unbroken view runs/lookup --export page          writes a folder: open page/index.html, or send it
 
 A run on another machine: ssh -L 8700:127.0.0.1:8700 MACHINE unbroken view runs/lookup --port 8700"""
@@ -30,7 +31,7 @@ def add_view_parser(commands: Any) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="output folder of a run, or a gateway's store: its folder or postgresql:// URL; up to 4",
+        help="output folder of a run, or the store of a gateway or Tinker server: folder or postgresql:// URL; up to 4",
     )
     view.add_argument("--export", type=Path, metavar="FOLDER", help="write the pages into a folder, and serve nothing")
     view.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unbroken import __version__
-from unbroken.errors import InvalidInputError, TemplateError
+from unbroken.errors import InvalidInputError, StoreError, TemplateError
 from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
-from unbroken.tinker.store import DATABASE as TINKER_FILE
+from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
 from unbroken.viewer.sources.stores import StoreRun
@@ -157,7 +157,7 @@ def open_runs(
         name if names.count(name) == 1 else f"{name} {number}" if is_postgres_url(place) else place
         for number, (name, place) in enumerate(zip(names, places, strict=True))
     ]
-    sources = [_open(place, name, tokenizer) for place, name in zip(places, unique, strict=True)]
+    sources = [source for place, name in zip(places, unique, strict=True) for source in _open(place, name, tokenizer)]
     return Resources(sources, limits=limits)
 
 
@@ -166,9 +166,19 @@ def _find_name(place: str) -> str:
     return "sessions" if is_postgres_url(place) else Path(place).resolve().name
 
 
-def _open(place: str, name: str, tokenizer: Path | None) -> Source:
-    if is_postgres_url(place) or (Path(place) / DATABASE_FILE).is_file():
-        return StoreRun(place, name=name, tokenizer=tokenizer)
-    if (Path(place) / TINKER_FILE).is_file():
-        return TinkerRun(place, name=name, tokenizer=tokenizer)
-    return RunReader(Path(place), name=name, tokenizer=tokenizer)
+def _open(place: str, name: str, tokenizer: Path | None) -> list[Source]:
+    """A run, or the stores at a place, which may be a gateway's and a Tinker server's."""
+    files: dict[str, type[StoreRun]] = {DATABASE_FILE: StoreRun, TINKER_TABLES.file: TinkerRun}
+    if not is_postgres_url(place):
+        kinds = [kind for file, kind in files.items() if (Path(place) / file).is_file()]
+        return [kind(place, name=name, tokenizer=tokenizer) for kind in kinds] or [
+            RunReader(Path(place), name=name, tokenizer=tokenizer)
+        ]
+    found: list[Source] = []
+    for kind in files.values():
+        try:
+            found.append(kind(place, name=name, tokenizer=tokenizer))
+        except StoreError:
+            if kind is TinkerRun and not found:
+                raise
+    return found

@@ -70,7 +70,7 @@ function describeTrainingRun(each) {
 function makeTinkerHead(index, run, step, numbers, { training_run: each, metrics }) {
   const names = Object.keys(metrics.values);
   const always = names.filter((name) => metrics.values[name].every((value) => value === 0));
-  const draw = (isSpan) => names.filter((name) => name.startsWith('provenance_') === isSpan && !always.includes(name)).map((name) => metricChart([{ kind: 'tinker', name: each.model_id, metrics }], name, ''));
+  const draw = (isSpan) => names.filter((name) => name.startsWith('provenance_') === isSpan && name !== 'num_steps' && !always.includes(name)).map((name) => metricChart([{ kind: 'tinker', name: each.model_id, metrics }], name, ''));
   return el('section', { class: 'head' }, el('h1', {}, makeVisible(each.model_id || 'base model')), el('p', {}, describeTrainingRun(each)),
     each.ended && el('p', { class: 'problem' }, makeVisible(`ended ${formatDate(each.used_s)} UTC: ${each.ended}`)),
     each.checkpoints.length ? el('details', {}, el('summary', {}, 'Checkpoints'), el('pre', {}, makeVisible(each.checkpoints.join('\n')))) : null,

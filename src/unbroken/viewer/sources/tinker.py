@@ -8,7 +8,7 @@ from the oldest, and listed from the newest. So a link stays right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,12 @@ import numpy as np
 from unbroken.errors import StoreError
 from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.records import GivenRecord, MessageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
+from unbroken.ledger.store import Cursor, open_snapshots
 from unbroken.ledger.store.reader import ListedSession, StoreReader
-from unbroken.ledger.store.sql import Cursor
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.tinker.store import open_tinker_snapshots
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.tinker.store import TINKER_TABLES, decode_sampled
 from unbroken.untrusted import read_json
+from unbroken.viewer.sources.retokenised import TemplateSource
 from unbroken.viewer.sources.stores import PAGE_SIZE, StoreRun
 
 _PAGES = 1_000_000
@@ -57,18 +57,19 @@ class TinkerRun(StoreRun):
         }
 
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
-        """A sequence as a rollout of one turn. Why it ended was not stored."""
-        shown = super().read_trajectory(step, index)
-        for turn in shown["record"]["turns"]:
-            turn["finish_reason"] = ""
-        return {**shown, "kind": self.kind}
+        """A sequence as a rollout of one turn."""
+        return {**super().read_trajectory(step, index), "kind": self.kind}
+
+    def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
+        """None: which messages made a prompt is not known."""
+        return None
 
 
 class _SequenceReader(StoreReader):
     """Reads a sequence as a session with one turn, whose messages are the texts of its prompt and of its ids."""
 
     def __init__(self, location: str, find_texts: Callable[[str], TokenTexts | None]) -> None:
-        super().__init__(open_tinker_snapshots(location))
+        super().__init__(open_snapshots(location, TINKER_TABLES))
         self._find_texts = find_texts
 
     def list_runs(self) -> list[dict[str, Any]]:
@@ -104,9 +105,9 @@ class _SequenceReader(StoreReader):
 
     def _load(self, session_id: str, cursor: Cursor) -> StoredSession | None:
         query = (
-            "SELECT s.model, p.ids, s.ids, s.logprobs, s.versions, s.made, (SELECT facts FROM models "
-            "ORDER BY CASE WHEN id = s.model THEN 0 ELSE 1 END, used DESC LIMIT 1) FROM sequences s JOIN prompts p "
-            "ON p.id = s.prompt WHERE s.id = ?"
+            "SELECT s.model, p.ids, s.made, s.ids, s.logprobs, s.versions, s.finish, COALESCE(m.facts, (SELECT facts "
+            "FROM models ORDER BY used DESC LIMIT 1)) FROM sequences s JOIN prompts p ON p.id = s.prompt "
+            "LEFT JOIN models m ON m.id = s.model WHERE s.id = ?"
         )
         rows = _select(cursor, query, session_id)
         return _make_session(session_id, rows[0], self._find_texts) if rows else None
@@ -117,27 +118,22 @@ class _SequenceReader(StoreReader):
 
 
 def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], TokenTexts | None]) -> StoredSession:
-    model_id, *arrays, spans, made, facts = row
+    model_id, prompt, made, *columns, facts = row
     base = "" if facts is None else str(read_json(facts, max_bytes=_MAX_BYTES)["base_model"])
     texts = find_texts(base)
-    prompt, ids, logprobs = map(np.frombuffer, arrays, (np.int32, np.int32, np.float32))
-    versions = read_json(spans, max_bytes=_MAX_BYTES)
+    prompt_ids, sequence = np.frombuffer(prompt, np.int32), decode_sampled(*columns)
     messages = []
-    for node, part in enumerate((prompt.tolist(), ids.tolist())):
+    for node, part in enumerate((prompt_ids.tolist(), sequence.completion_ids.tolist())):
         known = {} if texts is None else texts.get_all(part)
         text = b"".join(known[each].data for each in part if each in known).decode("utf-8", "replace")
         message = {"role": ("prompt", "assistant")[node], "content": text}
         messages.append(MessageRecord(node=node, parent=(None, 0)[node], message=message, sampled=node == 1))
+    given = GivenRecord(
+        parent=None, origin=Origin.PROMPT, token_ids=prompt_ids, message_indices=np.zeros(len(prompt_ids), np.int32)
+    )
     turn = TurnRecord(
         number=0, tree=0, prompt_node=0, reply_node=1, tools_key="", request_digest=b"", answer_id="", created_s=made,
-        given=GivenRecord(
-            parent=None, origin=Origin.PROMPT, token_ids=prompt, message_indices=np.zeros(len(prompt), np.int32)
-        ),
-        parent=Position(node=0, offset=len(prompt)),
-        sequence=SampledSequence(
-            completion_ids=ids, rollout_logprobs=logprobs, finish_reason=FinishReason.STOP,
-            version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in versions),
-        ),
+        given=given, parent=Position(node=0, offset=len(prompt_ids)), sequence=sequence,
     )  # fmt: skip
     record = SessionRecord(
         session_id=name, key_digest=bytes(32), created_s=made, expires_s=made, status=SessionStatus.FINISHED,
