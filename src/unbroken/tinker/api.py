@@ -44,7 +44,6 @@ from unbroken.tinker.sessions import (
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.tinker.wire import (
     PROTOBUF,
-    PromptScores,
     encode_forward_backward,
     encode_sample,
     parse_forward_backward,
@@ -528,7 +527,7 @@ class TinkerApi:
         if (answer := await self._find_answer(sequence_ids[0].rpartition(":")[0], sampler.owner)) is not None:
             return answer
         prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
-        sequences, scores = await sample(self._context, self._switch, sampler.weights, body, prompt)
+        sequences, scored = await sample(self._context, self._switch, sampler.weights, body, prompt)
         recorded = [
             RecordedSequence(
                 sequence_id=sequence_id,
@@ -541,7 +540,7 @@ class TinkerApi:
             for each, sequence_id in zip(sequences, sequence_ids, strict=True)
         ]
         await self._storing.run(partial(self._store.add_sequences, recorded))
-        encoded = encode_sample(sequences, scores, num_tops=body.topk_sample_logprobs)
+        encoded = encode_sample(sequences, scored)
         return Response(encoded, media_type=PROTOBUF)
 
     async def _find_answer(self, request_id: str, owner: str) -> Response | None:
@@ -551,7 +550,7 @@ class TinkerApi:
             return None
         if not found[0].is_whole:
             return FORGOTTEN
-        encoded = encode_sample([each.sampled for each in found], PromptScores(), num_tops=0)
+        encoded = encode_sample([each.sampled for each in found])
         return Response(encoded, media_type=PROTOBUF)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_scoring, require_updatable
@@ -24,7 +25,7 @@ from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.tinker.wire import PromptScores, check_vocabulary
+from unbroken.tinker.wire import check_vocabulary, write_tops
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
@@ -186,8 +187,9 @@ async def sample(
     weights: SamplerWeights,
     body: types.SampleRequest,
     prompt: RequestPrompt,
-) -> tuple[list[SampledSequence], PromptScores]:
-    """Sample completions of a request, whose prompt is placed, and score the prompt, under the same weights.
+) -> tuple[list[SampledSequence], messages.SampleResponse]:
+    """Sample completions of a request, whose prompt is placed, and score the prompt, under the same weights. The answer
+    has the scores alone.
 
     Raises:
         InvalidInputError: what is asked for is not valid, or this server does not compute it.
@@ -205,10 +207,10 @@ async def sample(
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
         (result,) = await _sample_with_room(context, requests)
-        scores = await _score(engine, body, prompt, targets)
+        answer = await _score(engine, body, prompt, targets)
     if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
         raise EngineError("the request was aborted")
-    return list(result.sequences), scores
+    return list(result.sequences), answer
 
 
 async def _sample_with_room(context: ServerContext, requests: list[SampleRequest]) -> list[SampleResult]:
@@ -261,26 +263,22 @@ def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None
 
 async def _score(
     engine: Engine, body: types.SampleRequest, prompt: RequestPrompt, targets: np.ndarray | None
-) -> PromptScores:
-    if not body.prompt_logprobs and targets is None:
-        return PromptScores()
-    ids = prompt.token_ids
+) -> messages.SampleResponse:
+    answer, ids = messages.SampleResponse(), prompt.token_ids
     logprobs = np.full(len(ids), np.nan, np.float32)
-    if len(ids) == 1:
-        return PromptScores(logprobs=logprobs)
-    num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
-    scored = await require_scoring(engine).score(ids, images=prompt.images, num_top_logprobs=num_tops)
-    first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
-    logprobs[first:] = scored.logprobs[first - 1 :]
-    picked = None
-    if targets is not None and (tops := scored.top_logprobs) is not None:
-        by_id = np.empty_like(tops.logprobs)
-        np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
-        picked = np.where(targets < 0, 0, np.take_along_axis(by_id, np.maximum(targets, 0), axis=1)).astype(np.float32)
-    return PromptScores(
-        logprobs=logprobs if body.prompt_logprobs else None,
-        tops=scored.top_logprobs,
-        num_tops=body.topk_prompt_logprobs,
-        first=first,
-        target_logprobs=picked,
-    )
+    if len(ids) > 1 and (body.prompt_logprobs or targets is not None):
+        num_tops = engine.vocab_size if targets is not None else body.topk_prompt_logprobs
+        scored = await require_scoring(engine).score(ids, images=prompt.images, num_top_logprobs=num_tops)
+        first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
+        logprobs[first:] = scored.logprobs[first - 1 :]
+        if (tops := scored.top_logprobs) is not None and body.topk_prompt_logprobs:
+            write_tops(answer.topk_prompt_logprobs, tops, number=body.topk_prompt_logprobs, num_empty=first)
+        if tops is not None and targets is not None:
+            by_id, tensor = np.empty_like(tops.logprobs), answer.target_prompt_logprobs
+            np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
+            picked = np.where(targets < 0, 0, np.take_along_axis(by_id, np.maximum(targets, 0), axis=1))
+            tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, picked.astype(np.float32).tobytes()
+            tensor.shape.extend(picked.shape)
+    if body.prompt_logprobs:
+        answer.prompt_logprobs = logprobs.tobytes()
+    return answer

@@ -215,24 +215,9 @@ async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIn
     return placed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """What was computed of a prompt of T ids. Position 0 has no logprob."""
-
-    logprobs: NDArray[np.float32] | None = None
-    """[T] NaN where none was asked for."""
-    tops: TopLogprobs | None = None
-    """[T - 1, K]"""
-    num_tops: int = 0
-    first: int = 1
-    """The first position with entries in `tops`."""
-    target_logprobs: NDArray[np.float32] | None = None
-    """[T - 1, K], 0 where none was asked for."""
-
-
-def encode_sample(sequences: Sequence[SampledSequence], scores: PromptScores, *, num_tops: int) -> bytes:
-    """The result of `asample`."""
-    answer = messages.SampleResponse()
+def encode_sample(sequences: Sequence[SampledSequence], answer: messages.SampleResponse | None = None) -> bytes:
+    """The result of `asample`; `answer` has the prompt's scores."""
+    answer = messages.SampleResponse() if answer is None else answer
     for sequence in sequences:
         each = answer.sequences.add()
         each.tokens = np.asarray(sequence.completion_ids, np.int32).tobytes()
@@ -240,24 +225,18 @@ def encode_sample(sequences: Sequence[SampledSequence], scores: PromptScores, *,
         each.stop_reason = (
             messages.STOP_REASON_STOP if sequence.finish_reason is FinishReason.STOP else messages.STOP_REASON_LENGTH
         )
-        if num_tops and sequence.top_logprobs is not None:
-            _write_tops(each.topk_sampled_logprobs, sequence.top_logprobs, num_tops, num_empty=0)
-    if scores.logprobs is not None:
-        answer.prompt_logprobs = scores.logprobs.tobytes()
-        if scores.num_tops and scores.tops is not None:
-            _write_tops(answer.topk_prompt_logprobs, scores.tops, scores.num_tops, num_empty=scores.first)
-    if scores.target_logprobs is not None:
-        tensor = answer.target_prompt_logprobs
-        tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, scores.target_logprobs.tobytes()
-        tensor.shape.extend(scores.target_logprobs.shape)
+        if sequence.top_logprobs is not None:
+            write_tops(each.topk_sampled_logprobs, sequence.top_logprobs)
     return bytes(answer.SerializeToString())
 
 
-def _write_tops(message: messages.TopkLogprobs, tops: TopLogprobs, number: int, *, num_empty: int) -> None:
-    """Write the most likely ids, with `num_empty` positions without any before them."""
+def write_tops(
+    message: messages.TopkLogprobs, tops: TopLogprobs, *, number: int | None = None, num_empty: int = 0
+) -> None:
+    """Write the most likely ids, or a `number` of them, with `num_empty` positions without any before them."""
     start, padding = max(num_empty - 1, 0), ((num_empty, 0), (0, 0))
     ids = np.pad(tops.token_ids[start:, :number], padding)
     logprobs = np.pad(tops.logprobs[start:, :number], padding, constant_values=_EMPTY_LOGPROB)
     message.token_ids = ids.astype(np.int32).tobytes()
     message.logprobs = np.where(np.isfinite(logprobs), logprobs, _EMPTY_LOGPROB).astype(np.float32).tobytes()
-    message.k, message.length = number, len(ids)
+    message.length, message.k = ids.shape
