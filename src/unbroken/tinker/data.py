@@ -76,9 +76,9 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The answer to one `forward_backward`."""
+    """The answer to one `forward_backward`: of each datum the logprobs of its targets, in their shape, and metrics that
+    are named as the SDK adds up those of several chunks, `NAME:sum` or `NAME:max`.
+    """
 
     logprobs: Sequence[NDArray[np.float32]]
-    """Of each datum's targets, in their shape."""
     metrics: Mapping[str, float]
-    """Named as the SDK adds up those of several chunks: `NAME:sum`, `NAME:mean`, ..."""

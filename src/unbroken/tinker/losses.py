@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError
 from unbroken.tinker.data import Datum
+from unbroken.training.model.batch import Batch
+from unbroken.training.model.scores import TokenScores
 
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 SAMPLED = "sampled"
@@ -60,12 +62,7 @@ LOSSES: Mapping[str, Loss] = {
         Loss(name="ppo", takes=_CLIPPED, settings={LOW: 0.8, HIGH: 1.2}),
         Loss(name="cispo", takes=_CLIPPED, settings={LOW: 0.0, HIGH: 4.0}),
         Loss(name="dro", settings={"beta": 0.1}, used=None),
-        Loss(
-            name="gspo",
-            needs=(*_RL, "sequence_ratio_mask"),
-            takes=_CLIPPED,
-            settings={LOW: 0.9997, HIGH: 1.0004},
-        ),
+        Loss(name="gspo", needs=(*_RL, "sequence_ratio_mask"), takes=_CLIPPED, settings={LOW: 0.9997, HIGH: 1.0004}),
         Loss(name="stable_reinforce", needs=(*_RL, SAMPLED), settings={"kl_coeff": 0.01}, used=SAMPLED),
     )
 }
@@ -164,22 +161,19 @@ def find_used(datum: Datum, loss: Loss) -> NDArray[np.bool_]:
 
 
 def compute_loss(
-    loss: Loss,
-    settings: Settings,
-    logprobs_N: torch.Tensor,
-    values: Values,
-    used_N: torch.Tensor,
-    num_row_tokens: Sequence[int],
+    loss: Loss, settings: Settings, scores: TokenScores, batch: Batch
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The sum of the loss over the N positions of several rows, and its metrics; also [N, K] for cross_entropy.
 
     Positions that have no effect are left out before anything is computed of them: their ratio may be anything.
     """
+    assert batch.targets is not None, "every row has targets"
+    values, logprobs_N, used_N = dict(batch.values), scores.logprobs_N, batch.targets.trained_N
     if "sequence_ratio_mask" in values:
-        values = {**values, "sequence_log_ratio": _mean_log_ratio(logprobs_N, values, num_row_tokens)}
-    used_values = {name: of_N[used_N] for name, of_N in values.items()}
-    loss_N, clipped_N = _compute_terms(loss.name, logprobs_N[used_N], used_values, settings)
-    total = (loss_N * used_values["weights"] if "weights" in used_values else loss_N).sum()
+        values["sequence_log_ratio"] = _mean_log_ratio(logprobs_N, values, batch.num_row_tokens)
+    values = {name: of_N[used_N] for name, of_N in values.items()}
+    loss_N, clipped_N = _compute_terms(loss.name, logprobs_N[used_N], values, settings)
+    total = (loss_N * values["weights"] if "weights" in values else loss_N).sum()
     metrics = {"loss:sum": float(total.detach()), "num_loss_tokens:sum": float(used_N.sum())}
     if clipped_N is not None:
         metrics["num_clipped:sum"] = float(clipped_N.sum())

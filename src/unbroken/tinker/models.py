@@ -18,10 +18,12 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
@@ -29,15 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from unbroken.errors import CheckpointError, InvalidInputError, TrainingError, WeightsError, missing_extra
+from unbroken.errors import CheckpointError, InvalidInputError, TrainingError, WeightsError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
 from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
 from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen, fuse_adapters
-from unbroken.training.model.batch import Batch, RowTargets, ScoredRow
-from unbroken.training.model.pretrained import ModelForm, check_form, gather_form, write_pretrained
-from unbroken.training.model.scores import TokenScores
+from unbroken.training.model.batch import RowTargets, ScoredRow
+from unbroken.training.model.pretrained import ModelForm, gather_form, write_pretrained
 from unbroken.training.model.weights import gather_adapter_weights, gather_weights
 from unbroken.training.state import name_averages
 from unbroken.transfer.sources import WeightStream
@@ -75,13 +76,10 @@ class Models:
         tokens_per_pass: int | None = None,
     ) -> None:
         """The base is loaded from a folder or the hub with the first model. `dtype` is that of its weights; None:
-        float32, or bfloat16 below adapters if the accelerator computes in it. `tokens_per_pass` is
-        `TrainerConfig.tokens_per_micro_batch`.
+        float32, or bfloat16 below adapters if the accelerator computes in it.
         """
-        self._config = TrainerConfig(
-            tokens_per_micro_batch=tokens_per_pass,
-            shared_prefixes=SharedPrefixes.NEVER,  # a tree has no targets but its own ids
-        )
+        # A tree of shared prefixes has no targets but its own ids.
+        self._config = TrainerConfig(tokens_per_micro_batch=tokens_per_pass, shared_prefixes=SharedPrefixes.NEVER)
         self._source = str(Path(source).absolute()) if Path(source).is_dir() else str(source)
         self._accelerator = accelerator or Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
         self._dtype = dtype
@@ -93,10 +91,8 @@ class Models:
 
     def create(self, model_id: str, lora: LoraSpec | None) -> LoraSpec | None:
         """Make a new model, whose adapter changes nothing yet; with None all weights of the base are trained. Returns
-        what is trained: tied embeddings get no adapter, because an engine has one weight for input and output.
-
-        Raises:
-            InvalidInputError: one that trains all weights would be beside another, or the base has no such layers.
+        what is trained: tied embeddings get no adapter, because an engine has one weight for input and output. Raises
+        `InvalidInputError` if one that trains all weights would be beside another, or the base has no such layers.
         """
         assert model_id not in self._models, "the server names models"
         if self._models and (lora is None or any(model.lora is None for model in self._models.values())):
@@ -132,23 +128,15 @@ class Models:
         self, model_id: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], backward: bool
     ) -> Output:
         """The logprobs of all targets and the sum of the loss, whose gradient is added to that of the calls since the
-        model's last step; without `backward`, no gradient is computed.
-
-        Raises:
-            InvalidInputError: an unknown loss or setting, or a datum without what the loss needs.
-            TrainingError: a row needs more memory than there is.
+        model's last step; without `backward`, no gradient is computed. Raises `InvalidInputError` for data or settings
+        that are not the loss's, and `TrainingError` if a row needs more memory than there is.
         """
         _, backend = self._activate(model_id)
         chosen, settings = find_loss(loss, config)
         rows = _make_rows(data, chosen, settings)
-
-        def compute(scores: TokenScores, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-            assert batch.targets is not None, "every row has targets"
-            used_N = batch.targets.trained_N
-            return compute_loss(chosen, settings, scores.logprobs_N, batch.values, used_N, batch.num_row_tokens)
-
         with backend.computing():
             backend.measure()
+            compute = partial(compute_loss, chosen, settings)
             passes = backend.forward_backward(rows, compute, weights=[1.0] * len(rows), backward=backward)
         found = dict(zip(passes.rows, passes.logprobs, strict=True))
         names = {name for of_pass in passes.stats for name in of_pass} or {"loss:sum"}
@@ -158,11 +146,8 @@ class Models:
         )
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them.
-
-        Raises:
-            TrainingError: the gradients are not finite: they are cleared, and the weights are as before. Or the step
-                made weights that are not finite.
+        """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. Raises
+        `TrainingError` if they are not finite, and the weights are as before; or if the step made such weights.
         """
         model, backend = self._activate(model_id)
         for parameter in model.parameters.values():
@@ -187,7 +172,6 @@ class Models:
         model, _ = self._activate(model_id)
         trained = self._get_model()
         form = ModelForm(dtype=None if model.lora else causal_lm(trained).dtype)
-        check_form(trained, form)
 
         def add_files(aside: Path) -> None:
             if optimizer:
@@ -207,21 +191,24 @@ class Models:
     @torch.no_grad()
     def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
         """Give a model the weights of a folder, and with `optimizer` its averages; otherwise they begin anew. Gradients
-        that wait for a step are cleared.
-
-        Raises:
-            CheckpointError: the folder is incomplete or damaged, of another base, rank or kind, or saved without the
-                optimizer. The model is as it was.
+        are cleared. Raises `CheckpointError`, with the model as it was, for a folder that is damaged, of another base,
+        rank or kind, or saved without the optimizer.
         """
         model, _ = self._activate(model_id)
         state = _read_state(folder)
-        self._check_fits(folder, state, model)
+        saved = None if state["lora"] is None else LoraSpec(**{**state["lora"], "seed": None})
+        if saved != (None if model.lora is None else replace(model.lora, seed=None)):
+            raise CheckpointError(f"{folder} is of {_describe(saved)}, and the model is {_describe(model.lora)}")
+        if model.lora is not None and state["base"] != self._base:
+            found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
+            rule = "it must be loaded on the base, and in the type, that it was trained on"
+            raise CheckpointError(f"{found} {self._source} have {self._base!r}: {rule}")
         if optimizer and not (folder / _OPTIMIZER).exists():
             raise CheckpointError(f"{folder} was saved without the optimizer's state: load its weights alone")
         stored: Mapping[str, torch.Tensor] = (
-            load_file(folder / _ADAPTER)
-            if model.lora is not None
-            else dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
+            dict(_load_model(str(folder), causal_lm(self._get_model()).dtype).named_parameters())
+            if model.lora is None
+            else load_file(folder / _ADAPTER)
         )
         shapes = [{(name, tensor.shape) for name, tensor in each.items()} for each in (model.parameters, stored)]
         if different := sorted(shapes[0] ^ shapes[1]):
@@ -264,10 +251,6 @@ class Models:
 
     def _add_adapter(self, lora: LoraSpec) -> tuple[LoraSpec, str]:
         """Add an adapter and make it active; what it trains, and its name."""
-        try:
-            import peft
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "a model with rank above 0 needs the lora extra", "lora") from error
         if is_new := self._backend is None:
             is_rounded = self._accelerator.mixed_precision == "bf16"
             base = _load_model(self._source, self._dtype or (torch.bfloat16 if is_rounded else torch.float32))
@@ -290,17 +273,6 @@ class Models:
         _draw_first_weights(self._get_model(), secrets.randbits(63) if lora.seed is None else lora.seed)
         return lora, name
 
-    def _check_fits(self, folder: Path, state: Mapping[str, Any], model: _Model) -> None:
-        """Raise `CheckpointError` unless a folder is of this base and of a model like this one."""
-        stored = None if state["lora"] is None else LoraSpec(**state["lora"])
-        parts = [None if each is None else replace(each, seed=None) for each in (stored, model.lora)]
-        if parts[0] != parts[1]:
-            raise CheckpointError(f"{folder} is of {_describe(stored)}, and the model is {_describe(model.lora)}")
-        if model.lora is not None and state["base"] != self._base:
-            found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
-            rule = "it must be loaded on the base, and in the type, that it was trained on"
-            raise CheckpointError(f"{found} {self._source} have {self._base!r}: {rule}")
-
 
 @torch.no_grad()
 def _draw_first_weights(model: Any, seed: int) -> None:
@@ -313,10 +285,8 @@ def _draw_first_weights(model: Any, seed: int) -> None:
 
 
 def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
-    """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained.
-
-    Raises:
-        InvalidInputError: a part that is to be trained has no linear layers of its own.
+    """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained;
+    `InvalidInputError` if a part that is to be trained has none of its own.
     """
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
