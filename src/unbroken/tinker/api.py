@@ -72,7 +72,7 @@ class WeightsInfoRequest(BaseModel):
 
 
 class TinkerApi:
-    """What the paths do, for the owner of a key: a hash of it."""
+    """What the paths do, for the owner of a key: a hash of it. A method of the name of a path does it."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class TinkerApi:
             )
         return session
 
-    async def note_heartbeat(self, owner: str, body: types.SessionHeartbeatRequest) -> Answer:
+    async def session_heartbeat(self, owner: str, body: types.SessionHeartbeatRequest) -> Answer:
         self._get_session(body.session_id, owner, status=410)
         return {"type": "session_heartbeat"}
 
@@ -280,7 +280,7 @@ class TinkerApi:
         )
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
-    async def describe_model(self, owner: str, body: types.GetInfoRequest) -> Answer:
+    async def get_info(self, owner: str, body: types.GetInfoRequest) -> Answer:
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
             "type": "get_info",
@@ -424,7 +424,7 @@ class TinkerApi:
         number = body.sampling_session_seq_id
         if number is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
-        session = self._get_session(run.session_id, run.owner)
+        session = self._get_session(run.model_id, run.owner)
         if f"{session.session_id}:sample:{number}" in session.samplers:
             raise InvalidInputError(f"sampling_session_seq_id {number} is another sampler's")
         folder = self._store.temporary_folder / session.session_id / str(number)
@@ -446,7 +446,7 @@ class TinkerApi:
             await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
         return sampler
 
-    async def describe_weights(self, owner: str, body: WeightsInfoRequest) -> Answer:
+    async def weights_info(self, owner: str, body: WeightsInfoRequest) -> Answer:
         found = await self._get_checkpoint(body.tinker_path, owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -474,7 +474,7 @@ class TinkerApi:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, body: types.CreateSamplingSessionRequest) -> Answer:
+    async def create_sampling_session(self, owner: str, body: types.CreateSamplingSessionRequest) -> Answer:
         session = self._get_session(body.session_id, owner)
         self._check_base(body.base_model, needed=body.model_path is None)
         weights = self._base
@@ -497,7 +497,7 @@ class TinkerApi:
             )
         return session.samplers[sampler_id]
 
-    async def join_sampler(self, owner: str, body: types.JoinSamplingSessionRequest) -> Answer:
+    async def join_sampling_session(self, owner: str, body: types.JoinSamplingSessionRequest) -> Answer:
         """Give a copy of a sampler, in another process, its number."""
         sampler = self.get_sampler(body.sampling_session_id, owner)
         sampler.num_clones += 1
@@ -507,7 +507,7 @@ class TinkerApi:
         sampler = self.get_sampler(sampler_id, owner)
         return {"sampler_id": sampler_id, "base_model": self._base_model, "model_path": sampler.model_path}
 
-    async def sample(self, owner: str, body: types.SampleRequest) -> Answer:
+    async def asample(self, owner: str, body: types.SampleRequest) -> Answer:
         """Sample completions of a prompt; the promise of before, if the call comes again."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
@@ -569,7 +569,7 @@ class TinkerApi:
 
     # Promises
 
-    async def retrieve(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
+    async def retrieve_future(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
         promise = self._promises[owner].find(body.request_id)
         if promise is None:
@@ -588,7 +588,7 @@ class TinkerApi:
         self._promises[owner].note_sent(promise)
         return result
 
-    async def retrieve_many(self, owner: str, body: types.FuturesRetrieveRequest) -> Answer:
+    async def retrieve_futures(self, owner: str, body: types.FuturesRetrieveRequest) -> Answer:
         """Which calls of a sampler have ended since the last question; their results are asked for one by one."""
         self._get_session(body.target.sampling_session_id, owner, status=410)
         ended = await self._promises[owner].wait_for_samples(
@@ -600,7 +600,7 @@ class TinkerApi:
         done = [{"state": "finished", "request_id": each.request_id} for each in ended]
         return {"completions": done, "cursor": ended[-1].number if ended else body.prev_cursor}
 
-    async def cancel(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
+    async def cancel_future(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """End a sampling call whose result nobody waits for."""
         promise = self._promises[owner].find(body.request_id)
         if promise is not None and promise.kind == "sample":

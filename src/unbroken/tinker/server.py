@@ -28,24 +28,12 @@ from unbroken.tinker.store import TinkerStore
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
-_CALLS: Mapping[str, Callable[[TinkerApi, str, Any], Awaitable[Answer]]] = {
-    "create_session": TinkerApi.create_session,
-    "session_heartbeat": TinkerApi.note_heartbeat,
-    "create_model": TinkerApi.create_model,
-    "get_info": TinkerApi.describe_model,
-    "optim_step": TinkerApi.optim_step,
-    "save_weights": TinkerApi.save_weights,
-    "load_weights": TinkerApi.load_weights,
-    "save_weights_for_sampler": TinkerApi.save_weights_for_sampler,
-    "create_sampling_session": TinkerApi.create_sampler,
-    "join_sampling_session": TinkerApi.join_sampler,
-    "asample": TinkerApi.sample,
-    "retrieve_future": TinkerApi.retrieve,
-    "retrieve_futures": TinkerApi.retrieve_many,
-    "cancel_future": TinkerApi.cancel,
-    "weights_info": TinkerApi.describe_weights,
-}
-"""What is called by POST, with a body of the type that the method takes."""
+_CALLS = (
+    "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights", "load_weights",
+    "save_weights_for_sampler", "create_sampling_session", "join_sampling_session", "asample", "retrieve_future",
+    "retrieve_futures", "cancel_future", "weights_info",
+)  # fmt: skip
+"""What is called by POST: the method of this name takes the body, of the type that it says."""
 _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("GET", "get_server_capabilities"): TinkerApi.describe_server,
     ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
@@ -132,8 +120,8 @@ def make_routes() -> list[Routes]:
     open_routes.add_api_route(f"{PREFIX}/healthz", partial(_answer_fixed, {"status": "ok"}), name="healthz")
     for name, fixed in _FIXED.items():
         routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
-    for name, call in _CALLS.items():
-        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name, call), methods=["POST"], name=name)
+    for name in _CALLS:
+        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name), methods=["POST"], name=name)
     routes.add_api_route(f"{PREFIX}/forward_backward", _forward_backward, methods=["POST"])
     for (method, path), look in _LOOKS.items():
         routes.add_api_route(f"{PREFIX}/{path}", partial(_look, look), methods=[method], name=path)
@@ -162,9 +150,8 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
     return json_response(answer)
 
 
-def _make_call(
-    kind: str, call: Callable[[TinkerApi, str, Any], Awaitable[Answer]]
-) -> Callable[..., Awaitable[Response]]:
+def _make_call(name: str) -> Callable[..., Awaitable[Response]]:
+    call = getattr(TinkerApi, name)
     body_type = get_type_hints(call)["body"]
 
     async def handle(request: Request, given: dict[str, Any]) -> Response:
@@ -172,7 +159,7 @@ def _make_call(
         try:
             body = body_type.model_validate(given, extra="ignore")
         except ValidationError as error:
-            return _respond(api.refuse(owner, given, kind, error))
+            return _respond(api.refuse(owner, given, name, error))
         return _respond(await call(api, owner, body))
 
     return handle

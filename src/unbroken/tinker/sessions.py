@@ -199,7 +199,6 @@ class TrainingRun:
 
     def __init__(self, facts: ModelFacts, *, owner: str, promises: Promises) -> None:
         self.model_id = facts.model_id
-        self.session_id = facts.model_id.partition(":")[0]
         self.facts = facts
         self.owner = owner
         self.version = 0

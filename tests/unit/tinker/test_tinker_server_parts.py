@@ -344,8 +344,8 @@ async def test_results_of_a_key_make_room_once_they_were_sent(monkeypatch):
 async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
     api = make_api(store, monkeypatch)
     session, model_id = await make_model(api)
-    assert json.loads((await api.retrieve("me", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))).body)
-    unknown = await api.retrieve("other", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))
+    assert json.loads((await api.retrieve_future("me", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))).body)
+    unknown = await api.retrieve_future("other", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))
     assert "is not known" in unknown["error"]
     monkeypatch.setattr(sessions, "MAX_OPEN", 1)
     start(api._promises["me"], "open", Call())
@@ -545,10 +545,10 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
         )
         body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, model_path=path)
         if full == (lora is None):
-            await api.create_sampler("me", body)
+            await api.create_sampling_session("me", body)
         else:
             with pytest.raises(HttpError, match="--tinker-full for the other kind"):
-                await api.create_sampler("me", body)
+                await api.create_sampling_session("me", body)
 
 
 @pytest.mark.parametrize("gate", [True, False])
@@ -578,16 +578,16 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     with pytest.raises(HttpError, match="came again as create_model"):
         await make_model(api, 0, session, rank=8)
     body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
-    sampler = (await api.create_sampler("me", body))["sampling_session_id"]
+    sampler = (await api.create_sampling_session("me", body))["sampling_session_id"]
 
     def request(**settings: Any) -> types.SampleRequest:
         prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(**settings)
         return types.SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=0)
 
-    first = await api.sample("me", request(seed=1))
-    assert await api.sample("me", request(seed=1)) is first
+    first = await api.asample("me", request(seed=1))
+    assert await api.asample("me", request(seed=1)) is first
     with pytest.raises(HttpError, match="came again as sample"):
-        await api.sample("me", request(seed=2))
+        await api.asample("me", request(seed=2))
     await first.wait()
 
 
@@ -597,7 +597,7 @@ async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_re
     begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
     session = (await api.create_session("me", begun))["session_id"]
     body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
-    sampler = (await api.create_sampler("me", body))["sampling_session_id"]
+    sampler = (await api.create_sampling_session("me", body))["sampling_session_id"]
     for number, is_whole in enumerate((True, False)):
         made = [replace(SEQUENCE, sequence_id=f"{sampler}:{number}:{index}", is_whole=is_whole) for index in range(2)]
         store.add_sequences(made)
@@ -609,9 +609,9 @@ async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_re
         )
 
     async def retrieve(at: TinkerApi, number: int, owner: str = "me") -> Any:
-        return await at.retrieve(owner, types.FutureRetrieveRequest(request_id=f"{sampler}:{number}"))
+        return await at.retrieve_future(owner, types.FutureRetrieveRequest(request_id=f"{sampler}:{number}"))
 
-    again = [await (await api.sample("me", request(number))).wait() for number in range(2)]
+    again = [await (await api.asample("me", request(number))).wait() for number in range(2)]
     after = make_api(store, monkeypatch)
     for given in (await retrieve(api, 0), await retrieve(after, 0), again[0]):
         answer = messages.SampleResponse.FromString(given.body)
