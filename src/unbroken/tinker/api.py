@@ -37,7 +37,6 @@ from unbroken.tinker.sessions import (
     MAX_SNAPSHOTS,
     Promise,
     Promises,
-    TinkerSampler,
     TinkerSession,
     TrainingRun,
 )
@@ -413,38 +412,36 @@ class TinkerApi:
 
         async def work() -> Response:
             if body.path is None:
-                made = {"sampling_session_id": (await self._make_sampler(run, body)).sampler_id}
+                made = {"sampling_session_id": await self._make_sampler(run, body)}
             else:
                 made = {"path": await self._save(run, "sampler_weights", body.path, body)}
             return json_response({**made, "type": "save_weights_for_sampler"})
 
         return run.submit(body.seq_id, "save_weights_for_sampler", work, _encode(body))
 
-    async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> TinkerSampler:
+    async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> str:
         number = body.sampling_session_seq_id
         if number is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
         session = self._get_session(run.model_id, run.owner)
-        if f"{session.session_id}:sample:{number}" in session.samplers:
+        sampler_id = f"{session.session_id}:sample:{number}"
+        if sampler_id in session.samplers:
             raise InvalidInputError(f"sampling_session_seq_id {number} is another sampler's")
         folder = self._store.temporary_folder / session.session_id / str(number)
         await self._train(partial(_write, folder, run.model_id))
+        weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
         unused: Path | None = None
         if body.kind == "inflight":
-            unused = run.inflight.folder
-            await self._switch.publish(run.inflight, folder / "sampler", run.version)
-            sampler = session.add_sampler(number, run.inflight)
+            unused, weights = run.inflight.folder, run.inflight
+            await self._switch.publish(weights, folder / "sampler", run.version)
         else:
-            weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
-            sampler = session.add_sampler(number, weights)
-            run.snapshots.append(sampler)
+            run.snapshots.append(sampler_id)
             if len(run.snapshots) > MAX_SNAPSHOTS:
-                oldest = run.snapshots.pop(0)
-                del session.samplers[oldest.sampler_id]
-                unused = oldest.weights.folder
+                unused = session.samplers.pop(run.snapshots.pop(0)).folder
+        session.samplers[sampler_id] = weights
         if unused is not None:
             await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
-        return sampler
+        return sampler_id
 
     async def weights_info(self, owner: str, body: WeightsInfoRequest) -> Answer:
         found = await self._get_checkpoint(body.tinker_path, owner)
@@ -482,12 +479,15 @@ class TinkerApi:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
             self._check_kind(checkpoint.lora)
             folder = self._store.folder_of(checkpoint) / "sampler"
-            weights = SamplerWeights(model_id=checkpoint.model_id, folder=folder, version=checkpoint.version)
-        sampler = session.add_sampler(body.sampling_session_seq_id, weights, model_path=body.model_path)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
+            weights = SamplerWeights(
+                model_id=checkpoint.model_id, folder=folder, version=checkpoint.version, path=checkpoint.path
+            )
+        sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        session.samplers.setdefault(sampler_id, weights)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    def get_sampler(self, sampler_id: str, owner: str) -> TinkerSampler:
-        """A sampler of this owner; otherwise `HttpError`."""
+    def get_sampler(self, sampler_id: str, owner: str) -> SamplerWeights:
+        """What a sampler of this owner samples from; otherwise `HttpError`."""
         session = self._find_session(sampler_id, owner)
         if session is None or sampler_id not in session.samplers:
             raise HttpError(
@@ -499,45 +499,46 @@ class TinkerApi:
 
     async def join_sampling_session(self, owner: str, body: types.JoinSamplingSessionRequest) -> Answer:
         """Give a copy of a sampler, in another process, its number."""
-        sampler = self.get_sampler(body.sampling_session_id, owner)
-        sampler.num_clones += 1
-        return {"type": "join_sampling_session", "client_counter": sampler.num_clones}
+        self.get_sampler(body.sampling_session_id, owner)
+        session = self._get_session(body.sampling_session_id, owner)
+        session.num_clones += 1
+        return {"type": "join_sampling_session", "client_counter": session.num_clones}
 
     async def describe_sampler(self, owner: str, sampler_id: str) -> Answer:
-        sampler = self.get_sampler(sampler_id, owner)
-        return {"sampler_id": sampler_id, "base_model": self._base_model, "model_path": sampler.model_path}
+        path = self.get_sampler(sampler_id, owner).path
+        return {"sampler_id": sampler_id, "base_model": self._base_model, "model_path": path}
 
     async def asample(self, owner: str, body: types.SampleRequest) -> Answer:
         """Sample completions of a prompt; the promise of before, if the call comes again."""
         if body.sampling_session_id is None or body.seq_id is None:
             raise HttpError(400, "asample needs sampling_session_id and seq_id: use an SDK >= 0.38")
-        sampler = self.get_sampler(body.sampling_session_id, owner)
+        weights = self.get_sampler(body.sampling_session_id, owner)
         max_n = self._context.config.limits.max_n
         if not 1 <= body.num_samples <= max_n:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
-        request_id = f"{sampler.sampler_id}:{body.seq_id}"
-        sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-        work = partial(self._sample, sampler, body, sequence_ids)
-        model_id = sampler.weights.model_id
-        promise = self._promises[owner].start(request_id, "sample", _encode(body), work, model_id=model_id)
-        promise.sequence_ids = sequence_ids
+        request_id = f"{body.sampling_session_id}:{body.seq_id}"
+        work = partial(self._sample, owner, weights, body, request_id)
+        promise = self._promises[owner].start(request_id, "sample", _encode(body), work, model_id=weights.model_id)
+        promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return promise
 
-    async def _sample(self, sampler: TinkerSampler, body: types.SampleRequest, sequence_ids: list[str]) -> Response:
-        if (answer := await self._find_answer(sequence_ids[0].rpartition(":")[0], sampler.owner)) is not None:
+    async def _sample(
+        self, owner: str, weights: SamplerWeights, body: types.SampleRequest, request_id: str
+    ) -> Response:
+        if (answer := await self._find_answer(request_id, owner)) is not None:
             return answer
         prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
-        sequences, scored = await sample(self._context, self._switch, sampler.weights, body, prompt)
+        sequences, scored = await sample(self._context, self._switch, weights, body, prompt)
         recorded = [
             RecordedSequence(
-                sequence_id=sequence_id,
-                owner=sampler.owner,
-                model_id=sampler.weights.model_id,
+                sequence_id=f"{request_id}:{index}",
+                owner=owner,
+                model_id=weights.model_id,
                 prompt_ids=prompt.token_ids,
                 sampled=self._switch.name_versions(each),
                 is_whole=not (body.prompt_logprobs or body.topk_sample_logprobs or body.target_prompt_logprobs),
             )
-            for each, sequence_id in zip(sequences, sequence_ids, strict=True)
+            for index, each in enumerate(sequences)
         ]
         await self._storing.run(partial(self._store.add_sequences, recorded))
         encoded = encode_sample(sequences, scored)
@@ -585,7 +586,7 @@ class TinkerApi:
         result = await promise.wait(_POLL_S)
         if result is None:
             return {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        self._promises[owner].note_sent(promise)
+        promise.is_sent = True
         return result
 
     async def retrieve_futures(self, owner: str, body: types.FuturesRetrieveRequest) -> Answer:

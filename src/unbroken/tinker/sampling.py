@@ -53,6 +53,8 @@ class SamplerWeights:
     folder: Path | None = None
     version: int = 0
     """Of the model, when its weights were written."""
+    path: str | None = None
+    """The checkpoint's, if they are of one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

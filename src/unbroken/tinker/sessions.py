@@ -72,6 +72,8 @@ class Promise:
     sequence_ids: list[str] = field(default_factory=list)
     """Of a sampling call: the ids of its completions."""
     result: Response | None = None
+    is_sent: bool = False
+    """When there is no room, its result is forgotten before any that was not."""
     finished_s: float = 0.0
     number: int = 0
     """In the order in which the calls of a key have ended, from 1."""
@@ -89,8 +91,6 @@ class Promises:
         self._by_id: dict[str, Promise] = {}
         self._kept: dict[str, Promise] = {}
         """Those with results, the oldest first."""
-        self._sent: dict[str, Promise] = {}
-        """Those whose results were sent."""
         self._open_bytes = self._kept_bytes = 0
         """All bytes of the bodies of open ones, and of results."""
         self._num_ended = 0
@@ -116,7 +116,7 @@ class Promises:
             )
         number = len(self._by_id) - len(self._kept)
         is_full = number >= MAX_OPEN or self._open_bytes + len(body) > MAX_OPEN_BYTES
-        if (is_full and not is_next) or (self._kept_bytes > _MAX_KEPT_BYTES and not self._sent):
+        if (is_full and not is_next) or (self._kept_bytes > _MAX_KEPT_BYTES and self._find_sent() is None):
             raise HttpError(
                 429,
                 f"this key has {number} calls of {self._open_bytes} bytes that are not answered yet (at most "
@@ -150,22 +150,19 @@ class Promises:
         self._open_bytes -= promise.num_bytes
         self._kept[promise.request_id] = promise
         self._kept_bytes += len(promise.result.body)
-        while self._sent and self._kept_bytes > _MAX_KEPT_BYTES:
-            self._forget(next(iter(self._sent)))
-        while self._kept[oldest := next(iter(self._kept))].finished_s < promise.finished_s - _KEPT_S:
+        while self._kept_bytes > _MAX_KEPT_BYTES and (sent := self._find_sent()) is not None:
+            self._forget(sent)
+        while (oldest := next(iter(self._kept.values()))).finished_s < promise.finished_s - _KEPT_S:
             self._forget(oldest)
 
-    def _forget(self, request_id: str) -> None:
-        promise = self._kept.pop(request_id)
-        del self._by_id[request_id]
-        self._sent.pop(request_id, None)
+    def _find_sent(self) -> Promise | None:
+        """The oldest whose result was sent."""
+        return next((each for each in self._kept.values() if each.is_sent), None)
+
+    def _forget(self, promise: Promise) -> None:
+        del self._kept[promise.request_id], self._by_id[promise.request_id]
         assert promise.result is not None, "only what has a result is kept"
         self._kept_bytes -= len(promise.result.body)
-
-    def note_sent(self, promise: Promise) -> None:
-        """The result was sent: when there is no room, it is forgotten before any that was not."""
-        if promise.request_id in self._kept:
-            self._sent[promise.request_id] = promise
 
     def cancel_samples(self, prefix: str) -> None:
         """End the sampling calls whose names begin like this."""
@@ -207,8 +204,8 @@ class TrainingRun:
         """The metrics of the `forward_backward` calls since the last step, added up as the SDK does for chunks."""
         self.inflight = SamplerWeights(model_id=facts.model_id)
         """What its `inflight` samplers share."""
-        self.snapshots: list[TinkerSampler] = []
-        """Samplers of weights without a name, the oldest first."""
+        self.snapshots: list[str] = []
+        """Names of samplers with weights without a name, the oldest first."""
         self._promises = promises
         self._next = 1
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -297,17 +294,6 @@ class TrainingRun:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TinkerSampler:
-    """What a client samples from: a sampling session of the API."""
-
-    sampler_id: str
-    owner: str
-    weights: SamplerWeights
-    model_path: str | None = None
-    num_clones: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class TinkerSession:
     """One client, which gives signs of life."""
 
@@ -315,10 +301,7 @@ class TinkerSession:
     owner: str
     seen_s: float = field(default_factory=time.monotonic)
     runs: dict[str, TrainingRun] = field(default_factory=dict)
-    samplers: dict[str, TinkerSampler] = field(default_factory=dict)
-
-    def add_sampler(self, seq_id: int, weights: SamplerWeights, *, model_path: str | None = None) -> TinkerSampler:
-        """Add a sampler; the one of before, if the number comes again."""
-        name = f"{self.session_id}:sample:{seq_id}"
-        sampler = TinkerSampler(sampler_id=name, owner=self.owner, weights=weights, model_path=model_path)
-        return self.samplers.setdefault(name, sampler)
+    samplers: dict[str, SamplerWeights] = field(default_factory=dict)
+    """What each of its sampling sessions, by its name, samples from."""
+    num_clones: int = 0
+    """Of all these."""

@@ -326,7 +326,7 @@ async def test_results_of_a_key_make_room_once_they_were_sent(monkeypatch):
         for promise, call in zip(held, calls, strict=True):
             assert len((await end(promise, call)).body) == 14
             if sends and promise is held[0]:
-                promises.note_sent(promise)
+                promise.is_sent = True
         return held
 
     promises, others = Promises(), Promises()
@@ -337,7 +337,7 @@ async def test_results_of_a_key_make_room_once_they_were_sent(monkeypatch):
     assert [others.find(each.request_id) for each in held] == held
     with pytest.raises(HttpError, match="42 bytes of results that it has not asked for"):
         start(others, "3", Call())
-    others.note_sent(held[1])
+    held[1].is_sent = True
     start(others, "3", Call())
 
 
@@ -644,7 +644,7 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
             api.get_sampler(name, "me")
         assert gone.value.status == 410
     for name in made[2:]:
-        async with api._switch.use(api.get_sampler(name, "me").weights):
+        async with api._switch.use(api.get_sampler(name, "me")):
             pass
     with pytest.raises(HttpError, match="are gone: its session has ended, or made newer ones"):
         async with api._switch.use(SamplerWeights(folder=store.temporary_folder / session / "1" / "sampler")):
