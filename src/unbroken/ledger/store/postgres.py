@@ -270,6 +270,8 @@ class _Connection:
     def _lock_again(self, connection: Any) -> None:
         """Take the owner's lock back from the connection before, which the server may not have given up yet."""
         names, end = (self._tables.locks, self.owner), time.monotonic() + _WAIT_S
+        # A number of ours that is shared out has no other holder; the one number of other tables may.
+        is_ours = "true" if self._tables.is_shared else f"pid = {self._process}"
         while not connection.execute("SELECT pg_try_advisory_lock(%s::int, %s::int)", names).fetchone()[0]:
             if time.monotonic() > end:
                 connection.close()
@@ -277,10 +279,8 @@ class _Connection:
                     f"owner {self.owner} of the {self._tables.content} in {self} is another process now, or still "
                     "connected through an earlier connection"
                 )
-            is_ours = f"{_IS_OWNER.replace('?', '%s')} AND pid = %s"
-            connection.execute(
-                f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {is_ours}", (*names, self._process)
-            )
+            found = f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {_IS_OWNER.replace('?', '%s')} AND {is_ours}"
+            connection.execute(found, names)
             time.sleep(0.05)
 
     def _was_committed(self, transaction: _Transaction) -> bool:
