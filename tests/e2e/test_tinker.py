@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tinker
 from tinker import types
@@ -372,6 +373,28 @@ def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path, datab
         assert step(loaded, data)["provenance_proven:sum"] > 0  # of sequences that were sampled before
         found = loaded.forward(data, "importance_sampling").result(60).loss_fn_outputs
         assert [each["logprobs"].tolist() for each in found] == [each["logprobs"].tolist() for each in wanted]
+
+
+def test_a_trainer_in_its_own_process_may_be_killed_and_the_server_goes_on_from_what_was_saved(model, tmp_path):
+    with start(model, tmp_path, "--tinker-device", "0") as server:
+        client = connect(server).create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+        (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
+        data = [make_datum(PROMPT, sequence)]
+        step(client, data)
+        path = client.save_state("kept").result(60).path
+        wanted = client.forward(data, "importance_sampling").result(60).loss_fn_outputs
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (trainer,) = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+        trainer.kill()
+        with pytest.raises(tinker.RequestFailedError, match=r"process has ended .exit code -9. with all") as failed:
+            client.forward(data, "importance_sampling").result(60)
+        assert failed.value.category == types.RequestErrorCategory.Server
+        with pytest.raises(tinker.APIStatusError, match=f"the trainer's process ended; its last save_state is {path}"):
+            client.forward(data, "importance_sampling").result(60)
+        loaded = connect(server).create_training_client_from_state_with_optimizer(path).result()
+        found = loaded.forward(data, "importance_sampling").result(60).loss_fn_outputs
+        assert [each["logprobs"].tolist() for each in found] == [each["logprobs"].tolist() for each in wanted]
+        (_,) = sample(loaded.save_weights_and_get_sampling_client().result())
 
 
 def test_a_silent_client_has_its_models_freed(model, tmp_path):

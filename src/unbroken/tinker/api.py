@@ -23,7 +23,7 @@ from starlette.responses import Response
 from tinker import types
 
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import InvalidInputError, TrainingError, UnbrokenError
+from unbroken.errors import EngineError, InvalidInputError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError, to_http_error
 from unbroken.server.http.json import json_response
@@ -55,7 +55,7 @@ from unbroken.transfer.sources import NamedTensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
-    from unbroken.tinker.models import Models
+    from unbroken.tinker.models import Models, TrainerProcess
 
 T = TypeVar("T")
 Answer: TypeAlias = Promise | Response | dict[str, Any] | list[dict[str, Any]] | None
@@ -81,7 +81,7 @@ class TinkerApi:
         options: TinkerOptions,
         model: str,
         tokenizer: str,
-        open_backend: Callable[[], Models],
+        open_backend: Callable[[], Models | TrainerProcess],
     ) -> None:
         """`model` and `tokenizer` are folders or hub names; the backend is opened with the first model."""
         self._context = context
@@ -106,8 +106,14 @@ class TinkerApi:
         return self._context.config.model_name
 
     async def _train(self, work: Callable[[Models], T]) -> T:
-        """Run `work` in the thread that trains."""
-        return await self._training.run(lambda: work(self._open_backend()))
+        """Run `work`, which can be pickled, in the thread that trains, or in the trainer's process."""
+        try:
+            return await self._training.run(lambda: self._open_backend().run(work))
+        except EngineError:
+            self._open_backend.cache_clear()
+            for session in [each for each in self._sessions.values() if each.runs]:
+                self._end_soon(session, "the trainer's process ended")
+            raise
 
     async def describe_server(self, owner: str) -> Answer:
         model = {"model_name": self._base_model, "max_context_length": self._engine.context_length}
@@ -128,7 +134,10 @@ class TinkerApi:
         if left_s > 0:
             asyncio.get_running_loop().call_later(left_s, self._watch, session)
             return
-        task = asyncio.create_task(self._end_session(session, f"its client was silent for {idle_s:g} s"))
+        self._end_soon(session, f"its client was silent for {idle_s:g} s")
+
+    def _end_soon(self, session: TinkerSession, reason: str) -> None:
+        task = asyncio.create_task(self._end_session(session, reason))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -139,9 +148,9 @@ class TinkerApi:
         self._promises[session.owner].cancel_samples(f"{session.session_id}:")
         for run in session.runs.values():
             await run.end(reason)
+            await self._storing.run(partial(self._store.end_model, run.model_id, reason))
             with suppress(UnbrokenError):  # it was never made
                 await self._train(methodcaller("delete", run.model_id))
-            await self._storing.run(partial(self._store.end_model, run.model_id, reason))
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
 
@@ -305,9 +314,8 @@ class TinkerApi:
             self._store, policy, owner=run.owner, model_id=run.model_id, version=run.version, loss=loss
         )
         checked, metrics = await self._storing.run(lambda: check.check(data))
-        output = await self._train(
-            lambda backend: backend.forward_backward(run.model_id, checked, loss, config, not message.forward_only)
-        )
+        arguments = run.model_id, checked, loss, config, not message.forward_only
+        output = await self._train(methodcaller("forward_backward", *arguments))
         if not message.forward_only:
             run.count({**output.metrics, **metrics})
         return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)

@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+import signal
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import peft
@@ -31,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from unbroken.errors import CheckpointError, InvalidInputError, TrainingError, WeightsError
+from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError, UnbrokenError, WeightsError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
 from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
@@ -45,6 +51,7 @@ from unbroken.transfer.sources import WeightStream
 from unbroken.types import NO_VERSION, TrainingSample
 from unbroken.weights.files import WeightFiles, describe_file, parse_files
 
+T = TypeVar("T")
 ALPHA = 32
 """Adapters are scaled by ALPHA / rank, as the hosted API does: the learning rates of its cookbook are for that."""
 _ADAPTER, _OPTIMIZER, _STATE = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
@@ -88,6 +95,10 @@ class Models:
         self._base = ""
         """The checksum of the base's weights as they were loaded."""
         self._num_created = 0
+
+    def run(self, work: Callable[[Models], T]) -> T:
+        """Do `work`; a `TrainerProcess` does it elsewhere."""
+        return work(self)
 
     def create(self, model_id: str, lora: LoraSpec | None) -> LoraSpec | None:
         """Make a new model, whose adapter changes nothing yet; with None all weights of the base are trained. Returns
@@ -272,6 +283,53 @@ class Models:
         fuse_adapters(self._get_model())
         _draw_first_weights(self._get_model(), secrets.randbits(63) if lora.seed is None else lora.seed)
         return lora, name
+
+
+class TrainerProcess:
+    """`Models` in a process of its own, which may have another GPU. It ends with this one, however that ends."""
+
+    def __init__(self, source: str | Path, device: str) -> None:
+        """Start it; `device` is what CUDA_VISIBLE_DEVICES is there."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve_models, args=(theirs, source, device), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def run(self, work: Callable[[Models], T]) -> T:
+        """What `work`, which can be pickled, returns there; raises what it raises, and `EngineError` once the process
+        has ended, with all its models.
+        """
+        try:
+            self._pipe.send(work)
+            succeeded, found = self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            raise EngineError(
+                f"the trainer's process has ended (exit code {self.process.exitcode}) with all its models: go on from "
+                "what was saved"
+            ) from None
+        if not succeeded:
+            raise found
+        answer: T = found
+        return answer
+
+
+def _serve_models(pipe: Connection, source: str | Path, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
+    os.environ["CUDA_VISIBLE_DEVICES"] = device
+    models = Models(source)
+    with suppress(EOFError, OSError):  # the server has ended
+        while True:
+            work = pipe.recv()
+            try:
+                answer = True, work(models)
+            except UnbrokenError as error:
+                answer = False, error
+            except Exception as error:  # which may be one that cannot be pickled
+                traceback.print_exc()
+                answer = False, RuntimeError(f"{type(error).__name__}: {error}")
+            pipe.send(answer)
 
 
 @torch.no_grad()

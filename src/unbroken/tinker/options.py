@@ -47,6 +47,8 @@ class TinkerOptions:
     tinker_full: bool = False
     """Train all weights (rank 0), of one model at a time, instead of adapters: an engine that has sampled from other
     whole weights takes no adapters any more."""
+    tinker_device: str | None = None
+    """Train in a process of its own on this GPU, as CUDA_VISIBLE_DEVICES names it; without it, where the server is."""
     tinker_idle_s: float = 300.0
     """Seconds after which a client that gives no sign of life has its models freed; the SDK gives one every 10 s."""
     tinker_max_models: int = 8
@@ -85,6 +87,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add("tinker_sessions", metavar="STORE")
     group.add("tinker_keys", type=Path, metavar="FILE")
     group.add("tinker_full", action="store_true")
+    group.add("tinker_device", metavar="GPU")
     group.add("tinker_idle_s", type=float, metavar="SECONDS")
     group.add("tinker_max_models", type=int, metavar="NUMBER")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
@@ -61,7 +60,7 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
         InvalidInputError: an option is invalid.
         StoreError: the store cannot be opened.
     """
-    from unbroken.tinker.models import Models
+    from unbroken.tinker.models import Models, TrainerProcess
 
     store = TinkerStore(
         tinker.tinker_store,
@@ -75,7 +74,9 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
         options=tinker,
         model=options.model,
         tokenizer=options.tokenizer or options.model,
-        open_backend=lambda: Models(Path(options.model)),
+        open_backend=partial(Models, options.model)
+        if tinker.tinker_device is None
+        else partial(TrainerProcess, options.model, tinker.tinker_device),
     )
     make_app = partial(create_tinker_app, make_api, tinker.read_keys())
     try:

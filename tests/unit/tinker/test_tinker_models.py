@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 from dataclasses import replace
+from operator import attrgetter, methodcaller
 
 import numpy as np
 import peft
@@ -19,9 +20,9 @@ from support.adapted import untied_qwen3
 from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
-from unbroken.errors import CheckpointError, InvalidInputError, TrainingError
+from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError
 from unbroken.tinker.data import AdamParams, Datum, LoraSpec
-from unbroken.tinker.models import Models, find_modules
+from unbroken.tinker.models import Models, TrainerProcess, find_modules
 
 EXACT = 1e-6
 ADAPTER = LoraSpec(rank=3, seed=7)
@@ -593,3 +594,27 @@ def test_a_base_that_is_no_model_is_named(tmp_path):
 def test_layers_that_are_not_linear_are_refused():
     with pytest.raises(InvalidInputError, match="train_attn must be False for GPT2LMHeadModel, which has no linear"):
         find_modules(tiny_model("gpt2"), LoraSpec(rank=1))
+
+
+def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder, tmp_path):
+    here, there = open_models(folder, dtype=None), TrainerProcess(folder, "")
+    data = make_data("ppo")
+    outputs = []
+    for name, models in (("here", here), ("there", there)):
+        assert models.run(methodcaller("create", "a", ADAPTER)) == ADAPTER
+        outputs.append(models.run(methodcaller("forward_backward", "a", data, "ppo", {}, True)))
+        assert models.run(methodcaller("optim_step", "a", AdamParams(learning_rate=0.01)))["num_steps"] == 1
+        models.run(methodcaller("save", "a", tmp_path / name, True))
+    assert outputs[0].metrics == outputs[1].metrics
+    for one, other in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "here" / file).read_bytes() == (tmp_path / "there" / file).read_bytes()
+    with pytest.raises(InvalidInputError, match="there is no model 'b'"):
+        there.run(methodcaller("optim_step", "b", AdamParams()))
+    with pytest.raises(RuntimeError, match="AttributeError: 'Models' object has no attribute 'x'"):
+        there.run(attrgetter("x"))
+    there.process.kill()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"the trainer's process has ended .exit code -9. with all its models"):
+            there.run(methodcaller("optim_step", "a", AdamParams()))

@@ -513,7 +513,7 @@ def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any
         options=TinkerOptions(**options),
         model="tiny",
         tokenizer="tiny",
-        open_backend=lambda: models,
+        open_backend=lambda: SimpleNamespace(run=lambda work: work(models)),
     )
 
 
