@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, open_database, open_store_reader
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
@@ -131,14 +131,9 @@ class Checkpoint:
     made: float = field(default_factory=time.time)
 
     @property
-    def checkpoint_id(self) -> str:
-        """Its path within the training run."""
-        return self.path.removeprefix("tinker://").partition("/")[2]
-
-    @property
     def is_for_training(self) -> bool:
         """Whether training can go on from it."""
-        return self.checkpoint_id.startswith("weights/")
+        return "/weights/" in self.path
 
     @property
     def is_over(self) -> bool:
@@ -148,7 +143,7 @@ class Checkpoint:
     def describe(self) -> dict[str, Any]:
         """A `Checkpoint` of the API."""
         return {
-            "checkpoint_id": self.checkpoint_id,
+            "checkpoint_id": self.path.split("/", 3)[3],
             "checkpoint_type": "training" if self.is_for_training else "sampler",
             "time": _format_time(self.made),
             "tinker_path": self.path,
@@ -208,7 +203,10 @@ class TinkerStore:
         self._sessions = sessions
         self._turns: dict[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = {}
         """The turns of the gateway's session that was read last; turns never change."""
-        self._database = open_database(str(location), TINKER_TABLES)
+        try:
+            self._database = open_database(str(location), TINKER_TABLES)
+        except (InvalidInputError, StoreError) as error:
+            raise type(error)(f"--tinker-store: {error}") from None
         self._write, self.close = self._database.write, self._database.close
         try:
             name = self._write(_begin)
@@ -275,8 +273,8 @@ class TinkerStore:
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
         """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
-        found = next(iter(self._find_sequences("s.id", sequence_id, owner)), None)
-        return found if found is not None or self._sessions is None else self._find_turn(sequence_id, owner)
+        found = self._find_sequences("s.id", sequence_id, owner)
+        return found[0] if found else self._find_turn(sequence_id, owner)
 
     def find_call(self, request_id: str, *, owner: str) -> list[RecordedSequence]:
         """The completions of a sampling call: all that it had, or none."""

@@ -70,7 +70,7 @@ def write_files(store: TinkerStore, checkpoint: Checkpoint = SAVED) -> Path:
 
 def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(open_store):
     store = open_store()
-    with pytest.raises(StoreError, match=r"store must be a .* that no other process uses.*, and .*"):
+    with pytest.raises(StoreError, match=r"--tinker-store: store must be a .* that no other process uses.*, and .*"):
         open_store()
     store.put_model(FACTS, owner="me")
     path = SAVED.path
@@ -220,5 +220,5 @@ def test_options_of_a_store(tmp_path):
         TinkerOptions(tinker_files=tmp_path)
     with pytest.raises(InvalidInputError, match="--tinker-keep-days must be > 0, got 0"):
         TinkerOptions(tinker_keep_days=0)
-    with pytest.raises(InvalidInputError, match=r"store must be a folder or a postgresql:// URL, got .* mysql"):
+    with pytest.raises(InvalidInputError, match=r"--tinker-store: .* a folder or a postgresql:// URL, got .* mysql"):
         TinkerStore("mysql://x")
