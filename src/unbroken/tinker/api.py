@@ -71,7 +71,10 @@ class WeightsInfoRequest(BaseModel):
 
 
 class TinkerApi:
-    """What the paths do, for the owner of a key: a hash of it. A method of the name of a path does it."""
+    """What the paths do, by methods of their names, for the owner of a key (a hash of it).
+
+    Those that take a run are called in the order of the run's calls.
+    """
 
     def __init__(
         self,
@@ -255,6 +258,11 @@ class TinkerApi:
             raise await self._explain_gone(model_id, owner)
         return run
 
+    async def submit(self, owner: str, name: str, body: Any) -> Promise:
+        """Take a call of a model, which the method of this name does in its turn."""
+        run = await self._get_run(body.model_id, owner)
+        return run.submit(body.seq_id, name, partial(getattr(self, name), run, body), _encode(body))
+
     def refuse(self, owner: str, given: Mapping[str, Any], kind: str, error: Exception) -> Promise:
         """Fail a call of which only the number can be read, so that later ones go on; raise `error` if it has none."""
         model_id, seq_id = given.get("model_id"), given.get("seq_id")
@@ -320,33 +328,23 @@ class TinkerApi:
             run.count({**output.metrics, **metrics})
         return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)
 
-    async def optim_step(self, owner: str, body: types.OptimStepRequest) -> Answer:
-        run = await self._get_run(body.model_id, owner)
-
-        async def work() -> Response:
-            if not isinstance(body.optim_params, types.AdamParams):
-                raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
-            params = AdamParams(**body.optim_params.model_dump())
-            counted, run.counted = run.counted, {}
-            metrics = await self._train(methodcaller("optim_step", run.model_id, params))
-            run.version += 1
-            known = {name: each for name, each in {**counted, **metrics}.items() if math.isfinite(each)}
-            await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
-            return json_response({"metrics": metrics})
-
-        return run.submit(body.seq_id, "optim_step", work, _encode(body))
+    async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Response:
+        if not isinstance(body.optim_params, types.AdamParams):
+            raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
+        params = AdamParams(**body.optim_params.model_dump())
+        counted, run.counted = run.counted, {}
+        metrics = await self._train(methodcaller("optim_step", run.model_id, params))
+        run.version += 1
+        known = {name: each for name, each in {**counted, **metrics}.items() if math.isfinite(each)}
+        await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
+        return json_response({"metrics": metrics})
 
     # Checkpoints
 
-    async def save_weights(self, owner: str, body: types.SaveWeightsRequest) -> Answer:
+    async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Response:
         """Save a model with its optimizer, so that training can go on from there."""
-        run = await self._get_run(body.model_id, owner)
-
-        async def work() -> Response:
-            path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body, overwrite=body.overwrite)
-            return json_response({"path": path, "type": "save_weights"})
-
-        return run.submit(body.seq_id, "save_weights", work, _encode(body))
+        path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body, overwrite=body.overwrite)
+        return json_response({"path": path, "type": "save_weights"})
 
     async def _save(
         self,
@@ -414,18 +412,13 @@ class TinkerApi:
         run.version += 1
         run.counted = {}
 
-    async def save_weights_for_sampler(self, owner: str, body: types.SaveWeightsForSamplerRequest) -> Answer:
+    async def save_weights_for_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> Response:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
-        run = await self._get_run(body.model_id, owner)
-
-        async def work() -> Response:
-            if body.path is None:
-                made = {"sampling_session_id": await self._make_sampler(run, body)}
-            else:
-                made = {"path": await self._save(run, "sampler_weights", body.path, body)}
-            return json_response({**made, "type": "save_weights_for_sampler"})
-
-        return run.submit(body.seq_id, "save_weights_for_sampler", work, _encode(body))
+        if body.path is None:
+            made = {"sampling_session_id": await self._make_sampler(run, body)}
+        else:
+            made = {"path": await self._save(run, "sampler_weights", body.path, body)}
+        return json_response({**made, "type": "save_weights_for_sampler"})
 
     async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> str:
         number = body.sampling_session_seq_id

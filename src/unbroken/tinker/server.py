@@ -153,15 +153,15 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
 
 def _make_call(name: str) -> Callable[..., Awaitable[Response]]:
     call = getattr(TinkerApi, name)
-    body_type = get_type_hints(call)["body"]
+    takes = get_type_hints(call)
 
     async def handle(request: Request, given: dict[str, Any]) -> Response:
         api, owner = _find(request)
         try:
-            body = body_type.model_validate(given, extra="ignore")
+            body = takes["body"].model_validate(given, extra="ignore")
         except ValidationError as error:
             return _respond(api.refuse(owner, given, name, error))
-        return _respond(await call(api, owner, body))
+        return _respond(await (api.submit(owner, name, body) if "run" in takes else call(api, owner, body)))
 
     return handle
 

@@ -38,10 +38,12 @@ class ClaimedDatum:
 
 def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> messages.ForwardBackwardRequest:
     """Parse the body of `forward_backward`; `HttpError` if it is no protobuf message, or is compressed."""
-    if PROTOBUF not in content_type:
-        raise HttpError(400, f"Content-Type must be {PROTOBUF}, got {content_type[:100]!r}: use an SDK >= 0.38")
-    if encoding not in ("", "identity"):
-        raise HttpError(400, f"Content-Encoding must be left out, as client/config says, got {encoding[:100]!r}")
+    if PROTOBUF not in content_type or encoding not in ("", "identity"):
+        raise HttpError(
+            400,
+            f"the body must be {PROTOBUF} that is not compressed (client/config), got {content_type[:100]!r}, "
+            f"{encoding[:100]!r}: use an SDK >= 0.38",
+        )
     message = messages.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -52,10 +54,8 @@ def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> mes
 
 def read_loss_config(message: messages.ForwardBackwardRequest) -> dict[str, float | str]:
     """The values of `loss_fn_config`."""
-    found: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        found[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return found
+    given = message.loss_fn_config_v2.items()
+    return {name: value.text if value.WhichOneof("value") == "text" else value.number for name, value in given}
 
 
 def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context_length: int) -> list[ClaimedDatum]:

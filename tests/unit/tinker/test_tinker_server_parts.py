@@ -634,7 +634,7 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
         body = types.SaveWeightsForSamplerRequest(
             model_id=model_id, seq_id=number, sampling_session_seq_id=number, kind=kind
         )
-        promise = await api.save_weights_for_sampler("me", body)
+        promise = await api.submit("me", "save_weights_for_sampler", body)
         await promise.wait()
         made.append(json.loads(promise.result.body)["sampling_session_id"])
     folders = {each.name for each in (store.temporary_folder / session).iterdir()}
@@ -692,8 +692,8 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     _, model_id = await make_model(api)
     calls = iter(range(1, 99))
 
-    async def save(call: Any = api.save_weights, kind: Any = types.SaveWeightsRequest, **fields: Any) -> str:
-        promise = await call("me", kind(model_id=model_id, seq_id=next(calls), path="a", **fields))
+    async def save(call: str = "save_weights", kind: Any = types.SaveWeightsRequest, **fields: Any) -> str:
+        promise = await api.submit("me", call, kind(model_id=model_id, seq_id=next(calls), path="a", **fields))
         await promise.wait()
         return promise.result.body.decode()
 
@@ -713,7 +713,7 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     assert find() != first
     assert not first.exists()
 
-    to_sample = partial(save, api.save_weights_for_sampler, types.SaveWeightsForSamplerRequest)
+    to_sample = partial(save, "save_weights_for_sampler", types.SaveWeightsForSamplerRequest)
     assert "sampler_weights/a" in await to_sample()
     assert "is there already: give another name" in await to_sample()  # samplers have it
     for ttl in (0, 10**12):
