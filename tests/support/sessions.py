@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,20 @@ from unbroken.ledger.records import (
     TurnCommit,
     TurnRecord,
 )
+from unbroken.ledger.store import SessionStore, open_database
+from unbroken.ledger.store.sql import SqlSessionStore
+from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 
+WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
+"""The migrations of a later release."""
+BROKEN = (*WITH_TITLE, ("DELETE FROM sessions", "DROP TABLE missing"))
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+
+
+def open_later_store(location: str, migrations: Sequence[Sequence[str]] = WITH_TITLE) -> SessionStore:
+    """Open a store as a release with these migrations does."""
+    return SqlSessionStore(open_database(location, dataclasses.replace(SESSION_TABLES, migrations=migrations)))
 
 
 def digest_key(key: str) -> bytes:

@@ -13,8 +13,8 @@ from typing import cast
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.reader import StoreReader, StoreSnapshots
-from unbroken.ledger.store.sql import Cursor, Database
-from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_snapshots, open_sqlite_store
+from unbroken.ledger.store.sql import Cursor, Database, SqlSessionStore
+from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_snapshots
 from unbroken.ledger.store.tables import SESSION_TABLES, Tables
 from unbroken.ledger.store.writer import SessionWriter
 
@@ -44,9 +44,7 @@ def open_store(location: str, *, advertised: str | None = None) -> SessionStore:
         StoreError: it cannot be opened: another process uses the folder, the server does not answer, or its sessions
             are of a later version.
     """
-    if is_postgres_url(location):
-        return cast(SessionStore, _import_postgres().open_postgres_store(location, advertised=advertised))
-    return open_sqlite_store(_get_folder(location))
+    return SqlSessionStore(open_database(location, SESSION_TABLES, advertised=advertised))
 
 
 def open_store_reader(location: str) -> StoreReader:
@@ -59,12 +57,12 @@ def open_store_reader(location: str) -> StoreReader:
     return StoreReader(open_snapshots(location, SESSION_TABLES))
 
 
-def open_database(location: str, tables: Tables) -> Database:
+def open_database(location: str, tables: Tables, *, advertised: str | None = None) -> Database:
     """Open a database with these tables at `location`, and make them, or migrate those of an earlier version. Raises as
     `open_store` does.
     """
     if is_postgres_url(location):
-        return cast(Database, _import_postgres().PostgresDatabase(location, tables))
+        return cast(Database, _import_postgres().PostgresDatabase(location, tables, advertised))
     return SqliteDatabase(_get_folder(location), tables)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import psycopg
@@ -22,8 +21,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.reader import StoreSnapshots, StoreState
-from unbroken.ledger.store.sql import Cursor, SqlSessionStore
-from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
+from unbroken.ledger.store.sql import Cursor
+from unbroken.ledger.store.tables import Tables, check_version, find_statements
 
 T = TypeVar("T")
 _TYPES = {
@@ -66,18 +65,6 @@ _WAIT_S = 10.0
 """How long an earlier connection of ours may take to end."""
 
 
-def open_postgres_store(
-    url: str, *, advertised: str | None = None, migrations: Sequence[Sequence[str]] = MIGRATIONS
-) -> SqlSessionStore:
-    """Open the store in a database, in which the schema `unbroken` is made if it is missing, or migrated.
-
-    Raises:
-        InvalidInputError: the URL cannot be parsed.
-        StoreError: it cannot be connected to, or its sessions are of a later version.
-    """
-    return SqlSessionStore(PostgresDatabase(url, replace(SESSION_TABLES, migrations=migrations), advertised))
-
-
 def open_postgres_snapshots(url: str, tables: Tables) -> StoreSnapshots:
     """Open a database to read these tables, in transactions that are read only.
 
@@ -100,7 +87,12 @@ class PostgresDatabase:
     """Locks the row; its data are not written again."""
 
     def __init__(self, url: str, tables: Tables, advertised: str | None = None) -> None:
-        """Open it as `open_postgres_store` does."""
+        """Open it; the schema is made if it is missing, or migrated. `advertised` is a URL of this process.
+
+        Raises:
+            InvalidInputError: the URL cannot be parsed.
+            StoreError: it cannot be connected to, its tables are of a later version, or not shared and in use.
+        """
         place = _parse(url)
         self._locks = tables.locks
         self._writer = _Connection(place if advertised is None else {**place, "application_name": advertised}, tables)

@@ -24,16 +24,15 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store.reader import StoreSnapshots, StoreState
-from unbroken.ledger.store.sql import Cursor, SqlSessionStore
-from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES, Tables, check_version, find_statements
+from unbroken.ledger.store.sql import Cursor
+from unbroken.ledger.store.tables import SESSION_TABLES, Tables, check_version, find_statements
 
 T = TypeVar("T")
 DATABASE_FILE = SESSION_TABLES.file
@@ -49,16 +48,6 @@ _OLDEST_SQLITE = (3, 35, 0)
 """The first with RETURNING."""
 
 
-def open_sqlite_store(folder: Path, *, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> SqlSessionStore:
-    """Open the store in a folder, which is made if it is missing; tables of an earlier version are migrated.
-
-    Raises:
-        InvalidInputError: the folder cannot be written.
-        StoreError: another process uses it, its sessions are of a later version, or it is damaged.
-    """
-    return SqlSessionStore(SqliteDatabase(folder, replace(SESSION_TABLES, migrations=migrations)))
-
-
 class SqliteDatabase:
     """Implements `Database` with a connection for writing and one for reading, which does not wait for the disk."""
 
@@ -69,7 +58,12 @@ class SqliteDatabase:
     keep_blob = "DO NOTHING"
 
     def __init__(self, folder: Path, tables: Tables) -> None:
-        """Open it as `open_sqlite_store` does."""
+        """Open it; the folder is made if it is missing, and tables of an earlier version are migrated.
+
+        Raises:
+            InvalidInputError: the folder cannot be written.
+            StoreError: another process uses it, its tables are of a later version, or it is damaged.
+        """
         if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
             oldest = ".".join(map(str, _OLDEST_SQLITE))
             raise StoreError(f"{tables.content} need SQLite {oldest} or later, and Python has {sqlite3.sqlite_version}")

@@ -16,13 +16,10 @@ import pytest
 
 from support.killed_store import kill_and_check
 from support.postgres import LosingProxy, PostgresServer, run_postgres
-from support.sessions import make_commit, make_session
+from support.sessions import BROKEN, make_commit, make_session, open_later_store
 from unbroken.errors import InvalidInputError, NotOwnerError, SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
-from unbroken.ledger.store.tables import MIGRATIONS
-
-WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
 
 
 @pytest.fixture(scope="module")
@@ -183,17 +180,15 @@ def test_gateways_that_start_at_the_same_time_make_the_tables_once(connect):
 
 
 def test_sessions_of_an_earlier_version_are_migrated_and_those_of_a_later_one_refused(connect, server):
-    from unbroken.ledger.store.postgres import open_postgres_store
-
     store = connect()
     store.create(make_session("s"))
     store.commit([make_commit("s", 0)])
     store.close()
     with pytest.raises(StoreError, match='table "missing" does not exist'):
-        open_postgres_store(server.url, migrations=(*WITH_TITLE, ("DELETE FROM sessions", "DROP TABLE missing")))
+        open_later_store(server.url, BROKEN)
     assert count_turns(connect(), "s") == 1
     for _ in range(2):
-        store = open_postgres_store(server.url, migrations=WITH_TITLE)
+        store = open_later_store(server.url)
         assert count_turns(store, "s") == 1
         store.close()
     with pytest.raises(StoreError, match=r"database 'postgres' on .* has sessions of schema version 3, .* up to 2"):

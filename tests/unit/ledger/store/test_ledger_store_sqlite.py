@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 
 from support.killed_store import kill_and_check
-from support.sessions import make_commit, make_session
+from support.sessions import BROKEN, WITH_TITLE, make_commit, make_session, open_later_store
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import open_store
-from unbroken.ledger.store.sqlite import open_sqlite_store
 from unbroken.ledger.store.tables import MIGRATIONS
-
-WITH_TITLE = (*MIGRATIONS, ("ALTER TABLE sessions ADD COLUMN title TEXT NOT NULL DEFAULT 'untitled'",))
 
 
 def fill(folder: Path) -> None:
-    store = open_sqlite_store(folder)
+    store = open_store(str(folder))
     store.create(make_session("s"))
     store.commit([make_commit("s", 0)])
     store.close()
@@ -39,7 +36,7 @@ def test_nothing_that_was_acknowledged_is_lost_by_kill_9_and_nothing_is_half_the
 
 
 def test_a_turn_is_on_disk_before_commit_returns(tmp_path):
-    store = open_sqlite_store(tmp_path)
+    store = open_store(str(tmp_path))
     connection = sqlite3.connect(tmp_path / "sessions.sqlite3")
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     connection.close()
@@ -61,7 +58,7 @@ def test_sessions_of_an_earlier_version_are_migrated_and_keep_their_turns(tmp_pa
     fill(tmp_path)
     assert read_version(tmp_path) == len(MIGRATIONS)
     for _ in range(2):
-        store = open_sqlite_store(tmp_path, migrations=WITH_TITLE)
+        store = open_later_store(str(tmp_path))
         loaded = store.load("s")
         assert loaded is not None
         assert len(loaded.turns) == 1
@@ -79,7 +76,7 @@ def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(t
             connection.execute(f"ALTER TABLE turns {statement}")
         connection.execute("PRAGMA user_version = 1")
     assert read_version(tmp_path) == 1
-    store = open_sqlite_store(tmp_path)
+    store = open_store(str(tmp_path))
     loaded = store.load("s")
     assert loaded is not None
     assert [turn.sequence.kept_ids for turn in loaded.turns] == [None]
@@ -90,30 +87,30 @@ def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(t
 def test_a_migration_that_fails_changes_nothing(tmp_path):
     fill(tmp_path)
     with pytest.raises(StoreError, match="no such table"):
-        open_sqlite_store(tmp_path, migrations=(*WITH_TITLE, ("DELETE FROM sessions", "DROP TABLE missing")))
+        open_later_store(str(tmp_path), BROKEN)
     assert read_version(tmp_path) == len(MIGRATIONS)
-    store = open_sqlite_store(tmp_path)
+    store = open_store(str(tmp_path))
     assert store.load("s") is not None
     store.close()
 
 
 def test_sessions_of_a_later_version_are_refused_and_left_alone(tmp_path):
-    open_sqlite_store(tmp_path, migrations=WITH_TITLE).close()
+    open_later_store(str(tmp_path)).close()
     for _ in range(2):
         with pytest.raises(StoreError, match=r"schema version 3, and this release knows versions up to 2: use the rel"):
-            open_sqlite_store(tmp_path)
+            open_store(str(tmp_path))
     assert read_version(tmp_path) == len(WITH_TITLE)
 
 
 def test_an_empty_file_is_a_new_database_and_another_file_is_refused(tmp_path):
     (tmp_path / "sessions.sqlite3").touch()
-    open_sqlite_store(tmp_path).close()
+    open_store(str(tmp_path)).close()
     other = tmp_path / "other"
     other.mkdir()
     (other / "sessions.sqlite3").write_bytes(b"no database" * 1000)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"sessions.sqlite3 cannot be used: .*not a database"):
-            open_sqlite_store(other)
+            open_store(str(other))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_the_files_are_readable_by_their_owner_only(tmp_path):
 
 
 def test_a_full_disk_is_said_and_what_was_stored_stays(tmp_path):
-    store = open_sqlite_store(tmp_path)
+    store = open_store(str(tmp_path))
     store.create(make_session("s"))
     store.commit([make_commit("s", 0)])
     store._database.write(lambda cursor: cursor.execute("PRAGMA max_page_count = 40"))

@@ -14,7 +14,6 @@ from unbroken.errors import SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionWriter, open_store
 from unbroken.ledger.store.sql import SqlSessionStore
-from unbroken.ledger.store.sqlite import open_sqlite_store
 
 
 class SlowStore(SqlSessionStore):
@@ -33,7 +32,7 @@ class SlowStore(SqlSessionStore):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SlowStore]:
-    store = SlowStore(open_sqlite_store(tmp_path))
+    store = SlowStore(open_store(str(tmp_path)))
     for name in "abcd":
         store.create(make_session(name))
     yield store
@@ -125,7 +124,7 @@ async def test_closing_writes_what_waits_and_takes_no_more(store):
 
 def test_a_loop_that_ended_first_does_no_harm(tmp_path):
     """The thread outlives a loop that was stopped in mid-commit, and writes nevertheless."""
-    slow = SlowStore(open_sqlite_store(tmp_path))
+    slow = SlowStore(open_store(str(tmp_path)))
     slow.create(make_session("a"))
 
     async def leave() -> SessionWriter:
