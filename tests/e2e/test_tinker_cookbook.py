@@ -17,7 +17,8 @@ from support.client_runs import client_command, client_environment
 from support.served import Served, save_tiny_model, served
 
 pytestmark = pytest.mark.clients
-MODEL = "Qwen/Qwen3-8B"
+MODEL, ANSWERER = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B"
+"""The second is the one name that twenty_questions has its answers from."""
 ROWS = {
     "openai/gsm8k": [{"question": f"What is {k % 5} plus 1?", "answer": f"#### {k % 5 + 1}"} for k in range(192)],
     "HuggingFaceH4/no_robots": [
@@ -52,16 +53,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def start(folder: Path, model: str) -> Any:
+    return served(
+        folder / model, "--served-model-name", model, "--tinker", "--tinker-store", str(folder / f"{model}-store"),
+        "--tinker-max-models", "64", engine="transformers",
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    with served(
-        folder / MODEL, "--served-model-name", MODEL, "--tinker", "--tinker-store", str(folder / "store"),
-        "--tinker-max-models", "64", engine="transformers",
-    ) as running:  # fmt: skip
+    with start(folder, MODEL) as running:
         yield running
 
 
-def run(server: Served, folder: Path, recipe: str, *options: str) -> list[dict[str, Any]]:
+def run(server: Served, folder: Path, recipe: str, *options: str, model: str = MODEL) -> list[dict[str, Any]]:
     """Run a recipe to its end; returns the metrics of its steps."""
     log = folder / "logs" / recipe
     environment = client_environment("tinker-cookbook", folder / "cache") | {
@@ -70,7 +75,7 @@ def run(server: Served, folder: Path, recipe: str, *options: str) -> list[dict[s
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder),
     }
-    words = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}", *options]
+    words = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={model}", f"log_path={log}", *options]
     done = subprocess.run(
         client_command("tinker-cookbook", *words), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=300, check=False,
@@ -103,6 +108,13 @@ def test_sl_loop_learns(server, folder):
             ("renderer_name=qwen3", "group_size=2", "batch_size=2", "max_steps=1", "eval_every=0", "max_tokens=16"),
         ),
         (
+            "multiplayer_rl.text_arena.train",
+            (
+                *("renderer_name=qwen3", "batch_size=4", "num_train_datapoints=8", "num_test_datapoints=2"),
+                *("max_steps=1", "max_tokens=8", "eval_every=0"),
+            ),
+        ),
+        (
             "rl_numerics_check.train",
             (
                 *("renderer_name=qwen3", "group_size=2", "groups_per_batch=2", "max_steps=1", "lora_rank=8"),
@@ -114,3 +126,10 @@ def test_sl_loop_learns(server, folder):
 )
 def test_recipes_run_unmodified(server, folder, recipe, options):
     assert run(server, folder, recipe, *options)
+
+
+def test_twenty_questions_is_played_on_a_server_of_the_model_that_answers(folder):
+    save_tiny_model(folder / ANSWERER)
+    options = ("renderer_name=qwen3", "group_size=2", "batch_size=1", "max_steps=1", "max_tokens=8", "eval_every=0")
+    with start(folder, ANSWERER) as server:
+        assert run(server, folder, "multiplayer_rl.twenty_questions.train", *options, model=ANSWERER)
