@@ -215,7 +215,7 @@ class TinkerApi:
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
         run = TrainingRun(facts, owner=owner, promises=promises)
         work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
-        promise = promises.start(f"{model_id}:0", "create_model", _encode(body), work, model_id=model_id)
+        promise = promises.start(f"{model_id}:0", "create_model", _encode(body), work)
         if is_new:
             session.runs[model_id] = run
         return promise
@@ -519,7 +519,7 @@ class TinkerApi:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         work = partial(self._sample, owner, weights, body, request_id)
-        promise = self._promises[owner].start(request_id, "sample", _encode(body), work, model_id=weights.model_id)
+        promise = self._promises[owner].start(request_id, "sample", _encode(body), work)
         promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return promise
 
@@ -600,7 +600,7 @@ class TinkerApi:
             timeout_s=_POLL_S if body.timeout is None else min(body.timeout, _POLL_S),
         )
         done = [{"state": "finished", "request_id": each.request_id} for each in ended]
-        return {"completions": done, "cursor": ended[-1].number if ended else body.prev_cursor}
+        return {"completions": done, "cursor": ended[-1].ended_ns if ended else body.prev_cursor}
 
     async def cancel_future(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """End a sampling call whose result nobody waits for."""

@@ -140,7 +140,8 @@ def _find(request: Request) -> tuple[TinkerApi, str]:
 
 def _respond(answer: Answer) -> Response:
     if isinstance(answer, Promise):
-        fields = {"request_id": answer.request_id, "model_id": answer.model_id or None}
+        model_id = None if answer.sequence_ids else answer.request_id.rpartition(":")[0]
+        fields = {"request_id": answer.request_id, "model_id": model_id}
         return json_response({**fields, "sample_sequence_ids": answer.sequence_ids or None})
     if isinstance(answer, Response):
         return answer

@@ -67,16 +67,13 @@ class Promise:
     """Of kind and body: by it a call that comes again is known."""
     num_bytes: int
     """Of the body."""
-    model_id: str
     task: asyncio.Task[Response]
     sequence_ids: list[str] = field(default_factory=list)
     """Of a sampling call: the ids of its completions."""
     result: Response | None = None
     is_sent: bool = False
     """When there is no room, its result is forgotten before any that was not."""
-    finished_s: float = 0.0
-    number: int = 0
-    """In the order in which the calls of a key have ended, from 1."""
+    ended_ns: int = 0
 
     async def wait(self, timeout_s: float | None = None) -> Response | None:
         """Wait for the result; None if it takes longer."""
@@ -93,12 +90,9 @@ class Promises:
         """Those with results, the oldest first."""
         self._open_bytes = self._kept_bytes = 0
         """All bytes of the bodies of open ones, and of results."""
-        self._num_ended = 0
         self._next_end = asyncio.Event()
 
-    def start(
-        self, request_id: str, kind: str, body: bytes, work: Work, *, model_id: str, is_next: bool = False
-    ) -> Promise:
+    def start(self, request_id: str, kind: str, body: bytes, work: Work, *, is_next: bool = False) -> Promise:
         """Begin a call; the promise of before, if it comes again.
 
         Raises:
@@ -129,7 +123,6 @@ class Promises:
             kind=kind,
             digest=digest,
             num_bytes=len(body),
-            model_id=model_id,
             task=asyncio.create_task(work()),
         )
         self._open_bytes += len(body)
@@ -143,8 +136,7 @@ class Promises:
             promise.result = describe_failure(HttpError(499, "the call was cancelled"))
         except Exception as error:
             promise.result = describe_failure(error)
-        self._num_ended += 1
-        promise.number, promise.finished_s = self._num_ended, time.monotonic()
+        promise.ended_ns = time.monotonic_ns()
         self._next_end.set()
         self._next_end = asyncio.Event()
         self._open_bytes -= promise.num_bytes
@@ -152,7 +144,7 @@ class Promises:
         self._kept_bytes += len(promise.result.body)
         while self._kept_bytes > _MAX_KEPT_BYTES and (sent := self._find_sent()) is not None:
             self._forget(sent)
-        while (oldest := next(iter(self._kept.values()))).finished_s < promise.finished_s - _KEPT_S:
+        while (oldest := next(iter(self._kept.values()))).ended_ns < promise.ended_ns - _KEPT_S * 1e9:
             self._forget(oldest)
 
     def _find_sent(self) -> Promise | None:
@@ -171,14 +163,14 @@ class Promises:
                 promise.task.cancel()
 
     async def wait_for_samples(self, sampler_id: str, clone: int, *, after: int, timeout_s: float) -> list[Promise]:
-        """The calls of a sampler, or of a clone of it, that have ended after the one with the number `after`, in order;
-        none if none ends in time.
+        """The calls of a sampler, or of a clone of it, that have ended after the time `after`, in order; none if none
+        ends in time.
         """
         found: list[Promise] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not found:
-                    for promise in takewhile(lambda each: each.number > after, reversed(self._kept.values())):
+                    for promise in takewhile(lambda each: each.ended_ns > after, reversed(self._kept.values())):
                         name, _, seq_id = promise.request_id.rpartition(":")
                         if name == sampler_id and int(seq_id) // _SEQ_IDS_PER_CLONE == clone:
                             found.insert(0, promise)
@@ -214,7 +206,6 @@ class TrainingRun:
         """Set while no call runs."""
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._ended = ""
 
     def count(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a call to those of its step; means are left out."""
@@ -238,14 +229,8 @@ class TrainingRun:
                 f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + MAX_OPEN}), got {number}: calls "
                 "are numbered from 1, and a client that goes on with another's model must go on with its numbers",
             )
-        promise = self._promises.start(
-            request_id,
-            kind,
-            body,
-            partial(self._work_in_turn, turn, work),
-            model_id=self.model_id,
-            is_next=number == self._next,
-        )
+        in_turn = partial(self._work_in_turn, turn, work)
+        promise = self._promises.start(request_id, kind, body, in_turn, is_next=number == self._next)
         if is_new:
             self._waiting[number] = turn
             self._begin_next()
@@ -263,11 +248,9 @@ class TrainingRun:
         """Let the next call begin, unless one runs; those that wait too long for one that does not come fail."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._ended:
-            self._fail_waiting(self._ended)
-        elif not self._idle.is_set():
+        if not self._idle.is_set():
             return
-        elif turn := self._waiting.pop(self._next, None):
+        if turn := self._waiting.pop(self._next, None):
             self._next += 1
             self._idle.clear()
             turn.set_result(None)
@@ -285,11 +268,12 @@ class TrainingRun:
         for turn in self._waiting.values():
             turn.set_exception(HttpError(410, reason))
         self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def end(self, reason: str) -> None:
-        """Take no more calls; those that wait fail, and the one that runs is waited for."""
-        self._ended = f"model {self.model_id} is gone: {reason}"
-        self._begin_next()
+        """Fail the calls that wait, and wait for the one that runs; there may be no more after it."""
+        self._fail_waiting(f"model {self.model_id} is gone: {reason}")
         await self._idle.wait()
 
 

@@ -299,7 +299,7 @@ async def end(promise: Any, call: Call) -> Any:
 
 
 def start(promises: Promises, request_id: str, call: Call) -> Any:
-    return promises.start(request_id, "sample", b"", call, model_id="")
+    return promises.start(request_id, "sample", b"", call)
 
 
 async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
@@ -372,8 +372,8 @@ async def test_ended_samples_are_told_once_by_a_cursor_and_to_each_clone_its_own
     assert await ask(clone=1) == [held[2]]
     await end(held[0], calls[0])
     assert await ask() == [held[1], held[0]]
-    assert await ask(after=held[1].number) == [held[0]]
-    assert await ask(after=held[0].number) == []
+    assert await ask(after=held[1].ended_ns) == [held[0]]
+    assert await ask(after=held[0].ended_ns) == []
 
 
 async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
@@ -528,7 +528,7 @@ async def make_model(
     )
     made = await api.create_model(owner, body)
     await made.wait()
-    return session, made.model_id
+    return session, made.request_id.rpartition(":")[0]
 
 
 @pytest.mark.parametrize("full", [False, True])
