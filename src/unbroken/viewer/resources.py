@@ -24,8 +24,7 @@ from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
-from unbroken.viewer.sources.stores import StoreRun
-from unbroken.viewer.sources.tinker import TinkerRun
+from unbroken.viewer.sources.stores import StoreRun, TinkerRun
 
 MAX_RUNS = 4
 _PRELOAD = (
