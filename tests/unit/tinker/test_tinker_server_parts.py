@@ -120,7 +120,11 @@ def test_true_spans_are_proven_and_versions_and_logprobs_compared(store):
         (INPUTS, [], r"data\[0\].loss_fn_inputs: .* cover the field's 5 positions exactly, got 0"),
         ([prompt(3), sampled(2, 2)], TARGETS, "span 1: the sampled ids of 's1' have 3 positions, .* claims 2 from 2"),
         ([prompt(3), sampled(2, 1)], TARGETS, "span 1, position 3: .* have id 9 at 1, and id 8 was given .2 of"),
-        ([prompt(3), sampled(2, name="s2")], TARGETS, "has sampled no sequence 's2' for this key"),
+        (
+            [prompt(3), sampled(2, name="s2")],
+            TARGETS,
+            "sampled no sequence 's2' for this key, or removed it after 30 days",
+        ),
         ([sampled(3), sampled(2)], TARGETS, "span 0, position 0: .* have id 8 at 0, and id 5 was given"),
     ],
 )
