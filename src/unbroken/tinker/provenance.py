@@ -205,10 +205,12 @@ class ProvenanceCheck:
             difference = np.abs(given[start : start + length] - sequence.sampled.rollout_logprobs[place])
             self._counts["logprobs_changed"] += int((difference > 0).sum())
             self._difference = max(self._difference, float(difference.max(initial=0)))
-        if sequence.model_id == self._model_id:
-            self._lags.update((self._version - sequence.sampled.policy_versions[place]).tolist())
-        else:
+        if sequence.model_id != self._model_id:
             self._counts["other_model"] += length
+            return
+        for each in sequence.sampled.version_spans:
+            if (number := min(each.stop, offset + length) - max(each.start, offset)) > 0:
+                self._lags[self._version - each.policy_version] += number
 
 
 def _find_problem(
