@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import signal
 import time
@@ -154,6 +155,15 @@ def test_more_calls_than_the_queue_has_room_for_wait(model, tmp_path):
         metrics = httpx.get(f"{server.url}/metrics").text
         asked = re.findall(r'route="/api/v1/(retrieve_futures?)",status="200"}', metrics)
         assert set(asked) == {"retrieve_futures", "retrieve_future"}
+
+
+def test_copies_of_a_sampler_have_calls_of_their_own(server, monkeypatch):
+    """As in other processes, which get them pickled."""
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    client = connect(server).create_sampling_client(base_model="tiny").result()
+    copies = [client, *(pickle.loads(pickle.dumps(client)) for _ in range(2))]
+    answers = [each.sample(types.ModelInput.from_ints(PROMPT), 1, SAMPLING) for each in copies for _ in range(4)]
+    assert len({each.result(60).sequences[0].sequence_id for each in answers}) == len(answers)
 
 
 def test_all_weights_are_trained_with_rank_0(model, tmp_path):
