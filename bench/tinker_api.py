@@ -19,14 +19,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from tinker.types import AdamParams, LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo_task import SHAPES, UNTIED
 from packing import make_rows
-from unbroken.tinker.data import AdamParams, Datum, LoraSpec
+from unbroken.tinker.data import Datum
 from unbroken.tinker.models import Models
 from unbroken.training.config import OptimizerConfig, SharedPrefixes, TrainerConfig
 from unbroken.training.trainer import Trainer
@@ -62,12 +63,12 @@ def save_model(folder: Path, shape: str, longest: int) -> None:
 
 def make_trainer(folder: Path, accelerator: Accelerator) -> Trainer:
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if ON_GPU else torch.float32)
-    lora = LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-9, max_grad_norm=float("inf")),
         shared_prefixes=SharedPrefixes.NEVER,
     )
-    return Trainer(get_peft_model(model, lora), config, accelerator=accelerator)
+    return Trainer(peft.get_peft_model(model, lora), config, accelerator=accelerator)
 
 
 def make_datum(row: TrainingSample) -> Datum:
@@ -111,7 +112,7 @@ def count_memory(models: Models, data: list[Datum], number: int) -> None:
     """What one more model takes: its adapter; and after a step also its averages."""
     before = used_mib()
     for k in range(number):
-        models.create(f"more-{k}", LoraSpec(rank=RANK, train_unembed=False))
+        models.create(f"more-{k}", LoraConfig(rank=RANK, train_unembed=False))
     made = used_mib()
     for k in range(number):
         models.forward_backward(f"more-{k}", data[:1], "ppo", {}, backward=True)
@@ -142,7 +143,7 @@ def main() -> None:
         save_model(Path(folder), arguments.shape, arguments.longest)
         trainer = make_trainer(Path(folder), accelerator)
         models = Models(folder, accelerator=accelerator)
-        models.create("a", LoraSpec(rank=RANK, train_unembed=False))
+        models.create("a", LoraConfig(rank=RANK, train_unembed=False))
     taken = {"Trainer.step": [time_trainer(trainer, rows)], "ppo": [time_models(models, data, "ppo")]}
     for _ in range(arguments.rounds):
         taken["Trainer.step"].append(time_trainer(trainer, rows))

@@ -9,10 +9,11 @@ import pytest
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tinker.types import AdamParams, LoraConfig
 
 from support.adapted import untied_qwen3
 from support.effort import num_cases
-from unbroken.tinker.data import AdamParams, Datum, LoraSpec
+from unbroken.tinker.data import Datum
 from unbroken.tinker.losses import LOSSES
 from unbroken.tinker.models import Models
 
@@ -25,7 +26,7 @@ def models(tmp_path_factory) -> Models:
     folder = tmp_path_factory.mktemp("base")
     untied_qwen3().save_pretrained(folder)
     models = Models(folder, accelerator=Accelerator(cpu=True), tokens_per_pass=40)
-    models.create("a", LoraSpec(rank=2, seed=0))
+    models.create("a", LoraConfig(rank=2, seed=0))
     return models
 
 

@@ -12,7 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from functools import cache, partial
 from operator import methodcaller
 from pathlib import Path
@@ -28,7 +28,6 @@ from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError, to_http_error
 from unbroken.server.http.json import json_response
 from unbroken.threads import DaemonThreads
-from unbroken.tinker.data import AdamParams, LoraSpec
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
@@ -225,9 +224,9 @@ class TinkerApi:
     ) -> Response:
         lora = run.facts.lora
         try:
-            config = None if lora is None else LoraSpec(**lora)
+            config = None if lora is None else types.LoraConfig(**lora)
             made = await self._train(methodcaller("create", run.model_id, config))
-            run.facts = replace(run.facts, lora=None if made is None else asdict(made))
+            run.facts = replace(run.facts, lora=None if made is None else made.model_dump())
             if checkpoint is not None:
                 await self._load(run, checkpoint, optimizer)
         except BaseException:
@@ -331,11 +330,10 @@ class TinkerApi:
     async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Response:
         if not isinstance(body.optim_params, types.AdamParams):
             raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
-        params = AdamParams(**body.optim_params.model_dump())
-        counted, run.counted = run.counted, {}
-        metrics = await self._train(methodcaller("optim_step", run.model_id, params))
+        metrics = await self._train(methodcaller("optim_step", run.model_id, body.optim_params))
         run.version += 1
-        known = {name: each for name, each in {**counted, **metrics}.items() if math.isfinite(each)}
+        known = {name: each for name, each in {**run.counted, **metrics}.items() if math.isfinite(each)}
+        run.counted = {}
         await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
         return json_response({"metrics": metrics})
 

@@ -1,4 +1,4 @@
-"""What the server and the models say to each other: data, inputs of losses, optimizer steps. It knows no wire.
+"""What the server and the models say to each other.
 
 Position i of a datum's input predicts one target, or K of them; inputs of a loss have the targets' shape:
 
@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError
 from unbroken.types import TokenIds
-
-MAX_RANK = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,48 +27,6 @@ class Datum:
     """[T] or [T, K] ids of the vocabulary, whose logprobs are asked for; None: missing, which every loss refuses."""
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """By the API's names: `weights`, `logprobs`, `advantages`, ...; finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSpec:
-    """The adapter of one model."""
-
-    rank: int
-    seed: int | None = None
-    """Decides the first weights of the adapter; None: any."""
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MAX_RANK:
-            raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {self.rank}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {self.seed}")
-        if not (self.train_mlp or self.train_attn or self.train_unembed):
-            raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamParams:
-    """One step of Adam; weight decay is decoupled (AdamW)."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """The largest norm of all gradients together; 0: they are not clipped."""
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1e12:  # more overflows within a step
-                raise InvalidInputError(f"adam_params.{name} must lie in [0, 1e12], got {value}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise InvalidInputError(f"adam_params.{name} must be in [0, 1), got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,11 +34,12 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from tinker.types import AdamParams, LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError, UnbrokenError, WeightsError
-from unbroken.tinker.data import AdamParams, Datum, LoraSpec, Output
+from unbroken.tinker.data import Datum, Output
 from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
 from unbroken.training.config import SharedPrefixes, TrainerConfig
@@ -52,7 +53,7 @@ from unbroken.types import NO_VERSION, TrainingSample
 from unbroken.weights.files import WeightFiles, describe_file, parse_files
 
 T = TypeVar("T")
-ALPHA = 32
+MAX_RANK, ALPHA = 512, 32
 """Adapters are scaled by ALPHA / rank, as the hosted API does: the learning rates of its cookbook are for that."""
 _ADAPTER, _OPTIMIZER, _STATE = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
 _FORMAT = 1
@@ -65,7 +66,7 @@ class _Model:
     """
 
     adapter: str
-    lora: LoraSpec | None
+    lora: LoraConfig | None
     parameters: Mapping[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     num_steps: int = 0
@@ -100,12 +101,13 @@ class Models:
         """Do `work`; a `TrainerProcess` does it elsewhere."""
         return work(self)
 
-    def create(self, model_id: str, lora: LoraSpec | None) -> LoraSpec | None:
+    def create(self, model_id: str, lora: LoraConfig | None) -> LoraConfig | None:
         """Make a new model, whose adapter changes nothing yet; with None all weights of the base are trained. Returns
         what is trained: tied embeddings get no adapter, because an engine has one weight for input and output. Raises
         `InvalidInputError` if one that trains all weights would be beside another, or the base has no such layers.
         """
         assert model_id not in self._models, "the server names models"
+        _check_lora(lora)
         if self._models and (lora is None or any(model.lora is None for model in self._models.values())):
             raise InvalidInputError(f"model {model_id!r}: one that trains all weights (rank 0) is alone on the base")
         adapter = ""
@@ -160,6 +162,7 @@ class Models:
         """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. Raises
         `TrainingError` if they are not finite, and the weights are as before; or if the step made such weights.
         """
+        _check_adam(params)
         model, backend = self._activate(model_id)
         for parameter in model.parameters.values():
             if parameter.grad is None:
@@ -191,7 +194,7 @@ class Models:
             described = {
                 "format": _FORMAT,
                 "base": self._base,
-                "lora": None if model.lora is None else asdict(model.lora),
+                "lora": None if model.lora is None else model.lora.model_dump(),
                 "num_steps": model.num_steps,
                 "files": [asdict(describe_file(path)) for path in sorted(aside.iterdir())],
             }
@@ -207,8 +210,8 @@ class Models:
         """
         model, _ = self._activate(model_id)
         state = _read_state(folder)
-        saved = None if state["lora"] is None else LoraSpec(**{**state["lora"], "seed": None})
-        if saved != (None if model.lora is None else replace(model.lora, seed=None)):
+        saved = None if state["lora"] is None else LoraConfig(**{**state["lora"], "seed": None})
+        if saved != (None if model.lora is None else model.lora.model_copy(update={"seed": None})):
             raise CheckpointError(f"{folder} is of {_describe(saved)}, and the model is {_describe(model.lora)}")
         if model.lora is not None and state["base"] != self._base:
             found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
@@ -260,7 +263,7 @@ class Models:
         self._accelerator.free_memory()
         return backend
 
-    def _add_adapter(self, lora: LoraSpec) -> tuple[LoraSpec, str]:
+    def _add_adapter(self, lora: LoraConfig) -> tuple[LoraConfig, str]:
         """Add an adapter and make it active; what it trains, and its name."""
         if is_new := self._backend is None:
             is_rounded = self._accelerator.mixed_precision == "bf16"
@@ -342,7 +345,7 @@ def _draw_first_weights(model: Any, seed: int) -> None:
             parameter.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
 
 
-def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
+def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained;
     `InvalidInputError` if a part that is to be trained has none of its own.
     """
@@ -356,7 +359,7 @@ def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
     if model.config.get_text_config().tie_word_embeddings:
         found["train_unembed"] = []
         if lora.train_attn or lora.train_mlp:
-            lora = replace(lora, train_unembed=False)
+            lora = lora.model_copy(update={"train_unembed": False})
     if any("expert" in path and weight.dim() == 3 for path, weight in model.named_parameters()):
         found["train_mlp"] = []
     for kind, modules in found.items():
@@ -366,6 +369,22 @@ def find_modules(model: Any, lora: LoraSpec) -> tuple[LoraSpec, list[str]]:
                 "there (experts that are one tensor and embeddings that are tied are none)"
             )
     return lora, [path for kind, modules in found.items() if getattr(lora, kind) for path in modules]
+
+
+def _check_lora(lora: LoraConfig | None) -> None:
+    if lora is not None and not 1 <= lora.rank <= MAX_RANK:
+        raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {lora.rank}")
+    if lora is not None and not 0 <= (lora.seed or 0) < 2**63:
+        raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {lora.seed}")
+    if lora is not None and not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
+
+
+def _check_adam(params: AdamParams) -> None:
+    for name, value in params:
+        is_beta = name.startswith("beta")
+        if not 0 <= value <= (1 if is_beta else 1e12) or (is_beta and value == 1):  # more overflows within a step
+            raise InvalidInputError(f"adam_params.{name} must lie in [0, {'1)' if is_beta else '1e12]'}, got {value}")
 
 
 def _find_kind(path: str) -> str:
@@ -439,6 +458,6 @@ def _read_state(folder: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{folder} must hold a whole saved model: {type(error).__name__}: {error}") from error
 
 
-def _describe(lora: LoraSpec | None) -> str:
+def _describe(lora: LoraConfig | None) -> str:
     parts = [part for part in ("mlp", "attn", "unembed") if getattr(lora, f"train_{part}", False)]
     return f"an adapter of rank {lora.rank} for {', '.join(parts)}" if lora else "a model whose weights are all trained"

@@ -89,7 +89,7 @@ class ModelFacts:
     model_id: str
     base_model: str
     lora: Mapping[str, Any] | None
-    """The fields of its `LoraSpec`; None for full fine-tuning."""
+    """The fields of its `LoraConfig`; None for full fine-tuning."""
     user_metadata: Mapping[str, Any] | None = None
     used: float = field(default_factory=time.time)
     """When its model was made, or freed."""

@@ -15,17 +15,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tinker.types import AdamParams, LoraConfig
 
 from support.adapted import untied_qwen3
 from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.plain_qwen3 import PlainAdamW, compute_logprobs, find_gradients
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError
-from unbroken.tinker.data import AdamParams, Datum, LoraSpec
+from unbroken.tinker.data import Datum
 from unbroken.tinker.models import Models, TrainerProcess, find_modules
 
 EXACT = 1e-6
-ADAPTER = LoraSpec(rank=3, seed=7)
+ADAPTER = LoraConfig(rank=3, seed=7)
 VOCAB_SIZE = 64
 
 
@@ -329,9 +330,9 @@ def test_a_call_without_data_has_a_sum_of_0(folder):
 def test_models_of_several_ranks_and_targets_train_apart(folder, tmp_path):
     """Interleaved calls leave each model what it is when it is trained alone; deleting one leaves the others."""
     configs = {
-        "a": LoraSpec(rank=2, seed=1),
-        "b": LoraSpec(rank=5, seed=1, train_mlp=False, train_unembed=False),
-        "c": LoraSpec(rank=2, seed=2, train_attn=False),
+        "a": LoraConfig(rank=2, seed=1),
+        "b": LoraConfig(rank=5, seed=1, train_mlp=False, train_unembed=False),
+        "c": LoraConfig(rank=2, seed=2, train_attn=False),
     }
     alone = {}
     for name, config in configs.items():
@@ -345,7 +346,7 @@ def test_models_of_several_ranks_and_targets_train_apart(folder, tmp_path):
     together = open_models(folder)
     for name, config in configs.items():
         together.create(name, config)
-    together.create("gone", LoraSpec(rank=1))
+    together.create("gone", LoraConfig(rank=1))
     for seed in (1, 2):
         for name in configs:
             together.forward_backward(name, make_data("ppo", seed=seed), "ppo", {}, backward=True)
@@ -368,7 +369,7 @@ def test_a_seed_decides_the_first_weights(folder, tmp_path):
     models = open_models(folder, dtype=None)
     for name, seed in (("a", 5), ("b", 5), ("c", 6), ("d", None), ("e", None)):
         torch.rand(3)  # of another thread
-        models.create(name, LoraSpec(rank=2, seed=seed))
+        models.create(name, LoraConfig(rank=2, seed=seed))
         models.save(name, tmp_path / name, optimizer=False)
     key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     a, b, c, d, e = (load_file(tmp_path / name / "adapter_model.safetensors")[key] for name in "abcde")
@@ -390,7 +391,7 @@ def test_a_saved_model_continues_bit_for_bit(folder, tmp_path):
     metrics = train(models, 2)
     models.save("a", tmp_path / "2", optimizer=True)
     again = open_models(folder, dtype=None)
-    again.create("a", LoraSpec(rank=3))
+    again.create("a", LoraConfig(rank=3))
     again.forward_backward("a", make_data("ppo", seed=9), "ppo", {}, backward=True)  # a gradient of other weights
     again.load("a", tmp_path / "1", optimizer=True)
     assert train(again, 2) == metrics
@@ -469,10 +470,10 @@ def test_all_weights_of_one_model_can_be_trained(folder, tmp_path):
 
 def test_tied_embeddings_get_no_adapter(tied_folder):
     models = open_models(tied_folder, dtype=None)
-    assert models.create("a", LoraSpec(rank=2)) == LoraSpec(rank=2, train_unembed=False)
+    assert models.create("a", LoraConfig(rank=2)) == LoraConfig(rank=2, train_unembed=False)
     assert not any("lm_head" in name or "embed" in name for name, _ in models.adapter("a"))
     with pytest.raises(InvalidInputError, match="train_unembed must be False for Qwen3ForCausalLM, which has no"):
-        models.create("b", LoraSpec(rank=2, train_mlp=False, train_attn=False))
+        models.create("b", LoraConfig(rank=2, train_mlp=False, train_attn=False))
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_cleared(folder, tmp_path):
@@ -502,14 +503,14 @@ def test_a_step_that_makes_weights_that_are_not_finite_is_an_error_until_others_
     models.optim_step("a", AdamParams())
     for name in ("learning_rate", "eps", "weight_decay"):
         with pytest.raises(InvalidInputError, match=rf"adam_params.{name} must lie in \[0, 1e12\]"):
-            AdamParams(**{name: 1e300})
+            models.optim_step("a", AdamParams(**{name: 1e300}))
 
 
 def test_folders_of_other_models_are_refused(folder, tied_folder, tmp_path):
     models = open_models(folder, dtype=None)
     models.create("a", ADAPTER)
     models.save("a", tmp_path / "saved", optimizer=False)
-    models.create("b", LoraSpec(rank=4, train_mlp=False))
+    models.create("b", LoraConfig(rank=4, train_mlp=False))
     refusals = {"of an adapter of rank 3 for mlp, attn, unembed, and the model is an adapter of rank 4 for attn": "b"}
     for text, name in refusals.items():
         with pytest.raises(CheckpointError, match=text):
@@ -519,8 +520,8 @@ def test_folders_of_other_models_are_refused(folder, tied_folder, tmp_path):
     with pytest.raises(CheckpointError, match="must hold a whole saved model: FileNotFoundError"):
         models.load("a", tmp_path / "nothing", optimizer=False)
     other = open_models(tied_folder, dtype=None)
-    other.create("a", LoraSpec(rank=3, train_unembed=False))
-    models.create("c", LoraSpec(rank=3, train_unembed=False))
+    other.create("a", LoraConfig(rank=3, train_unembed=False))
+    models.create("c", LoraConfig(rank=3, train_unembed=False))
     models.save("c", tmp_path / "of-other-base", optimizer=False)
     with pytest.raises(CheckpointError, match="is of an adapter on weights with the checksum"):
         other.load("a", tmp_path / "of-other-base", optimizer=False)
@@ -556,8 +557,8 @@ def test_layers_of_other_architectures_are_found_by_their_place(architecture, at
     parts = {}
     for part in ("train_attn", "train_mlp"):
         chosen = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), False) | {part: True}
-        spec, modules = find_modules(model, LoraSpec(rank=1, **chosen))
-        assert spec == LoraSpec(rank=1, **chosen)
+        spec, modules = find_modules(model, LoraConfig(rank=1, **chosen))
+        assert spec == LoraConfig(rank=1, **chosen)
         parts[part] = {name.split(".")[-1] for name in modules}
     assert parts == {"train_attn": attention, "train_mlp": others}
 
@@ -565,8 +566,8 @@ def test_layers_of_other_architectures_are_found_by_their_place(architecture, at
 def test_experts_of_one_tensor_get_no_adapter_and_routers_neither():
     model = tiny_model("qwen3_moe")
     with pytest.raises(InvalidInputError, match=r"train_mlp must be False for Qwen3MoeForCausalLM, .*experts"):
-        find_modules(model, LoraSpec(rank=1))
-    _, modules = find_modules(model, LoraSpec(rank=1, train_mlp=False, train_unembed=False))
+        find_modules(model, LoraConfig(rank=1))
+    _, modules = find_modules(model, LoraConfig(rank=1, train_mlp=False, train_unembed=False))
     assert {name.split(".")[-1] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -579,7 +580,7 @@ def test_a_whole_model_of_other_shapes_or_of_an_adapter_is_refused(folder, tied_
     with pytest.raises(CheckpointError, match=r"must have the weights of this model, and differs in lm_head.weight"):
         other.load("a", tmp_path / "whole", optimizer=False)
     other.delete("a")
-    other.create("a", LoraSpec(rank=1))
+    other.create("a", LoraConfig(rank=1))
     with pytest.raises(
         CheckpointError, match="is of a model whose weights are all trained, and the model is an adapter"
     ):
@@ -593,7 +594,7 @@ def test_a_base_that_is_no_model_is_named(tmp_path):
 
 def test_layers_that_are_not_linear_are_refused():
     with pytest.raises(InvalidInputError, match="train_attn must be False for GPT2LMHeadModel, which has no linear"):
-        find_modules(tiny_model("gpt2"), LoraSpec(rank=1))
+        find_modules(tiny_model("gpt2"), LoraConfig(rank=1))
 
 
 def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder, tmp_path):
@@ -618,3 +619,29 @@ def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder,
     for _ in range(2):
         with pytest.raises(EngineError, match=r"the trainer's process has ended .exit code -9. with all its models"):
             there.run(methodcaller("optim_step", "a", AdamParams()))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (("create", LoraConfig(rank=0)), r"lora_config.rank must be in \[1, 512\], got 0"),
+        (("create", LoraConfig(rank=1, seed=-1)), r"lora_config.seed must be in \[0, 2\^63\), got -1"),
+        (
+            ("create", LoraConfig(rank=1, train_mlp=False, train_attn=False, train_unembed=False)),
+            "must train mlp, attn or",
+        ),
+        (
+            ("optim_step", AdamParams(learning_rate=math.nan)),
+            r"learning_rate must lie in \[0, 1e12\], got nan",
+        ),
+        (("optim_step", AdamParams(beta2=1.0)), r"adam_params.beta2 must lie in \[0, 1\), got 1.0"),
+        (
+            ("optim_step", AdamParams(grad_clip_norm=-1.0)),
+            r"grad_clip_norm must lie in \[0, 1e12\], got -1.0",
+        ),
+    ],
+)
+def test_configs_are_checked_before_anything_is_done(call, text, folder):
+    method, config = call
+    with pytest.raises(InvalidInputError, match=text):
+        getattr(open_models(folder), method)("a", config)
