@@ -25,7 +25,7 @@ from tinker import types
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import EngineError, InvalidInputError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
-from unbroken.server.http.errors import HttpError, to_http_error
+from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.threads import DaemonThreads
 from unbroken.tinker.options import TinkerOptions
@@ -67,6 +67,13 @@ class WeightsInfoRequest(BaseModel):
     """The body of `weights_info`, for which the SDK has no type."""
 
     tinker_path: str
+
+
+class CallOfModel(BaseModel):
+    """What the bodies of calls of a model have in common."""
+
+    model_id: str
+    seq_id: int | None = None
 
 
 class TinkerApi:
@@ -257,22 +264,22 @@ class TinkerApi:
             raise await self._explain_gone(model_id, owner)
         return run
 
-    async def submit(self, owner: str, name: str, body: Any) -> Promise:
-        """Take a call of a model, which the method of this name does in its turn."""
-        run = await self._get_run(body.model_id, owner)
-        return run.submit(body.seq_id, name, partial(getattr(self, name), run, body), _encode(body))
+    async def submit(self, owner: str, name: str, given: Mapping[str, Any], body_type: type[BaseModel]) -> Promise:
+        """Take a call of a model, which the method of this name does in its turn. Its body is read then: one that is
+        wrong fails, and later calls go on.
+        """
+        if name == "load_weights" and not given.get("model_id"):
+            body = types.LoadWeightsRequest.model_validate(given, extra="ignore")
+            checkpoint = await self._get_checkpoint(body.path, owner)
+            return self._begin_model(owner, body, checkpoint.lora, checkpoint)
+        call = CallOfModel.model_validate(given, extra="ignore")
+        run = await self._get_run(call.model_id, owner)
 
-    def refuse(self, owner: str, given: Mapping[str, Any], kind: str, error: Exception) -> Promise:
-        """Fail a call of which only the number can be read, so that later ones go on; raise `error` if it has none."""
-        model_id, seq_id = given.get("model_id"), given.get("seq_id")
-        run = self._find_run(model_id, owner) if isinstance(model_id, str) else None
-        if run is None or type(seq_id) is not int:
-            raise error
+        async def work() -> Response:
+            answer: Response = await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
+            return answer
 
-        async def fail() -> Response:
-            raise to_http_error(error)
-
-        return run.submit(seq_id, kind, fail, json.dumps(given).encode())
+        return run.submit(call.seq_id, name, work, json.dumps(given).encode())
 
     async def _find_facts(self, model_id: str, owner: str) -> tuple[ModelFacts, list[Checkpoint]]:
         """What is known of a training run, whose model may be gone, and its checkpoints, the newest first."""
@@ -389,18 +396,9 @@ class TinkerApi:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, owner: str, body: types.LoadWeightsRequest) -> Answer:
-        """Load a checkpoint into a model, or into one that is made for it."""
-        if not body.model_id:
-            checkpoint = await self._get_checkpoint(body.path, owner)
-            return self._begin_model(owner, body, checkpoint.lora, checkpoint)
-        run = await self._get_run(body.model_id, owner)
-
-        async def work() -> Response:
-            await self._load(run, await self._get_checkpoint(body.path, owner), body.optimizer)
-            return json_response({"path": body.path, "model_id": run.model_id, "type": "load_weights"})
-
-        return run.submit(body.seq_id, "load_weights", work, _encode(body))
+    async def load_weights(self, run: TrainingRun, body: types.LoadWeightsRequest) -> Response:
+        await self._load(run, await self._get_checkpoint(body.path, run.owner), body.optimizer)
+        return json_response({"path": body.path, "model_id": run.model_id, "type": "load_weights"})
 
     async def _load(self, run: TrainingRun, checkpoint: Checkpoint, optimizer: bool) -> None:
         if not checkpoint.is_for_training:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -158,11 +157,9 @@ def _make_call(name: str) -> Callable[..., Awaitable[Response]]:
 
     async def handle(request: Request, given: dict[str, Any]) -> Response:
         api, owner = _find(request)
-        try:
-            body = takes["body"].model_validate(given, extra="ignore")
-        except ValidationError as error:
-            return _respond(api.refuse(owner, given, name, error))
-        return _respond(await (api.submit(owner, name, body) if "run" in takes else call(api, owner, body)))
+        if "run" in takes:
+            return _respond(await api.submit(owner, name, given, takes["body"]))
+        return _respond(await call(api, owner, takes["body"].model_validate(given, extra="ignore")))
 
     return handle
 

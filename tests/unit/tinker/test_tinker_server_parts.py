@@ -638,7 +638,7 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
         body = types.SaveWeightsForSamplerRequest(
             model_id=model_id, seq_id=number, sampling_session_seq_id=number, kind=kind
         )
-        promise = await api.submit("me", "save_weights_for_sampler", body)
+        promise = await api.submit("me", "save_weights_for_sampler", body.model_dump(), type(body))
         await promise.wait()
         made.append(json.loads(promise.result.body)["sampling_session_id"])
     folders = {each.name for each in (store.temporary_folder / session).iterdir()}
@@ -697,7 +697,8 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
     calls = iter(range(1, 99))
 
     async def save(call: str = "save_weights", kind: Any = types.SaveWeightsRequest, **fields: Any) -> str:
-        promise = await api.submit("me", call, kind(model_id=model_id, seq_id=next(calls), path="a", **fields))
+        given = {"model_id": model_id, "seq_id": next(calls), "path": "a", **fields}
+        promise = await api.submit("me", call, given, kind)
         await promise.wait()
         return promise.result.body.decode()
 
