@@ -212,7 +212,8 @@ class Models:
         state = _read_state(folder)
         saved = None if state["lora"] is None else LoraConfig(**{**state["lora"], "seed": None})
         if saved != (None if model.lora is None else model.lora.model_copy(update={"seed": None})):
-            raise CheckpointError(f"{folder} is of {_describe(saved)}, and the model is {_describe(model.lora)}")
+            rule = "the lora_config of the model (None: all its weights are trained), seed aside"
+            raise CheckpointError(f"{folder} must have {rule}: it has {saved}, and the model {model.lora}")
         if model.lora is not None and state["base"] != self._base:
             found = f"{folder} is of an adapter on weights with the checksum {state['base']!r}, and those of"
             rule = "it must be loaded on the base, and in the type, that it was trained on"
@@ -456,8 +457,3 @@ def _read_state(folder: Path) -> Mapping[str, Any]:
         return {name: state[name] for name in ("base", "lora", "num_steps")}
     except (OSError, ValueError, KeyError, TypeError, WeightsError) as error:
         raise CheckpointError(f"{folder} must hold a whole saved model: {type(error).__name__}: {error}") from error
-
-
-def _describe(lora: LoraConfig | None) -> str:
-    parts = [part for part in ("mlp", "attn", "unembed") if getattr(lora, f"train_{part}", False)]
-    return f"an adapter of rank {lora.rank} for {', '.join(parts)}" if lora else "a model whose weights are all trained"
