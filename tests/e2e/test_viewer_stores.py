@@ -126,7 +126,7 @@ def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser
         assert f"0 in all steps: {MARKUP}:sum, provenance_false_spans:sum" in text
         browser.click(".steps a:nth-child(2)")
         browser.wait("document.querySelectorAll('.rollouts li').length === 100")
-        assert f"{MARKUP}:99 finished version 0–2" in read(browser, ".rollouts li")
+        assert f"{MARKUP}:99 version 0–2 · 3 sampled" in read(browser, ".rollouts li")
         browser.click(".rollouts a")
         browser.wait("document.querySelectorAll('.grid .cell').length === 6")
         assert browser.run("document.title").startswith("store · sequences 1–100 · sequence 100")

@@ -47,7 +47,7 @@ def fill(store: TinkerStore) -> None:
     store.end_model("s:train:0", "its client has finished")
     for number in range(101):
         store.add_sequences([make_sequence(f"s:sample:0:{number}:0", f"sampled as number {number}")])
-    store.add_sequences([make_sequence("s:sample:9:0:0", model_id="")])
+    store.add_sequences([make_sequence(f"s:sample:9:0:{number}", model_id="") for number in range(11)])
     store.add_step("s:train:0", 1, {"loss:sum": 2.5, "provenance_proven:sum": 7.0})
     store.add_step("s:train:0", 2, {"loss:sum": 1.5})
 
@@ -62,7 +62,7 @@ def test_training_runs_are_listed_in_their_order_with_what_each_has(resources):
     (run,) = resources.get("index")["runs"]
     assert (run["kind"], run["state"]) == ("tinker", "running")
     base, first, second = resources.get("run/0")["training_runs"]
-    assert (base["model_id"], base["base_model"], base["num_sequences"]) == ("", "tiny", 1)
+    assert (base["model_id"], base["base_model"], base["num_sequences"]) == ("", "tiny", 11)
     assert (first["model_id"], first["lora"], first["ended"]) == ("s:train:0", {"rank": 4}, "its client has finished")
     assert (first["num_steps"], first["num_sequences"], first["checkpoints"]) == (2, 101, [SAVED.path])
     assert first["pages"] == [2_000_000, 2_000_001]
@@ -81,6 +81,8 @@ def test_a_page_has_the_newest_sequences_first_and_the_numbers_of_the_steps(reso
     assert "sampled as number 99" in lines[0]["text"]
     assert (lines[0]["note"], lines[0]["is_truncated"]) == ("version 3–4", True)
     assert resources.get("run/0/step/3000000")["trajectories"] == []
+    of_one_call = resources.get("run/0/step/1000000")["trajectories"]
+    assert [line["trajectory"] for line in of_one_call] == [f"s:sample:9:0:{n}" for n in range(10, -1, -1)]
     for unknown in (0, 999_999, 2_000_002, 4_000_000):
         with pytest.raises(LookupError):
             resources.get(f"run/0/step/{unknown}")
@@ -104,7 +106,7 @@ def test_a_sequence_is_a_rollout_with_its_ids_texts_logprobs_and_versions(resour
 
 def test_all_pages_can_be_exported(resources):
     paths = list(resources.list_paths())
-    assert len(paths) == len(set(paths)) == 2 + 4 + 2 * 102
+    assert len(paths) == len(set(paths)) == 2 + 4 + 2 * 112
     for path in paths[:20]:
         json.dumps(resources.get(path), allow_nan=False)
     assert list(resources.list_images()) == []

@@ -168,11 +168,11 @@ function makeLines(run, step, members) {
 function makeRolloutLine(run, step, each) {
   const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'parse failure'),
     each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), each.is_trained === false && 'not trained'].filter(Boolean);
-  const facts = [each.note, each.model && `model ${each.model}`, plural(each.num_turns, 'turn'), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
+  const facts = [each.note, ...(each.is_sequence ? [] : [each.model && `model ${each.model}`, plural(each.num_turns, 'turn')]), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
     isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];
   return el('li', {}, link(['rollout', run, step, each.index], [
-    el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
-    el('span', { class: `status ${['completed', 'open', 'finished'].includes(each.status) ? '' : 'odd'}` }, makeVisible(each.status)),
+    !each.is_sequence && el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
+    !(each.is_sequence && each.error === null) && el('span', { class: `status ${['completed', 'open', 'finished'].includes(each.status) ? '' : 'odd'}` }, makeVisible(each.status)),
     el('span', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
     marks.map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
     each.error && el('span', { class: 'problem' }, makeVisible(each.error).slice(0, 200)),

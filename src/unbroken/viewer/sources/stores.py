@@ -208,7 +208,8 @@ class TinkerRun(StoreRun):
             raise LookupError(f"the store has no page {step}")
         lines = self._list_lines(step)[::-1]
         for line in lines:
-            line["note"] = f"version {'–'.join(map(str, sorted(set(line['versions'] or ()))))}"
+            versions = "–".join(map(str, sorted(set(line["versions"] or ()))))
+            line |= {"note": f"version {versions}", "is_sequence": True}
         return {
             **self._make_page(step, lines),
             "training_run": run,
@@ -255,7 +256,7 @@ class _SequenceReader(StoreReader):
         """The sequences with numbers from `first` to `last`, which are of one run."""
         number, start = divmod(first - 1, _PAGES * PAGE_SIZE)
         run = {n: run["model_id"] for n, run in enumerate(self.list_runs(), start=1)}.get(number)
-        query = "SELECT id FROM sequences WHERE model = ? ORDER BY made, id LIMIT ? OFFSET ?"
+        query = "SELECT id FROM sequences WHERE model = ? ORDER BY made, LENGTH(id), id LIMIT ? OFFSET ?"
         found = self._snapshots.read(lambda cursor: _select(cursor, query, run, last - first + 1, start))
         return [
             ListedSession(number=first + n, session_id=str(name), status="sampled", num_turns=1)
