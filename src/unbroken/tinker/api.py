@@ -192,8 +192,8 @@ class TinkerApi:
     # Models
 
     async def create_model(self, owner: str, body: types.CreateModelRequest) -> Answer:
-        given = None if body.lora_config is None or body.lora_config.rank == 0 else body.lora_config.model_dump()
-        return self._begin_model(owner, body, given)
+        lora = body.lora_config
+        return self._begin_model(owner, body, None if lora is None or lora.rank == 0 else lora.model_dump())
 
     def _begin_model(
         self,
@@ -210,19 +210,17 @@ class TinkerApi:
             raise HttpError(400, f"optimizer_config must be Adam's, got {body.optimizer_config!r:.200}")
         model_id = f"{session.session_id}:train:{body.model_seq_id or 0}"
         number = sum(len(each.runs) for each in self._sessions.values() if each.owner == owner)
-        promises = self._promises[owner]
-        is_new = promises.find(f"{model_id}:0") is None
-        if is_new and number >= self._options.tinker_max_models:
+        if model_id not in session.runs and number >= self._options.tinker_max_models:
             raise HttpError(
                 400,
                 f"this key trains {number} models, and may train {self._options.tinker_max_models} at a time "
                 "(--tinker-max-models): close another client",
             )
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        run = TrainingRun(facts, owner=owner, promises=promises)
+        run = session.runs.get(model_id) or TrainingRun(facts, owner=owner, promises=self._promises[owner])
         work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
-        promise = promises.start(f"{model_id}:0", "create_model", _encode(body), work)
-        if is_new:
+        promise = run.submit(0, "create_model", work, _encode(body))
+        if promise.result is None:
             session.runs[model_id] = run
         return promise
 
@@ -254,15 +252,11 @@ class TinkerApi:
             ours, other = ("all weights (rank 0)", "without") if self._options.tinker_full else ("adapters", "with")
             raise HttpError(400, f"this server trains {ours} alone: start one {other} --tinker-full for the other kind")
 
-    def _find_run(self, model_id: str, owner: str) -> TrainingRun | None:
-        session = self._find_session(model_id, owner)
-        return None if session is None else session.runs.get(model_id)
-
     async def _get_run(self, model_id: str, owner: str) -> TrainingRun:
-        run = self._find_run(model_id, owner)
-        if run is None:
+        session = self._find_session(model_id, owner)
+        if session is None or model_id not in session.runs:
             raise await self._explain_gone(model_id, owner)
-        return run
+        return session.runs[model_id]
 
     async def submit(self, owner: str, name: str, given: Mapping[str, Any], body_type: type[BaseModel]) -> Promise:
         """Take a call of a model, which the method of this name does in its turn. Its body is read then: one that is

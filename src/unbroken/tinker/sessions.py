@@ -199,7 +199,8 @@ class TrainingRun:
         self.snapshots: list[str] = []
         """Names of samplers with weights without a name, the oldest first."""
         self._promises = promises
-        self._next = 1
+        self._next = 0
+        """The first is the one that makes the model."""
         self._waiting: dict[int, asyncio.Future[None]] = {}
         """Of each call that waits, by its number: has a result when it is its turn."""
         self._idle = asyncio.Event()

@@ -83,8 +83,15 @@ def claimed(
 INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 
 
-def make_run(promises: Promises) -> TrainingRun:
-    return TrainingRun(FACTS, owner="me", promises=promises)
+async def make_run(promises: Promises) -> TrainingRun:
+    """A run whose model is made."""
+    run = TrainingRun(FACTS, owner="me", promises=promises)
+
+    async def act() -> Response:
+        return json_response({})
+
+    await run.submit(0, "create_model", act, b"").wait()
+    return run
 
 
 @pytest.fixture
@@ -353,9 +360,16 @@ async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
     assert "is not known" in unknown["error"]
     monkeypatch.setattr(sessions, "MAX_OPEN", 1)
     start(api._promises["me"], "open", Call())
-    with pytest.raises(HttpError, match="1 calls of 0 bytes that are not answered yet"):
-        await make_model(api, 1, session)
-    await make_model(api, owner="other")
+    for owner, own in (("me", session), ("other", (await make_model(api, owner="other"))[0])):
+        body = types.CreateSamplingSessionRequest(session_id=own, sampling_session_seq_id=0, base_model="tiny")
+        sampler = (await api.create_sampling_session(owner, body))["sampling_session_id"]
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams()
+        request = types.SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=0)
+        if owner == "me":
+            with pytest.raises(HttpError, match="1 calls of 0 bytes that are not answered yet"):
+                await api.asample(owner, request)
+        else:
+            await (await api.asample(owner, request)).wait()
 
 
 async def test_ended_samples_are_told_once_by_a_cursor_and_to_each_clone_its_own():
@@ -382,7 +396,7 @@ async def test_ended_samples_are_told_once_by_a_cursor_and_to_each_clone_its_own
 
 async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
     promises, done = Promises(), []
-    run = make_run(promises)
+    run = await make_run(promises)
 
     def work(number: int) -> Any:
         async def act() -> Response:
@@ -405,7 +419,7 @@ async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
 
 
 async def test_a_number_that_comes_again_with_another_body_is_refused():
-    run = make_run(Promises())
+    run = await make_run(Promises())
 
     async def act() -> Response:
         return json_response({})
@@ -421,7 +435,7 @@ async def test_a_number_that_comes_again_with_another_body_is_refused():
 async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait_for_is_taken(monkeypatch):
     monkeypatch.setattr(sessions, "MAX_OPEN_BYTES", 100)
     promises, released = Promises(), asyncio.Event()
-    run = make_run(promises)
+    run = await make_run(promises)
 
     async def act() -> Response:
         await released.wait()
@@ -440,7 +454,7 @@ async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(sessions, "_MISSING_S", 0.1)
     promises, done = Promises(), []
-    run = make_run(promises)
+    run = await make_run(promises)
 
     async def act() -> Response:
         done.append(1)
@@ -463,7 +477,7 @@ async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monke
 async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(monkeypatch):
     """The SDK sends it last."""
     monkeypatch.setattr(sessions, "_MISSING_S", 1.0)
-    run = make_run(Promises())
+    run = await make_run(Promises())
 
     async def act() -> Response:
         return json_response({"done": True})
