@@ -37,6 +37,7 @@ from unbroken.engines.vllm.startup import (
     require_exactness,
     shut_down,
     start_llm,
+    use_whole_graphs,
 )
 from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.images.decoder import ImageLimits
@@ -108,7 +109,7 @@ class VllmEngine(ControlledEngine):
             EngineError: vLLM does not start; the message has its reason.
             InvalidInputError: an option or adapter cannot be used.
         """
-        args = require_exactness(args, num_adapters=len(adapters))
+        args = use_whole_graphs(require_exactness(args, num_adapters=len(adapters)))
         counter = SampledCounter()
         llm = await start_llm(args, counter)
         try:

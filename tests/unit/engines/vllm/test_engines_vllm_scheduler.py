@@ -76,6 +76,27 @@ def test_the_engine_starts_with_the_joining_scheduler_unless_another_is_given(tm
     assert args.scheduler_cls == "mine.Scheduler"
 
 
+def test_mixed_steps_are_whole_graphs_on_hopper_unless_the_options_have_graphs_of_their_own(monkeypatch, tmp_path):
+    from vllm.config import CUDAGraphMode
+
+    from unbroken.engines.vllm import startup
+
+    def graphs_of(*options: str) -> tuple[object, int | None]:
+        args = startup.parse_engine_args(["--model", str(tmp_path), *options])
+        chosen = startup.use_whole_graphs(args).compilation_config
+        assert args.compilation_config.cudagraph_mode is None or options  # those given stay as they are
+        return chosen.cudagraph_mode, chosen.max_cudagraph_capture_size
+
+    assert graphs_of() == (None, None)  # no GPU here
+    on_hopper = staticmethod(lambda family: family == 90)
+    monkeypatch.setattr(type(startup.current_platform), "is_device_capability_family", on_hopper)
+    assert graphs_of() == (CUDAGraphMode.FULL, 1024)
+    piecewise = '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'
+    assert graphs_of("--compilation-config", piecewise) == (CUDAGraphMode.FULL_AND_PIECEWISE, None)
+    assert graphs_of("--max-cudagraph-capture-size", "64") == (None, None)
+    assert graphs_of("--enforce-eager") == (None, None)
+
+
 class Waiting:
     """What a hold asks of vLLM's scheduler."""
 
