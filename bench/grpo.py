@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.processes import Rank
+from unbroken.threads import attend_to_loop
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
@@ -175,8 +176,12 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
     engine = open_engine(config, model=policy, source=folder, output=output, device=accelerator.device, rank=Rank())
     if arguments.engines > 1:
         engine = open_several(config, folder, arguments.engines)
-    async with open_with_files(config, folder, output) if arguments.through_files else engine as found:
+    async with AsyncExitStack() as stack:
+        if arguments.through_files:
+            engine = open_with_files(config, folder, output)
+        found = await stack.enter_async_context(engine)
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
+        stack.enter_context(attend_to_loop())
         if arguments.sampling_only:
             for name in arguments.settings.split(","):
                 await sample_only(arguments, name, make_collector(found, folder, arguments, name))

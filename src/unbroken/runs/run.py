@@ -48,6 +48,7 @@ from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
+from unbroken.threads import attend_to_loop
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.loop import train
@@ -277,6 +278,7 @@ async def _train(
             stack.push_async_callback(background.close)
         alone = evaluations if background is None else background
         await alone.evaluate(0, "before")
+        stack.enter_context(attend_to_loop())
         await train(
             collector,
             trainer=trainer,

@@ -35,10 +35,10 @@ from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
 from unbroken.server.options import AppOptions, ServeOptions, name_option
+from unbroken.threads import attend_to_loop
 
 _ANSWER_S = 5.0
 """Seconds to answer the requests that were not finished when the server stopped."""
-_SWITCH_S = 0.0005
 StartEngine = Callable[[TextCodec, ImageProcessor | None, ImageLimits], Awaitable[Engine]]
 
 
@@ -183,24 +183,18 @@ async def _run_app(app: FastAPI, listeners: Sequence[socket.socket], options: Ap
     watch = asyncio.create_task(wait_for_parent_exit(parent)) if options.exit_with_parent else None
     if watch is not None:
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
-    prepare_process()
-    await server.serve(sockets=list(listeners))
+    _give_memory_back()
+    with attend_to_loop():
+        await server.serve(sockets=list(listeners))
     if server.server_state.tasks:  # cancelled, and being answered
         await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)
 
 
-def prepare_process() -> None:
-    """Set up this process, which only serves, so that its event loop waits for nothing but work.
-
-    What parsing a tokenizer has freed goes back to the system: 100 MB of 130k entries, of which glibc keeps most. The
-    garbage collector looks no more at what is loaded, which takes it 0.1 s. A thread that renders hands the
-    interpreter over after 0.5 ms instead of 5: a request needs the loop about ten times.
-    """
+def _give_memory_back() -> None:
+    """What parsing a tokenizer has freed goes back to the system: 100 MB of 130k entries, of which glibc keeps most."""
     gc.collect()
     with suppress(AttributeError, OSError):  # other C libraries have no such function
         ctypes.CDLL(None).malloc_trim(0)
-    gc.freeze()
-    sys.setswitchinterval(_SWITCH_S)
 
 
 def _is_cancelled(record: logging.LogRecord) -> bool:

@@ -1,6 +1,8 @@
 """A renderer in several threads: one runs Python at a time, and none waits for a tokenizer that works in Rust."""
 
 import asyncio
+import gc
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.encoding.tokenizer import encode_text, read_ids, read_offsets
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.threads import DaemonThreads, RendererLock
+from unbroken.threads import DaemonThreads, RendererLock, attend_to_loop
 
 WORDS = "the quick brown fox, and 42 «naïve» dogs\n"
 
@@ -112,3 +114,11 @@ async def test_an_exception_in_a_thread_is_raised_and_the_threads_go_on():
     with pytest.raises(SystemExit):
         await threads.run(lambda: exit(3))
     assert await threads.run(lambda: 7) == 7
+
+
+def test_within_a_block_for_the_loop_the_garbage_collector_ignores_what_was_there_before():
+    interval = sys.getswitchinterval()
+    with attend_to_loop():
+        assert gc.get_freeze_count() > 0
+        assert sys.getswitchinterval() < interval
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (interval, 0)

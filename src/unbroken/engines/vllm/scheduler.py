@@ -1,4 +1,4 @@
-"""VLLM's scheduler with three changes, for vLLM >= 0.32, < 0.34. Each step of a small model is limited by its Python.
+"""VLLM's scheduler with two changes, for vLLM >= 0.32, < 0.34. Each step of a small model is limited by its Python.
 
 The logprobs of a step leave the engine's process as three arrays, not as three for each sequence.
 
@@ -10,15 +10,12 @@ half of a step of a small model on a GPU, and 0.4 ms more to cut them. So its sc
 of the step, which are then taken from them all at once (0.16 ms). Not needed once
 `test_vllm_still_sends_the_logprobs_of_each_sequence_by_themselves` fails.
 
-Prompts may be held for a few milliseconds, to be computed in one step (`PromptHold`).
-
 A sequence that gets one id more, within the block of KV that it has, gets no slots (`find_slots_fast`): 4 of the 9
 microseconds of each sequence in `Scheduler.schedule`.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +23,6 @@ import numpy as np
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutputs
@@ -35,8 +31,6 @@ from vllm.v1.outputs import LogprobsLists
 
 SCHEDULER = f"{__name__}.make_scheduler"
 """The name by which the engine's process finds its scheduler."""
-HOLD = "hold_prompts_ms"
-"""The key of vLLM's `--additional-config` for `PromptHold`."""
 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> Any:
@@ -99,32 +93,6 @@ def split_logprobs(outputs: EngineCoreOutputs) -> None:
         )
 
 
-class PromptHold:
-    """Lets prompts that arrive within some time be computed in one step, while other sequences are sampled.
-
-    Prompts of next turns trickle in, each of which makes a step that is not of one shape, and so no whole CUDA graph.
-    With `--additional-config '{"hold_prompts_ms": 20}'` the first one that waits is held so long, and those that come
-    meanwhile enter with it. None is held while nothing else runs, or while a longer prompt is computed in parts.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since: float | None = None
-
-    def holds(self, scheduler: Any) -> bool:
-        """Whether to hold them in this step."""
-        if not scheduler.waiting or scheduler._inflight_prefills:
-            self._since = None
-            return False
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        if now - self._since < self._seconds:
-            return True
-        self._since = None
-        return False
-
-
 def find_slots_fast(manager: KVCacheManager) -> None:
     """Let a manager of KV say at once that a sequence needs no new slots where that is so.
 
@@ -158,10 +126,6 @@ class _JoiningScheduler(Scheduler):  # type: ignore[misc]  # vLLM may not be ins
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         find_slots_fast(self.kv_cache_manager)
-        self._hold = PromptHold(self.vllm_config.additional_config.get(HOLD, 0) / 1000)
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        return super().schedule(throttle_prefills or self._hold.holds(self))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         if model_runner_output.logprobs is None:

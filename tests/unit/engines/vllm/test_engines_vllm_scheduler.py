@@ -97,64 +97,6 @@ def test_mixed_steps_are_whole_graphs_on_hopper_unless_the_options_have_graphs_o
     assert graphs_of("--enforce-eager") == (None, None)
 
 
-class Waiting:
-    """What a hold asks of vLLM's scheduler."""
-
-    def __init__(self) -> None:
-        self.waiting: list[str] = []
-        self._inflight_prefills: set[str] = set()
-
-
-def test_prompts_are_held_until_the_first_has_waited_long_enough(monkeypatch):
-    from unbroken.engines.vllm import scheduler as of_vllm
-
-    now = 100.0
-    monkeypatch.setattr(of_vllm.time, "monotonic", lambda: now)
-    scheduler, hold = Waiting(), of_vllm.PromptHold(0.02)
-    assert not hold.holds(scheduler)
-    scheduler.waiting.append("a")
-    assert hold.holds(scheduler)
-    now += 0.019
-    scheduler.waiting.append("b")
-    assert hold.holds(scheduler)
-    now += 0.002
-    assert not hold.holds(scheduler)  # both enter
-    assert hold.holds(scheduler)  # for others, which have waited since now
-    scheduler.waiting.clear()
-    assert not hold.holds(scheduler)
-    now += 1.0
-    scheduler.waiting.append("c")
-    assert hold.holds(scheduler)  # the time before it came does not count
-
-
-def test_prompts_are_not_held_while_another_is_computed_in_parts():
-    from unbroken.engines.vllm.scheduler import PromptHold
-
-    scheduler = Waiting()
-    scheduler.waiting.append("a")
-    scheduler._inflight_prefills.add("long")
-    assert not PromptHold(1.0).holds(scheduler)
-
-
-def test_without_the_option_no_prompt_is_held():
-    from unbroken.engines.vllm.scheduler import PromptHold
-
-    scheduler = Waiting()
-    scheduler.waiting.append("a")
-    assert not PromptHold(0.0).holds(scheduler)
-
-
-def test_vllms_scheduler_has_what_a_hold_needs():
-    import inspect
-
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    assert "throttle_prefills" in inspect.signature(Scheduler.schedule).parameters
-    source = inspect.getsource(Scheduler.__init__)
-    assert "self._inflight_prefills" in source
-    assert "self.waiting" in source
-
-
 @pytest.mark.parametrize("block_size", [2, 4, 16])
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_slots_found_fast_are_those_that_vllm_finds(block_size, lag):
