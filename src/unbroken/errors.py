@@ -175,6 +175,10 @@ class StoreError(UnbrokenError):
     """Sessions that cannot be stored or read: a full disk, a lost connection, a folder that another process uses."""
 
 
+class NoStoreError(StoreError):
+    """A database has no store of this kind."""
+
+
 class UnknownSessionError(StoreError):
     """There is no session of this id, or no longer."""
 

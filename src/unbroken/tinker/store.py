@@ -57,6 +57,7 @@ _VERSION_2 = (
 )
 TINKER_TABLES = Tables(
     content="sampled sequences",
+    program="Tinker server",
     file="tinker.sqlite3",
     schema="unbroken_tinker",
     locks=0x756E7469,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unbroken import __version__
-from unbroken.errors import InvalidInputError, StoreError, TemplateError
+from unbroken.errors import InvalidInputError, NoStoreError, TemplateError
 from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
@@ -177,7 +177,7 @@ def _open(place: str, name: str, tokenizer: Path | None) -> list[Source]:
     for kind in files.values():
         try:
             found.append(kind(place, name=name, tokenizer=tokenizer))
-        except StoreError:
+        except NoStoreError:
             if kind is TinkerRun and not found:
                 raise
     return found

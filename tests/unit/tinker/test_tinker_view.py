@@ -10,6 +10,8 @@ import pytest
 
 from support.recorded_sessions import write_tokenizer
 from support.servers import server_tokenizer
+from support.sessions import open_later_store
+from unbroken.errors import StoreError
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 from unbroken.viewer.resources import Resources, open_runs
@@ -102,6 +104,17 @@ def test_a_sequence_is_a_rollout_with_its_ids_texts_logprobs_and_versions(resour
     assert shown["session"]["settings"]["training_run"] == "s:train:0"
     with pytest.raises(LookupError):
         resources.get("run/0/step/2000001/rollout/1")
+
+
+@pytest.mark.parametrize("location", ["postgres"], indirect=True)
+def test_a_database_is_refused_by_the_reason_of_the_store_that_it_has(location):
+    for migrations, text in (
+        ([], "version 0, .*: a gateway of this release"),
+        ([()] * 3, "version 3, and .* knows versions up to 2"),
+    ):
+        open_later_store(location, migrations).close()
+        with pytest.raises(StoreError, match=f"has sessions of schema {text}"):
+            open_runs([location])
 
 
 def test_all_pages_can_be_exported(resources):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from unbroken.errors import InvalidInputError, StoreError
+from unbroken.errors import InvalidInputError, NoStoreError, StoreError
 from unbroken.ledger.store.reader import StoreSnapshots, StoreState
 from unbroken.ledger.store.sql import Cursor
 from unbroken.ledger.store.tables import Tables, check_version, find_statements
@@ -70,7 +70,8 @@ def open_postgres_snapshots(url: str, tables: Tables) -> StoreSnapshots:
 
     Raises:
         InvalidInputError: the URL cannot be parsed.
-        StoreError: it cannot be connected to, or does not have them.
+        NoStoreError: it does not have them.
+        StoreError: it cannot be connected to, or has them in another version.
     """
     snapshots = _PostgresSnapshots(url, tables)
     snapshots.find_revision()
@@ -147,7 +148,7 @@ class _PostgresSnapshots:
         def check_and_work(cursor: Cursor) -> T:
             cursor.execute(f"SELECT to_regclass('{self._tables.schema}.schema_version') IS NULL")
             if cursor.fetch_one()[0]:
-                raise StoreError(f"{connection} has no store: no gateway has used it")
+                raise NoStoreError(f"{connection} has no store: no {self._tables.program} has used it")
             cursor.execute("SELECT version FROM schema_version")
             check_version(cursor.fetch_one()[0], self._tables, place=str(connection))
             return work(cursor)

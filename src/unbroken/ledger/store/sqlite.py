@@ -68,7 +68,7 @@ class SqliteDatabase:
             oldest = ".".join(map(str, _OLDEST_SQLITE))
             raise StoreError(f"{tables.content} need SQLite {oldest} or later, and Python has {sqlite3.sqlite_version}")
         self._path = folder / tables.file
-        self._lock = _lock_folder(folder)
+        self._lock = _lock_folder(folder, tables)
         self._connections: list[_Connection] = []
         try:
             self._writer = self._connect()
@@ -163,7 +163,7 @@ class _Connection:
             raise StoreError(f"{self._path} cannot be used: {error}") from error
 
 
-def _lock_folder(folder: Path) -> int | None:
+def _lock_folder(folder: Path, tables: Tables) -> int | None:
     """Open and lock the folder's lock file, which is never removed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,9 +177,10 @@ def _lock_folder(folder: Path) -> int | None:
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "another"
         os.close(descriptor)
+        shared = ", or use a postgresql:// URL, which several gateways can share" if tables.is_shared else ""
         raise StoreError(
-            f"store must be a folder that no other process uses, and process {holder} uses {folder}: end it, give "
-            "another folder, or use a postgresql:// URL, which several gateways can share"
+            f"store must be a folder that no other process uses, and process {holder} uses {folder}: end it"
+            f"{',' if shared else ' or'} give another folder{shared}"
         ) from None
     except OSError as error:
         os.close(descriptor)
@@ -305,7 +306,7 @@ def _read(connection: sqlite3.Connection, work: Callable[[Cursor], T], tables: T
     check_version(version, tables, place=place)
     programs = "type IN ('view', 'trigger') OR sql LIKE 'CREATE VIRTUAL%' OR sql LIKE '% AS (%'"
     if (found := connection.execute(f"SELECT name FROM sqlite_master WHERE {programs}").fetchone()) is not None:
-        raise StoreError(f"{place} must have tables only, which gateways make, but {found[0]!r} is computed when read")
+        raise StoreError(f"{place} must have tables only, which {tables.program}s make, but {found[0]!r} is computed")
     return work(Cursor(connection.cursor()))
 
 

@@ -123,6 +123,8 @@ class Tables:
 
     content: str
     """What they have, as errors name it."""
+    program: str
+    """Which program writes them."""
     file: str
     """Its name in a folder."""
     schema: str
@@ -139,6 +141,7 @@ class Tables:
 
 SESSION_TABLES = Tables(
     content="sessions",
+    program="gateway",
     file="sessions.sqlite3",
     schema="unbroken",
     locks=0x756E6272,
@@ -165,7 +168,8 @@ def check_version(version: int, tables: Tables, *, place: str) -> None:
     if version < len(tables.migrations):
         raise StoreError(
             f"{place} has {tables.content} of schema version {version}, and this release reads version "
-            f"{len(tables.migrations)}: a gateway of this release brings them up to date when it starts with this store"
+            f"{len(tables.migrations)}: a {tables.program} of this release brings them up to date when it starts with "
+            "this store"
         )
 
 
