@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sqlite3
 import threading
@@ -124,13 +125,16 @@ def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser
         text = read(browser)
         assert "Provenance of training data provenance_proven:sum" in text
         assert f"0 in all steps: {MARKUP}:sum, provenance_false_spans:sum" in text
+        assert "truncated (0) failed (0) sort by" in text
+        assert "reward" not in text
         browser.click(".steps a:nth-child(2)")
         browser.wait("document.querySelectorAll('.rollouts li').length === 100")
         assert f"{MARKUP}:99 version 0–2 · 3 sampled" in read(browser, ".rollouts li")
         browser.click(".rollouts a")
         browser.wait("document.querySelectorAll('.grid .cell').length === 6")
         assert browser.run("document.title").startswith("store · sequences 1–100 · sequence 100")
-        assert "retokenising" not in read(browser)
+        assert f"3 ids sampled · stop · model {MARKUP}" in read(browser, ".head")
+        assert not re.search("retokenising|Time", read(browser))
         assert browser.run("document.querySelectorAll('main script, main img').length") == 0
         for place in ("run", "step/0/2000001", "rollout/0/2000000/99"):
             browser.open(f"{url}#{place}", width=400, height=700)

@@ -25,7 +25,8 @@ function makeRolloutHead(state) {
   const { rollout, run, step, place, total } = state;
   const record = rollout.record;
   const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => `${name} ${format(value, 3)}`);
-  const facts = [(!rollout.session || isNumber(record.reward)) && `reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), !rollout.session && `trained from policy version ${rollout.policy_version}`, rollout.session && rollout.model && `model ${rollout.model}`,
+  const ofSequence = record.turns.map((turn) => `${plural(turn.num_sampled, 'id')} sampled · ${turn.finish_reason}`);
+  const facts = rollout.kind === 'tinker' ? [...ofSequence, record.error && record.status, rollout.model && `model ${rollout.model}`] : [(!rollout.session || isNumber(record.reward)) && `reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), !rollout.session && `trained from policy version ${rollout.policy_version}`, rollout.session && rollout.model && `model ${rollout.model}`,
     isNumber(record.wall_time_s) && `${format(record.wall_time_s, 3)} s`];
   const go = (n, text) => (n === undefined ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
   return el('section', { class: 'head' },
@@ -45,7 +46,7 @@ function makeConversation(state) {
     record.tools?.length ? el('details', {}, el('summary', {}, plural(record.tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(record.tools, null, 1)))) : null,
     record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
     el('p', { class: 'soft others' }),
-    makeTimeline(state),
+    state.rollout.kind === 'tinker' ? null : makeTimeline(state),
     el('h2', {}, 'Turns'), makeTurns(state));
 }
 

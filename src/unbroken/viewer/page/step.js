@@ -18,6 +18,8 @@ const FLAGS = {
   tools: ['tool error', (each) => each.num_tool_errors > 0],
   untrained: ['not trained', (each) => each.is_trained === false],
 };
+/* What of both is offered for the sequences of a Tinker server, beside the search. */
+const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const MAX_LINES = 300;
 /* What was chosen stays for the next step. */
 const choice = { text: '', status: '', fork: '', flags: new Set(), low: null, high: null, mismatch: null, variance: false, sort: 'group', descending: true };
@@ -49,6 +51,11 @@ function makeStepHead(index, run, step, numbers, summary) {
 }
 
 function makeFilters(summary, draw) {
+  const areSequences = summary.kind === 'tinker';
+  const listOffered = (all) => Object.keys(all).filter((name) => !areSequences || OF_SEQUENCES.includes(name));
+  // What was chosen elsewhere and is not offered here would hide lines without a word.
+  if (summary.kind in NOUNS) choice.variance = false;
+  if (areSequences) Object.assign(choice, { status: '', fork: '', low: null, high: null, mismatch: null, sort: OF_SEQUENCES.includes(choice.sort) ? choice.sort : 'group', flags: new Set(OF_SEQUENCES.filter((name) => choice.flags.has(name))) });
   const statuses = [...new Set(summary.trajectories.map((each) => makeVisible(each.status)))].sort();
   const forks = countBy(summary.trajectories, listForkReasons);
   if (choice.fork && !forks.has(choice.fork)) forks.set(choice.fork, 0);
@@ -68,12 +75,12 @@ function makeFilters(summary, draw) {
   };
   return el('form', { class: 'filters', submit: (event) => event.preventDefault() },
     el('input', { type: 'search', placeholder: 'search in text', 'aria-label': 'search in text', value: choice.text, input: changed((input) => { choice.text = input.value; }) }),
-    select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
+    areSequences ? null : select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
     forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
-    number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above'),
-    Object.keys(FLAGS).map(flag),
+    areSequences ? null : [number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above')],
+    listOffered(FLAGS).map(flag),
     summary.kind in NOUNS ? null : el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
-    el('span', { class: 'sort' }, 'sort by ', select('sort', Object.entries(SORTS).map(([key, [text]]) => [key, text]), 'sort by'),
+    el('span', { class: 'sort' }, 'sort by ', select('sort', listOffered(SORTS).map((key) => [key, SORTS[key][0]]), 'sort by'),
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
 }
 
@@ -176,14 +183,14 @@ function makeRolloutLine(run, step, each) {
     el('span', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
     marks.map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
     each.error && el('span', { class: 'problem' }, makeVisible(each.error).slice(0, 200)),
-    el('span', { class: 'snippet' }, makeSnippet(each.text)),
+    el('span', { class: 'snippet' }, makeSnippet(each)),
   ]));
 }
 
-/* The text around what is searched for, or its end: what the policy said last. */
-function makeSnippet(text) {
+/* The text around what is searched for, or its end: what the policy said last. A sequence begins with it. */
+function makeSnippet({ text, is_sequence: isSequence }) {
   const found = choice.text ? text.toLowerCase().indexOf(choice.text.toLowerCase()) : -1;
-  if (found < 0) return makeVisible(text.slice(-140).replace(/\s+/g, ' '));
+  if (found < 0) return makeVisible((isSequence ? text.slice(0, 140) : text.slice(-140)).replace(/\s+/g, ' '));
   const stop = found + choice.text.length;
   const show = (part) => makeVisible(part.replace(/\s+/g, ' '));
   return [show(text.slice(Math.max(0, found - 60), found)), el('mark', {}, show(text.slice(found, stop))), show(text.slice(stop, stop + 70))];

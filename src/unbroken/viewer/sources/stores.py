@@ -19,7 +19,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -168,6 +168,9 @@ class StoreRun:
         model = _get_model(stored.record) or self._run_model
         return {"model": model, "has_texts": texts is not None, **_describe_session(stored, texts)}
 
+    def _summarize(self, stored: StoredSession) -> dict[str, Any]:
+        return _summarize_session(stored)
+
     def _find_lines(self, listed: Sequence[ListedSession]) -> dict[str, dict[str, Any]]:
         """The lines of sessions, each made again when it has another turn or ended; deleted ones are left out."""
         keys = {each.session_id: (each.num_turns, each.status) for each in listed}
@@ -175,7 +178,7 @@ class StoreRun:
             known = {name: self._lines[name] for name in keys if name in self._lines}
         kept = {name: line for name, (key, line) in known.items() if key == keys[name]}
         missing = [name for name in keys if name not in kept]
-        made = self._reader.load_each(missing, _summarize_session, broken=_summarize_broken_session)
+        made = self._reader.load_each(missing, self._summarize, broken=_summarize_broken_session)
         with self._lock:
             for name, line in (kept | made).items():
                 self._lines[name] = keys[name], line
@@ -219,6 +222,10 @@ class TinkerRun(StoreRun):
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
         """A sequence as a rollout of one turn."""
         return {**super().read_trajectory(step, index), "kind": self.kind}
+
+    def _summarize(self, stored: StoredSession) -> dict[str, Any]:
+        """The line of a sequence, whose text begins with what was sampled: a prompt may fill it."""
+        return _summarize_session(replace(stored, messages=stored.messages[::-1]))
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """None: which messages made a prompt is not known."""
