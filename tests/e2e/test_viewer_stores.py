@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from support.browser import CHROMIUM, Browser
@@ -19,10 +18,10 @@ from support.image_servers import CAT
 from support.recorded import write_run
 from support.recorded_sessions import SHOWN, write_image_store, write_store, write_tokenizer
 from support.sessions import make_commit, make_session
+from support.tinker_loops import record
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
-from unbroken.tinker.store import ModelFacts, RecordedSequence, TinkerStore
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.tinker.store import ModelFacts, TinkerStore
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import ViewerServer
 
@@ -98,17 +97,8 @@ def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser
     facts = ModelFacts(model_id="s:train:0", base_model=MARKUP, lora={"rank": 4})
     store = TinkerStore(tmp_path / "store")
     store.put_model(facts, owner="me")
-    ids = np.array([5, 6, 7], np.int32)
-    spans = tuple(VersionSpan(start=n, stop=n + 1, policy_version=n) for n in range(3))
-    sampled = SampledSequence(
-        completion_ids=ids, rollout_logprobs=np.full(3, -1), finish_reason=FinishReason.STOP, version_spans=spans
-    )
     for number in range(101):
-        store.add_sequences([
-            RecordedSequence(
-                sequence_id=f"{MARKUP}:{number}", owner="me", model_id="s:train:0", prompt_ids=ids, sampled=sampled
-            )
-        ])  # fmt: skip
+        store.add_sequences([record(f"{MARKUP}:{number}", [5, 6, 7], [5, 6, 7], model_id="s:train:0")])
     for step in (1, 2):
         metrics = {"loss:sum": 1.0 / step, "provenance_proven:sum": 3.0 * step, "provenance_false_spans:sum": 0.0}
         store.add_step("s:train:0", step, {**metrics, f"{MARKUP}:sum": 0.0})
@@ -129,7 +119,7 @@ def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser
         assert "reward" not in text
         browser.click(".steps a:nth-child(2)")
         browser.wait("document.querySelectorAll('.rollouts li').length === 100")
-        assert f"{MARKUP}:99 version 0–2 · 3 sampled" in read(browser, ".rollouts li")
+        assert f"{MARKUP}:99 version 3–4 · 3 sampled" in read(browser, ".rollouts li")
         browser.click(".rollouts a")
         browser.wait("document.querySelectorAll('.grid .cell').length === 6")
         assert browser.run("document.title").startswith("store · sequences 1–100 · sequence 100")

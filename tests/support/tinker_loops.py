@@ -11,7 +11,9 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
+from unbroken.tinker.store import RecordedSequence
 from unbroken.tinker.wire import PROTOBUF
+from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 KEY = "tml-one"
 
@@ -41,6 +43,34 @@ def make_datum(
             PromptProvenanceSpan(sequence_id=name, offset=1, length=given),
             SampledProvenanceSpan(sequence_id=name, length=number),
         ],
+    )
+
+
+def record(
+    name: str,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    *,
+    cut: int = -1,
+    model_id: str = "run",
+    finish: FinishReason = FinishReason.STOP,
+    **options: Any,
+) -> RecordedSequence:
+    """A sequence of the key `me`, whose ids from `cut` on are of version 4, and those before of 3."""
+    number = len(ids)
+    spans = ((0, cut % number, 3), (cut % number, number, 4))
+    return RecordedSequence(
+        sequence_id=name,
+        owner="me",
+        model_id=model_id,
+        prompt_ids=np.array(prompt_ids, np.int32),
+        sampled=SampledSequence(
+            completion_ids=np.array(ids, np.int32),
+            rollout_logprobs=-np.arange(1, number + 1, dtype=np.float32) / np.float32(10),
+            finish_reason=finish,
+            version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in spans),
+        ),
+        **options,
     )
 
 

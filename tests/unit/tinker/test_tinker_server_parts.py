@@ -22,6 +22,7 @@ from starlette.responses import Response
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
+from support.tinker_loops import record
 from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
@@ -32,30 +33,11 @@ from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
 from unbroken.tinker.sessions import Promises, TrainingRun
-from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
+from unbroken.tinker.store import Checkpoint, ModelFacts, TinkerStore
 from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, read_data
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
-
-
-def record(name: str, prompt_ids: list[int], ids: list[int]) -> RecordedSequence:
-    """A sequence whose last id has other weights than those before."""
-    number = len(ids)
-    spans = ((0, number - 1, 3), (number - 1, number, 4))
-    return RecordedSequence(
-        sequence_id=name,
-        owner="me",
-        model_id="run",
-        prompt_ids=np.array(prompt_ids, np.int32),
-        sampled=SampledSequence(
-            completion_ids=np.array(ids, np.int32),
-            rollout_logprobs=-np.arange(1, number + 1, dtype=np.float32) / np.float32(10),
-            finish_reason=FinishReason.STOP,
-            version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in spans),
-        ),
-    )
 
 
 SEQUENCE = record("s1", [5, 6, 7], [8, 9, 2])
@@ -83,14 +65,14 @@ def claimed(
 INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 
 
+async def succeed() -> Response:
+    return json_response({"done": True})
+
+
 async def make_run(promises: Promises) -> TrainingRun:
     """A run whose model is made."""
     run = TrainingRun(FACTS, owner="me", promises=promises)
-
-    async def act() -> Response:
-        return json_response({})
-
-    await run.submit(0, "create_model", act, b"").wait()
+    await run.submit(0, "create_model", succeed, b"").wait()
     return run
 
 
@@ -361,10 +343,7 @@ async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_OPEN", 1)
     start(api._promises["me"], "open", Call())
     for owner, own in (("me", session), ("other", (await make_model(api, owner="other"))[0])):
-        body = types.CreateSamplingSessionRequest(session_id=own, sampling_session_seq_id=0, base_model="tiny")
-        sampler = (await api.create_sampling_session(owner, body))["sampling_session_id"]
-        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams()
-        request = types.SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=0)
+        request = make_sample(await make_sampler(api, own, owner))
         if owner == "me":
             with pytest.raises(HttpError, match="1 calls of 0 bytes that are not answered yet"):
                 await api.asample(owner, request)
@@ -420,45 +399,34 @@ async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
 
 async def test_a_number_that_comes_again_with_another_body_is_refused():
     run = await make_run(Promises())
-
-    async def act() -> Response:
-        return json_response({})
-
-    first = run.submit(1, "optim_step", act, b'{"learning_rate": 1}')
-    assert run.submit(1, "optim_step", act, b'{"learning_rate": 1}') is first
+    first = run.submit(1, "optim_step", succeed, b'{"learning_rate": 1}')
+    assert run.submit(1, "optim_step", succeed, b'{"learning_rate": 1}') is first
     for kind, body in (("optim_step", b'{"learning_rate": 2}'), ("forward", b'{"learning_rate": 1}')):
         with pytest.raises(HttpError, match="run:1 was optim_step, and came again") as refused:
-            run.submit(1, kind, act, body)
+            run.submit(1, kind, succeed, body)
         assert refused.value.status == 400  # the SDK sends a call again for ever that is answered by 409
 
 
 async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait_for_is_taken(monkeypatch):
     monkeypatch.setattr(sessions, "MAX_OPEN_BYTES", 100)
-    promises, released = Promises(), asyncio.Event()
-    run = await make_run(promises)
-
-    async def act() -> Response:
-        await released.wait()
-        return json_response({})
-
+    run, act = await make_run(Promises()), Call()
     run.submit(2, "forward", act, bytes(60))
     with pytest.raises(HttpError, match="1 calls of 60 bytes that are not answered yet") as refused:
         run.submit(3, "forward", act, bytes(60))
     assert refused.value.status == 429
     run.submit(1, "forward", act, bytes(60))
-    released.set()
+    act.told.set()
     await run.submit(2, "forward", act, bytes(60)).wait()
     await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).wait(), 5)
 
 
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(sessions, "_MISSING_S", 0.1)
-    promises, done = Promises(), []
-    run = await make_run(promises)
+    run, done = await make_run(Promises()), []
 
     async def act() -> Response:
         done.append(1)
-        return json_response({})
+        return await succeed()
 
     late = [run.submit(number, "optim_step", act, b"") for number in (2, 3)]
     await asyncio.wait_for(asyncio.gather(*(each.wait() for each in late)), 5)
@@ -477,14 +445,9 @@ async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monke
 async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(monkeypatch):
     """The SDK sends it last."""
     monkeypatch.setattr(sessions, "_MISSING_S", 1.0)
-    run = await make_run(Promises())
-
-    async def act() -> Response:
-        return json_response({"done": True})
-
-    held = []
+    run, held = await make_run(Promises()), []
     for number in (2, 3, 1):
-        held.append(run.submit(number, "forward_backward", act, b""))
+        held.append(run.submit(number, "forward_backward", succeed, b""))
         await asyncio.sleep(0.6)
     assert all(each.result.body == b'{"done":true}' for each in held)
 
@@ -535,12 +498,31 @@ def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any
     )
 
 
+async def make_session(api: TinkerApi, owner: str = "me") -> str:
+    begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    return (await api.create_session(owner, begun))["session_id"]
+
+
+async def make_sampler(api: TinkerApi, session: str, owner: str = "me", **weights: str) -> str:
+    """A sampler of the base model, or of other weights."""
+    given = {"session_id": session, "sampling_session_seq_id": 0, **(weights or {"base_model": "tiny"})}
+    return (await api.create_sampling_session(owner, types.CreateSamplingSessionRequest(**given)))[
+        "sampling_session_id"
+    ]
+
+
+def make_sample(sampler: str, number: int = 0, num_samples: int = 1, **settings: Any) -> types.SampleRequest:
+    prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(**settings)
+    return types.SampleRequest(
+        prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=number, num_samples=num_samples
+    )
+
+
 async def make_model(
     api: TinkerApi, number: int = 0, session: str = "", rank: int = 4, owner: str = "me"
 ) -> tuple[str, str]:
     """A session and a model of it."""
-    begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
-    session = session or (await api.create_session(owner, begun))["session_id"]
+    session = session or await make_session(api, owner)
     body = types.CreateModelRequest(
         session_id=session, model_seq_id=number, base_model="tiny", lora_config=types.LoraConfig(rank=rank)
     )
@@ -561,12 +543,11 @@ async def test_a_server_has_adapters_or_whole_weights(store, monkeypatch, full):
         store.put_checkpoint(
             Checkpoint(path=path, model_id="run", base_model="tiny", lora=lora, version=0, num_bytes=1), owner="me"
         )
-        body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, model_path=path)
         if full == (lora is None):
-            await api.create_sampling_session("me", body)
+            await make_sampler(api, session, model_path=path)
         else:
             with pytest.raises(HttpError, match="--tinker-full for the other kind"):
-                await api.create_sampling_session("me", body)
+                await make_sampler(api, session, model_path=path)
 
 
 @pytest.mark.parametrize("gate", [True, False])
@@ -595,49 +576,32 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     await make_model(api, 0, session, rank=4)
     with pytest.raises(HttpError, match="came again as create_model"):
         await make_model(api, 0, session, rank=8)
-    body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
-    sampler = (await api.create_sampling_session("me", body))["sampling_session_id"]
-
-    def request(**settings: Any) -> types.SampleRequest:
-        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(**settings)
-        return types.SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=0)
-
-    first = await api.asample("me", request(seed=1))
-    assert await api.asample("me", request(seed=1)) is first
+    sampler = await make_sampler(api, session)
+    first = await api.asample("me", make_sample(sampler, seed=1))
+    assert await api.asample("me", make_sample(sampler, seed=1)) is first
     with pytest.raises(HttpError, match="came again as sample"):
-        await api.asample("me", request(seed=2))
+        await api.asample("me", make_sample(sampler, seed=2))
     await first.wait()
 
 
 async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
     """Also by the next server; and it is not sampled again under the same names."""
     api = make_api(store, monkeypatch)
-    begun = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
-    session = (await api.create_session("me", begun))["session_id"]
-    body = types.CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="tiny")
-    sampler = (await api.create_sampling_session("me", body))["sampling_session_id"]
+    sampler = await make_sampler(api, await make_session(api))
     for number, is_whole in enumerate((True, False)):
         made = [replace(SEQUENCE, sequence_id=f"{sampler}:{number}:{index}", is_whole=is_whole) for index in range(2)]
         store.add_sequences(made)
 
-    def request(number: int) -> types.SampleRequest:
-        params, prompt = types.SamplingParams(), types.ModelInput.from_ints([5, 6, 7])
-        return types.SampleRequest(
-            prompt=prompt, sampling_params=params, sampling_session_id=sampler, seq_id=number, num_samples=2
-        )
-
     async def retrieve(at: TinkerApi, number: int, owner: str = "me") -> Any:
         return await at.retrieve_future(owner, types.FutureRetrieveRequest(request_id=f"{sampler}:{number}"))
 
-    again = [await (await api.asample("me", request(number))).wait() for number in range(2)]
+    again = [await (await api.asample("me", make_sample(sampler, number, 2))).wait() for number in range(2)]
     after = make_api(store, monkeypatch)
     for given in (await retrieve(api, 0), await retrieve(after, 0), again[0]):
         answer = messages.SampleResponse.FromString(given.body)
         assert [np.frombuffer(each.tokens, np.int32).tolist() for each in answer.sequences] == [[8, 9, 2]] * 2
-        assert (
-            np.frombuffer(answer.sequences[0].logprobs, np.float32).tolist()
-            == SEQUENCE.sampled.rollout_logprobs.tolist()
-        )
+        logprobs = np.frombuffer(answer.sequences[0].logprobs, np.float32)
+        np.testing.assert_array_equal(logprobs, SEQUENCE.sampled.rollout_logprobs)
         assert answer.sequences[0].stop_reason == messages.STOP_REASON_STOP
     assert (await retrieve(after, 1)).body == again[1].body == sessions.FORGOTTEN.body
     assert "is not known" in (await retrieve(after, 2))["error"]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.tinker_loops import record
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import Cursor, open_snapshots
 from unbroken.tinker import store as store_module
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.store import TINKER_TABLES, Checkpoint, ModelFacts, RecordedSequence, TinkerStore, hash_content
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None, user_metadata={"a": "\0\ud800"})
 SAVED = Checkpoint(
@@ -31,25 +31,7 @@ SAVED = Checkpoint(
 
 
 def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSequence]:
-    return [
-        RecordedSequence(
-            sequence_id=f"{name}:{index}",
-            owner="me",
-            model_id="run",
-            prompt_ids=np.array([5, 6, 7], np.int32),
-            sampled=SampledSequence(
-                completion_ids=np.array([8, index], np.int32),
-                rollout_logprobs=np.array([-0.1, -0.2], np.float32),
-                finish_reason=FinishReason.STOP,
-                version_spans=(
-                    VersionSpan(start=0, stop=1, policy_version=3),
-                    VersionSpan(start=1, stop=2, policy_version=4),
-                ),
-            ),
-            is_whole=number > 1,
-        )
-        for index in range(number)
-    ]
+    return [record(f"{name}:{index}", [5, 6, 7], [8, index], is_whole=number > 1) for index in range(number)]
 
 
 def select(location: str, query: str) -> list[Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from support.recorded_sessions import write_tokenizer
 from support.servers import server_tokenizer
 from support.sessions import open_later_store
+from support.tinker_loops import record
 from unbroken.errors import StoreError
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.types import FinishReason, SampledSequence, VersionSpan
+from unbroken.types import FinishReason
 from unbroken.viewer.resources import Resources, open_runs
 
 RUN = ModelFacts(model_id="s:train:0", base_model="tiny", lora={"rank": 4}, used=10.0, user_metadata={"a": "\0\ud800"})
@@ -23,23 +23,8 @@ SAVED = Checkpoint(
 
 
 def make_sequence(name: str, text: str = "word", model_id: str = "s:train:0") -> RecordedSequence:
-    ids = np.array(server_tokenizer().encode(text), np.int32)
-    number = len(ids)
-    return RecordedSequence(
-        sequence_id=name,
-        owner="me",
-        model_id=model_id,
-        prompt_ids=np.array(server_tokenizer().encode("a prompt"), np.int32),
-        sampled=SampledSequence(
-            completion_ids=ids,
-            rollout_logprobs=np.linspace(-1, -2, number).astype(np.float32),
-            version_spans=(
-                VersionSpan(start=0, stop=1, policy_version=3),
-                VersionSpan(start=1, stop=number, policy_version=4),
-            ),
-            finish_reason=FinishReason.LENGTH,
-        ),
-    )
+    prompt_ids, ids = (server_tokenizer().encode(each) for each in ("a prompt", text))
+    return record(name, prompt_ids, ids, cut=1, model_id=model_id, finish=FinishReason.LENGTH)
 
 
 def fill(store: TinkerStore) -> None:
