@@ -22,72 +22,59 @@ def make_datum(**inputs) -> Datum:
 RL = {"logprobs": [0, -1, -2], "advantages": [0, 1, -1]}
 REFUSALS = {
     "no targets": (
-        "cross_entropy",
-        make_datum(targets=None, weights=[1, 1, 1]),
+        "cross_entropy", make_datum(targets=None, weights=[1, 1, 1]),
         r"data\[2\].loss_fn_inputs.target_tokens must be given, got none",
     ),
     "no weights": (
-        "cross_entropy",
-        make_datum(),
+        "cross_entropy", make_datum(),
         r"data\[2\].loss_fn_inputs.weights must be given with cross_entropy, got none",
     ),
     "no advantages": (
-        "ppo",
-        make_datum(logprobs=[0, 0, 0]),
+        "ppo", make_datum(logprobs=[0, 0, 0]),
         r"data\[2\].loss_fn_inputs.advantages must be given with ppo, got logprobs",
     ),
     "unknown input": (
-        "ppo",
-        make_datum(**RL, mask=[0, 1, 1]),
+        "ppo", make_datum(**RL, mask=[0, 1, 1]),
         r"data\[2\].loss_fn_inputs of ppo may be target_tokens, logprobs, advantages, weights, clip_low_threshold, "
         "clip_high_threshold, got 'mask'",
     ),
     "thresholds without a use": (
-        "importance_sampling",
-        make_datum(**RL, clip_low_threshold=[0.8] * 3),
+        "importance_sampling", make_datum(**RL, clip_low_threshold=[0.8] * 3),
         "of importance_sampling may be target_tokens, logprobs, advantages, weights, got 'clip_low_threshold'",
     ),
     "shape of an input": (
-        "ppo",
-        make_datum(logprobs=[0, 0], advantages=[0, 1, 1]),
+        "ppo", make_datum(logprobs=[0, 0], advantages=[0, 1, 1]),
         r"data\[2\].loss_fn_inputs.logprobs must have the shape of target_tokens, \[3\], got \[2\]",
     ),
     "shape of weights": (
-        "cross_entropy",
-        make_datum(targets=[[1, 2], [3, 4], [5, 6]], weights=[1, 1, 1]),
+        "cross_entropy", make_datum(targets=[[1, 2], [3, 4], [5, 6]], weights=[1, 1, 1]),
         r"weights must have the shape of target_tokens, \[3, 2\], got \[3\]",
     ),
     "targets of several": (
-        "ppo",
-        make_datum(targets=[[1], [2], [3]], **RL),
+        "ppo", make_datum(targets=[[1], [2], [3]], **RL),
         r"target_tokens must have the shape \[T\], or \[T, K\] with cross_entropy, got \[3, 1\] with ppo",
     ),
     "targets of none": (
-        "cross_entropy",
-        make_datum(targets=np.zeros((3, 0)), weights=np.zeros((3, 0))),
+        "cross_entropy", make_datum(targets=np.zeros((3, 0)), weights=np.zeros((3, 0))),
         r"target_tokens must have the shape \[T\], or \[T, K\] with cross_entropy, got \[3, 0\] with cross_entropy",
     ),
     "thresholds that cross": (
-        "ppo",
-        make_datum(**RL, clip_low_threshold=[0.8, 1.3, 0.8], clip_high_threshold=[1.2] * 3),
+        "ppo", make_datum(**RL, clip_low_threshold=[0.8, 1.3, 0.8], clip_high_threshold=[1.2] * 3),
         "clip_low_threshold must be at most clip_high_threshold at every position",
     ),
     "no ratio mask": (
-        "gspo",
-        make_datum(**RL),
+        "gspo", make_datum(**RL),
         r"data\[2\].loss_fn_inputs.sequence_ratio_mask must be given with gspo, got logprobs, advantages",
     ),
     "empty ratio mask": (
-        "gspo",
-        make_datum(**RL, sequence_ratio_mask=[0, 0, 0]),
+        "gspo", make_datum(**RL, sequence_ratio_mask=[0, 0, 0]),
         "sequence_ratio_mask must mark a position where advantages are not 0",
     ),
     "no spans": (
-        "stable_reinforce",
-        make_datum(**RL),
+        "stable_reinforce", make_datum(**RL),
         r"data\[2\] must have provenance spans with stable_reinforce, which trains sampled ids alone",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
