@@ -172,7 +172,7 @@ class TaskError(UnbrokenError):
 
 
 class StoreError(UnbrokenError):
-    """Sessions that cannot be stored or read: a full disk, a lost connection, a folder that another process uses."""
+    """A store cannot be written or read: a full disk, a lost connection, a folder that another process uses."""
 
 
 class NoStoreError(StoreError):

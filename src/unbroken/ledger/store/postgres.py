@@ -5,6 +5,9 @@ connection's `application_name`, so that it is known for as long. A session name
 free, its gateway has ended or was cut off, and another may take the session over. A gateway that was cut off connects
 again under its number, and has lost what was taken over: each commit checks the session's owner.
 
+Other `Tables` have schemas of their own. Those that are not shared have one owner, number 1; another process is refused
+while it holds the lock, and one that was cut off is refused for good once another has taken it.
+
 The lock belongs to a connection, so a pooler in between must not share connections among clients.
 """
 
