@@ -109,11 +109,7 @@ def test_true_spans_are_proven_and_versions_and_logprobs_compared(store):
         (INPUTS, [], r"data\[0\].loss_fn_inputs: .* cover the field's 5 positions exactly, got 0"),
         ([prompt(3), sampled(2, 2)], TARGETS, "span 1: the sampled ids of 's1' have 3 positions, .* claims 2 from 2"),
         ([prompt(3), sampled(2, 1)], TARGETS, "span 1, position 3: .* have id 9 at 1, and id 8 was given .2 of"),
-        (
-            [prompt(3), sampled(2, name="s2")],
-            TARGETS,
-            "sampled no sequence 's2' for this key, or removed it after 30 days",
-        ),
+        ([prompt(3), sampled(2, name="s2")], TARGETS, "no sequence 's2' for this key, or removed it after 30 days"),
         ([sampled(3), sampled(2)], TARGETS, "span 0, position 0: .* have id 8 at 0, and id 5 was given"),
     ],
 )
@@ -167,17 +163,13 @@ OTHERS = (
 )  # fmt: skip
 def test_sampled_targets_must_come_after_what_they_were_sampled_after(store, ids, targets, inputs, claims, problem):
     store.add_sequences([OTHERS[0]]), store.add_sequences([OTHERS[1]])
-    data = ClaimedDatum(
-        datum=Datum(input_ids=np.array(ids, np.int32), targets=np.array(targets, np.int64)),
-        input_claims=tuple(inputs),
-        target_claims=tuple(claims),
-    )
+    datum = Datum(input_ids=np.array(ids, np.int32), targets=np.array(targets, np.int64))
+    data = ClaimedDatum(datum=datum, input_claims=tuple(inputs), target_claims=tuple(claims))
     with pytest.raises(InvalidInputError, match=rf"data\[0\].loss_fn_inputs, {problem}"):
         check(store, [data])
     metrics = check(store, [data], "count")[1]
-    assert metrics["provenance_false_contexts:sum"] == len(
-        [each for each in claims if isinstance(each, types.SampledProvenanceSpan)]
-    )
+    num_sampled = sum(isinstance(each, types.SampledProvenanceSpan) for each in claims)
+    assert metrics["provenance_false_contexts:sum"] == num_sampled
     assert metrics["provenance_proven:sum"] == metrics["provenance_false_spans:sum"] == 0
 
 
