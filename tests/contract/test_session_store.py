@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from support.postgres import PostgresServer, run_postgres
-from support.sessions import TOOLS, digest_key, make_commit, make_session, make_turn, to_plain
+from support.sessions import (
+    BROKEN,
+    TOOLS,
+    digest_key,
+    make_commit,
+    make_session,
+    make_turn,
+    open_later_store,
+    to_plain,
+)
 from unbroken.errors import InvariantError, NotOwnerError, SessionEndedError, StoreError, UnknownSessionError
 from unbroken.ledger.records import MessageRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
@@ -348,3 +357,22 @@ def test_a_closed_store_says_so(store):
         store.load("s")
     with pytest.raises(StoreError, match="is closed"):
         store.commit([make_commit("s", 0)])
+
+
+def test_sessions_of_an_earlier_version_are_migrated_and_those_of_a_later_one_refused(store, reopen, location):
+    """A migration that fails changes nothing, and what is refused is left alone."""
+    store.create(make_session("s"))
+    store.commit([make_commit("s", 0)])
+    store.close()
+    with pytest.raises(StoreError, match="missing"):
+        open_later_store(location, BROKEN)
+    assert len(reopen().load("s").turns) == 1
+    reopen().close()
+    for _ in range(2):
+        later = open_later_store(location)
+        assert len(later.load("s").turns) == 1
+        assert later._read_one("SELECT title FROM sessions WHERE session_id = ?", "s")[0] == "untitled"
+        later.close()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"has sessions of schema version 3, .* versions up to 2: use the release"):
+            reopen()

@@ -16,7 +16,7 @@ import pytest
 
 from support.killed_store import kill_and_check
 from support.postgres import LosingProxy, PostgresServer, run_postgres
-from support.sessions import BROKEN, make_commit, make_session, open_later_store
+from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, NotOwnerError, SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
@@ -179,33 +179,13 @@ def test_gateways_that_start_at_the_same_time_make_the_tables_once(connect):
     assert len(stores[0].list_sessions()) == 4
 
 
-def test_sessions_of_an_earlier_version_are_migrated_and_those_of_a_later_one_refused(connect, server):
-    store = connect()
-    store.create(make_session("s"))
-    store.commit([make_commit("s", 0)])
-    store.close()
-    with pytest.raises(StoreError, match='table "missing" does not exist'):
-        open_later_store(server.url, BROKEN)
-    assert count_turns(connect(), "s") == 1
-    for _ in range(2):
-        store = open_later_store(server.url)
-        assert count_turns(store, "s") == 1
-        store.close()
-    with pytest.raises(StoreError, match=r"database 'postgres' on .* has sessions of schema version 3, .* up to 2"):
-        connect()
-
-
 @pytest.mark.parametrize(
     ("url", "error", "text"),
     [
         ("postgresql://tester:se/cret@localhost/x", InvalidInputError, "cannot be parsed: write special characters"),
         ("postgresql://tester:se@cret@localhost/x", InvalidInputError, "cannot be parsed"),
         ("postgresql://tester@localhost/x?se@cret", InvalidInputError, "cannot be parsed"),
-        (
-            "postgres://tester:secret@127.0.0.1:1/x",
-            StoreError,
-            r"database 'x' on 127.0.0.1:1 cannot.*refused",
-        ),
+        ("postgres://tester:secret@127.0.0.1:1/x", StoreError, r"database 'x' on 127.0.0.1:1 cannot.*refused"),
         ("postgresql://tester:secret@/nothing?host={folder}", StoreError, '"nothing" does not exist'),
         ("postgresql://nobody:secret@/postgres?host={folder}", StoreError, 'role "nobody" does not exist'),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.killed_store import kill_and_check
-from support.sessions import BROKEN, WITH_TITLE, make_commit, make_session, open_later_store
+from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import open_store
 from unbroken.ledger.store.tables import MIGRATIONS
@@ -54,21 +54,6 @@ def test_a_second_process_is_told_which_one_uses_the_folder(tmp_path):
     open_store(str(tmp_path)).close()
 
 
-def test_sessions_of_an_earlier_version_are_migrated_and_keep_their_turns(tmp_path):
-    fill(tmp_path)
-    assert read_version(tmp_path) == len(MIGRATIONS)
-    for _ in range(2):
-        store = open_later_store(str(tmp_path))
-        loaded = store.load("s")
-        assert loaded is not None
-        assert len(loaded.turns) == 1
-        store.close()
-        assert read_version(tmp_path) == len(WITH_TITLE)
-    with sqlite3.connect(tmp_path / "sessions.sqlite3") as connection:
-        assert connection.execute("SELECT title FROM sessions").fetchall() == [("untitled",)]
-    connection.close()
-
-
 def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(tmp_path):
     fill(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as connection:
@@ -82,24 +67,6 @@ def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(t
     assert [turn.sequence.kept_ids for turn in loaded.turns] == [None]
     store.close()
     assert read_version(tmp_path) == len(MIGRATIONS)
-
-
-def test_a_migration_that_fails_changes_nothing(tmp_path):
-    fill(tmp_path)
-    with pytest.raises(StoreError, match="no such table"):
-        open_later_store(str(tmp_path), BROKEN)
-    assert read_version(tmp_path) == len(MIGRATIONS)
-    store = open_store(str(tmp_path))
-    assert store.load("s") is not None
-    store.close()
-
-
-def test_sessions_of_a_later_version_are_refused_and_left_alone(tmp_path):
-    open_later_store(str(tmp_path)).close()
-    for _ in range(2):
-        with pytest.raises(StoreError, match=r"schema version 3, and this release knows versions up to 2: use the rel"):
-            open_store(str(tmp_path))
-    assert read_version(tmp_path) == len(WITH_TITLE)
 
 
 def test_an_empty_file_is_a_new_database_and_another_file_is_refused(tmp_path):
