@@ -16,6 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 from support.browser import Browser, open_browser
 from support.forks import preload
 from support.installed import require_vllm
+from support.postgres import location as location
+from support.postgres import postgres as postgres
 from support.vllm_session import shared_vllm as shared_vllm
 from support.vllm_session import vision_vllm as vision_vllm
 

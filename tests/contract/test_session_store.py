@@ -6,12 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.postgres import PostgresServer, run_postgres
 from support.sessions import (
     BROKEN,
     TOOLS,
@@ -28,22 +26,6 @@ from unbroken.ledger.store import SessionStore, open_store
 
 CAT, DOG = b"a cat's file", b"a dog's file"
 CAT_SHA256, DOG_SHA256 = (hashlib.sha256(data).hexdigest() for data in (CAT, DOG))
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with run_postgres() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where there are no sessions."""
-    if request.param == "sqlite":
-        return str(tmp_path / "store")
-    server: PostgresServer = request.getfixturevalue("postgres")
-    server.remove_sessions()
-    return server.url
 
 
 @pytest.fixture

@@ -152,6 +152,22 @@ def run_postgres() -> Iterator[PostgresServer]:
         shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where nothing is stored, in each database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    server.remove_sessions()
+    return server.url
+
+
 def _find_programs() -> Any:
     """The folder of the newest server; None if no folder exists."""
     folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]

@@ -8,24 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.postgres import PostgresServer, run_postgres
 from unbroken.tinker.store import TinkerStore
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    with run_postgres() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where nothing is stored."""
-    if request.param == "sqlite":
-        return str(tmp_path / "store")
-    server: PostgresServer = request.getfixturevalue("postgres")
-    server.remove_sessions()
-    return server.url
 
 
 @pytest.fixture

@@ -15,24 +15,18 @@ from pathlib import Path
 import pytest
 
 from support.killed_store import kill_and_check
-from support.postgres import LosingProxy, PostgresServer, run_postgres
+from support.postgres import LosingProxy, PostgresServer
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, NotOwnerError, SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[PostgresServer]:
-    with run_postgres() as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: PostgresServer) -> PostgresServer:
+def server(postgres: PostgresServer) -> PostgresServer:
     """A server without sessions."""
-    running.remove_sessions()
-    return running
+    postgres.remove_sessions()
+    return postgres
 
 
 @pytest.fixture
