@@ -23,7 +23,7 @@ from starlette.responses import Response
 from tinker import types
 
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import EngineError, InvalidInputError, TrainingError, UnbrokenError
+from unbroken.errors import EngineError, InvalidInputError, StoreError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
@@ -155,11 +155,12 @@ class TinkerApi:
         if self._sessions.pop(session.session_id, None) is None:
             return
         self._promises[session.owner].cancel_samples(f"{session.session_id}:")
-        for run in session.runs.values():
+        for run in tuple(session.runs.values()):
             await run.end(reason)
-            await self._storing.run(partial(self._store.end_model, run.model_id, reason))
             with suppress(UnbrokenError):  # it was never made
                 await self._train(methodcaller("delete", run.model_id))
+            with suppress(StoreError):  # the next server notes that it stopped
+                await self._storing.run(partial(self._store.end_model, run.model_id, reason))
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
 
@@ -234,10 +235,12 @@ class TinkerApi:
             run.facts = replace(run.facts, lora=None if made is None else made.model_dump())
             if checkpoint is not None:
                 await self._load(run, checkpoint, optimizer)
+            await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
         except BaseException:
             session.runs.pop(run.model_id, None)
+            with suppress(UnbrokenError):  # it was never made
+                await self._train(methodcaller("delete", run.model_id))
             raise
-        await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
         if checkpoint is None:
             return json_response({"model_id": run.model_id, "type": "create_model"})
         return json_response({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
@@ -335,7 +338,8 @@ class TinkerApi:
         run.version += 1
         known = {name: each for name, each in {**run.counted, **metrics}.items() if math.isfinite(each)}
         run.counted = {}
-        await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
+        with suppress(StoreError):  # the step is made: an error would have it made again
+            await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
         return json_response({"metrics": metrics})
 
     # Checkpoints

@@ -23,7 +23,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from support.tinker_loops import record
-from unbroken.errors import InvalidInputError, TrainingError
+from unbroken.errors import InvalidInputError, StoreError, TrainingError
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.tinker import server, sessions
@@ -461,11 +461,20 @@ class CountedEngine:
 class WrittenModels:
     """A backend whose weights are one tensor."""
 
+    def __init__(self) -> None:
+        self.models: set[str] = set()
+
     def create(self, model_id: str, lora: Any) -> Any:
+        self.models.add(model_id)
         return lora
 
     def delete(self, model_id: str) -> None:
-        pass
+        if model_id not in self.models:
+            raise InvalidInputError("there is no model")
+        self.models.remove(model_id)
+
+    def optim_step(self, model_id: str, params: Any) -> dict[str, float]:
+        return {"grad_norm": 0.0}
 
     def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
         folder.mkdir()
@@ -486,7 +495,7 @@ def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any
         options=TinkerOptions(**options),
         model="tiny",
         tokenizer="tiny",
-        open_backend=lambda: SimpleNamespace(run=lambda work: work(models)),
+        open_backend=lambda: SimpleNamespace(run=lambda work: work(models), models=models.models),
     )
 
 
@@ -574,6 +583,37 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
     with pytest.raises(HttpError, match="came again as sample"):
         await api.asample("me", make_sample(sampler, seed=2))
     await first.wait()
+
+
+async def test_models_are_freed_and_steps_acknowledged_whatever_fails_beside_them(store, monkeypatch):
+    """A checkpoint for sampling cannot be loaded; then the database is lost for the rows of a step and of an end."""
+    api = make_api(store, monkeypatch)
+    path = "tinker://run/sampler_weights/name"
+    lora = types.LoraConfig(rank=4).model_dump()
+    store.put_checkpoint(
+        Checkpoint(path=path, model_id="run", base_model="tiny", lora=lora, version=0, num_bytes=1), owner="me"
+    )
+    session, model_id = await make_model(api)
+    await make_model(api, 1, session)
+    given = {"session_id": session, "model_seq_id": 2, "path": path, "optimizer": False}
+    failed = await api.submit("me", "load_weights", given, types.LoadWeightsRequest)
+    assert b"is for sampling alone" in (await failed.wait()).body
+    assert api._open_backend().models == {model_id, f"{session}:train:1"}
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise StoreError("the database is gone")
+
+    for name in ("add_step", "put_model", "end_model"):
+        monkeypatch.setattr(store, name, lose)
+    step = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+    made = await api.submit("me", "optim_step", step, types.OptimStepRequest)
+    assert json.loads((await made.wait()).body) == {"metrics": {"grad_norm": 0.0}}
+    create = types.CreateModelRequest(
+        session_id=session, model_seq_id=3, base_model="tiny", lora_config=types.LoraConfig(rank=4)
+    )
+    await api.create_model("me", create)  # it fails while its session ends
+    await api.finish_session("me", session)
+    assert api._open_backend().models == set()
 
 
 async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
