@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from support.gateways import CHAT, USER, make_gateway, scripted
 from support.packed_sender import free_port
-from support.postgres import PostgresServer, run_postgres
+from support.postgres import PostgresServer
 from support.servers import listening
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.gateway.app import SESSION, Forwarding
@@ -24,12 +24,6 @@ from unbroken.types import SampleChunk, SampleRequest
 
 ABORT, LIMIT = OnDisconnect.ABORT, 63
 AND = {"role": "user", "content": "And?"}
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    with run_postgres() as server:
-        yield server
 
 
 @asynccontextmanager
