@@ -116,10 +116,17 @@ class TinkerApi:
 
     async def _train(self, work: Callable[[Models], T]) -> T:
         """Run `work`, which can be pickled, in the thread that trains, or in the trainer's process."""
+
+        def run() -> T:
+            try:
+                return self._open_backend().run(work)
+            except EngineError:  # cleared here, or it may be the next process, which has models
+                self._open_backend.cache_clear()
+                raise
+
         try:
-            return await self._training.run(lambda: self._open_backend().run(work))
+            return await self._training.run(run)
         except EngineError:
-            self._open_backend.cache_clear()
             for session in [each for each in self._sessions.values() if each.runs]:
                 self._end_soon(session, "the trainer's process ended")
             raise

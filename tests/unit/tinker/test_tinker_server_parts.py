@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from support.tinker_loops import record
-from unbroken.errors import InvalidInputError, StoreError, TrainingError
+from unbroken.errors import EngineError, InvalidInputError, StoreError, TrainingError
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
 from unbroken.tinker import server, sessions
@@ -614,6 +614,25 @@ async def test_models_are_freed_and_steps_acknowledged_whatever_fails_beside_the
     await api.create_model("me", create)  # it fails while its session ends
     await api.finish_session("me", session)
     assert api._open_backend().models == set()
+
+
+async def test_calls_that_fail_with_a_trainers_process_leave_the_next_one_its_models(store, monkeypatch):
+    api, opened = make_api(store, monkeypatch), []
+
+    def run(number: int) -> int:
+        if number == 0:
+            raise EngineError("the process has ended")
+        return number
+
+    def open_backend() -> Any:
+        opened.append(partial(run, len(opened)))
+        return SimpleNamespace(run=lambda work, at=opened[-1]: at())
+
+    monkeypatch.setattr(api, "_open_backend", cache(open_backend))
+    found = await asyncio.gather(*(api._train(lambda _: None) for _ in range(3)), return_exceptions=True)
+    assert isinstance(found[0], EngineError)
+    assert found[1:] == [1, 1]
+    assert len(opened) == 2
 
 
 async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
