@@ -164,10 +164,10 @@ class TinkerApi:
         self._promises[session.owner].cancel_samples(f"{session.session_id}:")
         for run in tuple(session.runs.values()):
             await run.end(reason)
-            with suppress(UnbrokenError):  # it was never made
-                await self._train(methodcaller("delete", run.model_id))
             with suppress(StoreError):  # the next server notes that it stopped
                 await self._storing.run(partial(self._store.end_model, run.model_id, reason))
+            with suppress(UnbrokenError):  # it was never made
+                await self._train(methodcaller("delete", run.model_id))
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
 
