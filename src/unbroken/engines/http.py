@@ -64,6 +64,7 @@ class HttpEngine:
         self.followers: list[Callable[[int], None]] = []
         """Called with each version that is required: engines of other processes, at the same servers."""
         self.takes_images = facts.takes_images
+        self.numerics = facts.numerics
         self.adapters = facts.adapters
         """Names of the servers' LoRA adapters, when they were connected."""
         self._failover = servers

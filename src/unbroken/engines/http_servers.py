@@ -10,7 +10,7 @@ from unbroken.client import AsyncClient
 from unbroken.client.calls import Calls, unexpected_answer
 from unbroken.engines.vllm_server import VllmServer
 from unbroken.errors import EngineError
-from unbroken.types import ImageSpan, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, Numerics, SampleChunk, SampleResult, SamplingParams, ScoredSequence, TokenIds
 
 
 class EngineServer(Protocol):
@@ -113,6 +113,7 @@ class ServerFacts:
     takes_images: bool
     adapters: tuple[str, ...]
     policy_version: int = 0
+    numerics: Numerics = Numerics.FAST
 
 
 async def open_server(
@@ -155,6 +156,7 @@ def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -
         context_length=models[0]["max_model_len"],
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
+        numerics=Numerics(models[0].get("numerics", Numerics.FAST)),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
         **more,
     )

@@ -103,8 +103,7 @@ async def open_engine(
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
     as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
-    and have these `numerics`.
-    `name` is that of `config` in error messages.
+    and have these `numerics`. `name` is that of `config` in error messages.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
@@ -133,7 +132,17 @@ async def open_engine(
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, name, vocab_size))
         check_vocabulary(found.engine, vocab_size)
+        _check_numerics(found.engine, numerics, name)
         yield found
+
+
+def _check_numerics(engine: Any, numerics: Numerics, name: str) -> None:
+    own = getattr(engine, "numerics", Numerics.FAST)
+    if numerics is Numerics.EXACT and own is not numerics:
+        raise InvalidInputError(
+            f"trainer.numerics must be fast with {name}, whose numerics are {own}, got exact: start its servers with "
+            "--numerics exact"
+        )
 
 
 def _make_embedded(

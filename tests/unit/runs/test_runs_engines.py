@@ -21,6 +21,7 @@ from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
 from unbroken.runs.processes import Rank
+from unbroken.types import Numerics
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.files import find_versions
 
@@ -69,6 +70,18 @@ async def test_a_server_at_another_vocabulary_is_refused(tmp_path):
                 pass
         async with engine_of(server(url), tiny_qwen3(vocab_size=num_ids), tmp_path) as found:
             assert found.engine.vocab_size == num_ids
+
+
+async def test_a_server_says_its_numerics_and_a_run_with_exact_ones_refuses_fast_ones(tmp_path):
+    engine, model = scripted_engine("x"), tiny_qwen3(vocab_size=len(server_tokenizer()))
+    how = {"model": model, "source": "tiny", "output": tmp_path, "device": torch.device("cpu"), "rank": Rank()}
+    async with listening(make_app(engine)) as url:
+        with pytest.raises(InvalidInputError, match="fast with engine, whose numerics are fast, got exact: start its"):
+            async with open_engine(server(url), **how, numerics=Numerics.EXACT):
+                pass
+    engine.numerics = Numerics.EXACT  # type: ignore[attr-defined]
+    async with listening(make_app(engine)) as url, open_engine(server(url), **how, numerics=Numerics.EXACT) as found:
+        assert found.engine.numerics is Numerics.EXACT
 
 
 async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lists_them(tmp_path, monkeypatch):

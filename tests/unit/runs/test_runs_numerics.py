@@ -34,6 +34,12 @@ def test_a_dense_model_is_exact_here_and_the_report_says_what_fast_costs(model, 
     assert report.rstrip().endswith('verdict: exact, with trainer.numerics = "exact"')
 
 
+def test_a_model_that_is_certain_of_its_ids_proves_nothing(tmp_path, capsys):
+    save_tiny_model(tmp_path, initializer_range=3.0)
+    assert main(["numerics", str(tmp_path), "--rows", "6", "--max-tokens", "24"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("too certain of their ids for rounding to show")
+
+
 def test_a_model_that_cannot_be_exact_is_named_with_the_reason(tmp_path, capsys):
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     assert main(["numerics", str(tmp_path), "--rows", "2", "--max-tokens", "8", "--json"]) == 1

@@ -92,6 +92,7 @@ class TransformersEngine:
         image_processor: ImageProcessor | None = None,
     ) -> None:
         config = config or TransformersEngineConfig()
+        self.numerics = config.numerics
         self.context_length = _context_length(model, config)
         self._forward = SlotForward(
             model,

@@ -19,7 +19,7 @@ from unbroken.server.texts import check_conversation, check_length
 from unbroken.server.wire.conversation import Tools
 from unbroken.server.wire.fields import CHAT
 from unbroken.server.wire.images import format_spans
-from unbroken.types import ImageSpan, TokenIds
+from unbroken.types import ImageSpan, Numerics, TokenIds
 
 router = Routes(Access.CLIENT)
 
@@ -99,7 +99,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.get(
     "/v1/models",
     summary="The served model",
-    response_description="one entry in `data`, with `max_model_len`, `vocab_size` and `takes_images`",
+    response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images` and `numerics`",
 )
 async def models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
@@ -124,6 +124,7 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "max_model_len": context.service.engine.context_length,
         "vocab_size": context.service.engine.vocab_size,
         "takes_images": context.images.takes_images,
+        "numerics": getattr(context.service.engine, "numerics", Numerics.FAST),
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.adapters)]
 
