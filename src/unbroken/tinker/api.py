@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, replace
-from functools import cache, partial
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -98,7 +98,9 @@ class TinkerApi:
         self._options = options
         self._model = model
         self._tokenizer = str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
-        self._open_backend = cache(open_backend)
+        self._open_backend = open_backend
+        self._backend: Models | TrainerProcess | None = None
+        """Where new models are made."""
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
         self._engine = require_updatable(context.service.engine)
         self._base = SamplerWeights()
@@ -114,21 +116,27 @@ class TinkerApi:
     def _base_model(self) -> str:
         return self._context.config.model_name
 
-    async def _train(self, work: Callable[[Models], T]) -> T:
-        """Run `work`, which can be pickled, in the thread that trains, or in the trainer's process."""
+    async def _train(self, run: TrainingRun, work: Callable[[Models], T]) -> T:
+        """Run `work`, which can be pickled, on the model of a run, in the thread that trains or in the trainer's
+        process. A run stays with the process in which its model was made.
+        """
 
-        def run() -> T:
+        def call() -> T:
+            if run.backend is None:
+                run.backend = self._backend = self._backend or self._open_backend()
             try:
-                return self._open_backend().run(work)
-            except EngineError:  # cleared here, or it may be the next process, which has models
-                self._open_backend.cache_clear()
+                return run.backend.run(work)
+            except EngineError:
+                if self._backend is run.backend:
+                    self._backend = None
                 raise
 
         try:
-            return await self._training.run(run)
+            return await self._training.run(call)
         except EngineError:
-            for session in [each for each in self._sessions.values() if each.runs]:
-                self._end_soon(session, "the trainer's process ended")
+            for session in tuple(self._sessions.values()):
+                if any(each.backend is run.backend for each in session.runs.values()):
+                    self._end_soon(session, "the trainer's process ended")
             raise
 
     async def describe_server(self, owner: str) -> Answer:
@@ -166,8 +174,9 @@ class TinkerApi:
             await run.end(reason)
             with suppress(StoreError):  # the next server notes that it stopped
                 await self._storing.run(partial(self._store.end_model, run.model_id, reason))
-            with suppress(UnbrokenError):  # it was never made
-                await self._train(methodcaller("delete", run.model_id))
+            if run.backend is not None:
+                with suppress(UnbrokenError):  # it was never made
+                    await self._train(run, methodcaller("delete", run.model_id))
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
 
@@ -238,7 +247,7 @@ class TinkerApi:
         lora = run.facts.lora
         try:
             config = None if lora is None else types.LoraConfig(**lora)
-            made = await self._train(methodcaller("create", run.model_id, config))
+            made = await self._train(run, methodcaller("create", run.model_id, config))
             run.facts = replace(run.facts, lora=None if made is None else made.model_dump())
             if checkpoint is not None:
                 await self._load(run, checkpoint, optimizer)
@@ -246,7 +255,7 @@ class TinkerApi:
         except BaseException:
             session.runs.pop(run.model_id, None)
             with suppress(UnbrokenError):  # it was never made
-                await self._train(methodcaller("delete", run.model_id))
+                await self._train(run, methodcaller("delete", run.model_id))
             raise
         if checkpoint is None:
             return json_response({"model_id": run.model_id, "type": "create_model"})
@@ -333,7 +342,7 @@ class TinkerApi:
         )
         checked, metrics = await self._storing.run(lambda: check.check(data))
         arguments = run.model_id, checked, loss, config, not message.forward_only
-        output = await self._train(methodcaller("forward_backward", *arguments))
+        output = await self._train(run, methodcaller("forward_backward", *arguments))
         if not message.forward_only:
             run.count({**output.metrics, **metrics})
         return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)
@@ -341,7 +350,7 @@ class TinkerApi:
     async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Response:
         if not isinstance(body.optim_params, types.AdamParams):
             raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
-        metrics = await self._train(methodcaller("optim_step", run.model_id, body.optim_params))
+        metrics = await self._train(run, methodcaller("optim_step", run.model_id, body.optim_params))
         run.version += 1
         known = {name: each for name, each in {**run.counted, **metrics}.items() if math.isfinite(each)}
         run.counted = {}
@@ -391,7 +400,8 @@ class TinkerApi:
             expires=None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
         )
         folder, state = self._store.folder_of(checkpoint), checkpoint.is_for_training
-        written = replace(checkpoint, num_bytes=await self._train(partial(_write, folder, run.model_id, state=state)))
+        num_bytes = await self._train(run, partial(_write, folder, run.model_id, state=state))
+        written = replace(checkpoint, num_bytes=num_bytes)
         await self._storing.run(partial(self._store.put_checkpoint, written, owner=run.owner))
         return path
 
@@ -409,7 +419,7 @@ class TinkerApi:
         if not checkpoint.is_for_training:
             raise InvalidInputError(f"{checkpoint.path} is for sampling alone: load what save_state saved")
         folder = self._store.folder_of(checkpoint) / "state"
-        await self._train(methodcaller("load", run.model_id, folder, optimizer))
+        await self._train(run, methodcaller("load", run.model_id, folder, optimizer))
         run.version += 1
         run.counted = {}
 
@@ -430,7 +440,7 @@ class TinkerApi:
         if sampler_id in session.samplers:
             raise InvalidInputError(f"sampling_session_seq_id {number} is another sampler's")
         folder = self._store.temporary_folder / session.session_id / str(number)
-        await self._train(partial(_write, folder, run.model_id))
+        await self._train(run, partial(_write, folder, run.model_id))
         weights = SamplerWeights(model_id=run.model_id, folder=folder / "sampler", version=run.version)
         unused: Path | None = None
         if body.kind == "inflight":

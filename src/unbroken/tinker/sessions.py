@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.responses import Response
 
@@ -24,6 +24,9 @@ from unbroken.server.http.errors import HttpError, to_http_error
 from unbroken.server.http.json import json_response
 from unbroken.tinker.sampling import SamplerWeights
 from unbroken.tinker.store import ModelFacts
+
+if TYPE_CHECKING:
+    from unbroken.tinker.models import Models, TrainerProcess
 
 MAX_OPEN = 10_000
 """Most promises of one key that are not answered yet."""
@@ -192,6 +195,8 @@ class TrainingRun:
         self.owner = owner
         self.version = 0
         """Rises with each change of the weights."""
+        self.backend: Models | TrainerProcess | None = None
+        """Has the model; None until it is made."""
         self.counted: dict[str, float] = {}
         """The metrics of the `forward_backward` calls since the last step, added up as the SDK does for chunks."""
         self.inflight = SamplerWeights(model_id=facts.model_id)

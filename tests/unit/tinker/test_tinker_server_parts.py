@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -483,19 +483,23 @@ class WrittenModels:
         return iter([("x.lora_A.weight", torch.zeros(2, 2))])
 
 
+def open_written() -> Any:
+    models: Any = WrittenModels()
+    return SimpleNamespace(run=lambda work: work(models), models=models.models)
+
+
 def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TinkerApi:
     for module in ("api", "sampling"):
         monkeypatch.setattr(f"unbroken.tinker.{module}.require_updatable", lambda engine: engine)
     config = SimpleNamespace(model_name="tiny", limits=SimpleNamespace(max_n=8, max_body_bytes=1000))
     context: Any = SimpleNamespace(config=config, service=SimpleNamespace(engine=CountedEngine()))
-    models: Any = WrittenModels()
     return TinkerApi(
         context,
         store=store,
         options=TinkerOptions(**options),
         model="tiny",
         tokenizer="tiny",
-        open_backend=lambda: SimpleNamespace(run=lambda work: work(models), models=models.models),
+        open_backend=open_written,
     )
 
 
@@ -598,7 +602,7 @@ async def test_models_are_freed_and_steps_acknowledged_whatever_fails_beside_the
     given = {"session_id": session, "model_seq_id": 2, "path": path, "optimizer": False}
     failed = await api.submit("me", "load_weights", given, types.LoadWeightsRequest)
     assert b"is for sampling alone" in (await failed.wait()).body
-    assert api._open_backend().models == {model_id, f"{session}:train:1"}
+    assert api._backend.models == {model_id, f"{session}:train:1"}
 
     def lose(*_: Any, **__: Any) -> None:
         raise StoreError("the database is gone")
@@ -613,26 +617,29 @@ async def test_models_are_freed_and_steps_acknowledged_whatever_fails_beside_the
     )
     await api.create_model("me", create)  # it fails while its session ends
     await api.finish_session("me", session)
-    assert api._open_backend().models == set()
+    assert api._backend.models == set()
 
 
-async def test_calls_that_fail_with_a_trainers_process_leave_the_next_one_its_models(store, monkeypatch):
+async def test_a_run_stays_with_the_process_of_its_model_and_ends_with_it(store, monkeypatch):
+    """Calls that were queued when it ended say so, and leave the next process its models."""
     api, opened = make_api(store, monkeypatch), []
+    monkeypatch.setattr(api, "_open_backend", lambda: opened.append(open_written()) or opened[-1])
+    session, model_id = await make_model(api)
+    other, other_id = await make_model(api)
 
-    def run(number: int) -> int:
-        if number == 0:
-            raise EngineError("the process has ended")
-        return number
+    def end(_: Any) -> None:
+        raise EngineError("the process has ended")
 
-    def open_backend() -> Any:
-        opened.append(partial(run, len(opened)))
-        return SimpleNamespace(run=lambda work, at=opened[-1]: at())
-
-    monkeypatch.setattr(api, "_open_backend", cache(open_backend))
-    found = await asyncio.gather(*(api._train(lambda _: None) for _ in range(3)), return_exceptions=True)
-    assert isinstance(found[0], EngineError)
-    assert found[1:] == [1, 1]
-    assert len(opened) == 2
+    monkeypatch.setattr(opened[0], "run", end)
+    step = {"seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+    calls = [await api.submit("me", "optim_step", {**step, "model_id": each}, types.OptimStepRequest)
+             for each in (model_id, other_id)]  # fmt: skip
+    found = [json.loads((await each.wait()).body) for each in calls]
+    assert found == [{"error": "the engine cannot answer: the process has ended", "category": "server"}] * 2
+    await asyncio.gather(*api._ending)
+    assert not api._sessions.keys() & {session, other}
+    _, next_id = await make_model(api)
+    assert [each.models for each in opened] == [{model_id, other_id}, {next_id}]
 
 
 async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
