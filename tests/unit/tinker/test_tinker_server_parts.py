@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -626,14 +627,11 @@ async def test_a_run_stays_with_the_process_of_its_model_and_ends_with_it(store,
     monkeypatch.setattr(api, "_open_backend", lambda: opened.append(open_written()) or opened[-1])
     session, model_id = await make_model(api)
     other, other_id = await make_model(api)
-
-    def end(_: Any) -> None:
-        raise EngineError("the process has ended")
-
-    monkeypatch.setattr(opened[0], "run", end)
-    step = {"seq_id": 1, "adam_params": {"learning_rate": 0.1}}
-    calls = [await api.submit("me", "optim_step", {**step, "model_id": each}, types.OptimStepRequest)
-             for each in (model_id, other_id)]  # fmt: skip
+    opened[0].run = Mock(side_effect=EngineError("the process has ended"))
+    calls = []
+    for each in (model_id, other_id):
+        step = {"model_id": each, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        calls.append(await api.submit("me", "optim_step", step, types.OptimStepRequest))
     found = [json.loads((await each.wait()).body) for each in calls]
     assert found == [{"error": "the engine cannot answer: the process has ended", "category": "server"}] * 2
     await asyncio.gather(*api._ending)
