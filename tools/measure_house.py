@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the longest function": 70,
     "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 78_900,
+    "lines of tests": 78_910,
     "modules that tests import by name": 247,
 }
 """The largest value of each number that passes."""

@@ -159,13 +159,15 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where nothing is stored, in each database."""
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where nothing is stored, in each database; the server is left without sessions."""
     if request.param == "sqlite":
-        return str(tmp_path / "store")
+        yield str(tmp_path / "store")
+        return
     server: PostgresServer = request.getfixturevalue("postgres")
     server.remove_sessions()
-    return server.url
+    yield server.url
+    server.remove_sessions()
 
 
 def _find_programs() -> Any:
