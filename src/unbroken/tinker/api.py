@@ -139,6 +139,12 @@ class TinkerApi:
                     self._end_soon(session, "the trainer's process ended")
             raise
 
+    async def _free(self, run: TrainingRun) -> None:
+        """Free the model of a run, if it was made."""
+        if run.backend is not None:
+            with suppress(UnbrokenError):
+                await self._train(run, methodcaller("delete", run.model_id))
+
     async def describe_server(self, owner: str) -> Answer:
         model = {"model_name": self._base_model, "max_context_length": self._engine.context_length}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
@@ -174,9 +180,7 @@ class TinkerApi:
             await run.end(reason)
             with suppress(StoreError):  # the next server notes that it stopped
                 await self._storing.run(partial(self._store.end_model, run.model_id, reason))
-            if run.backend is not None:
-                with suppress(UnbrokenError):  # it was never made
-                    await self._train(run, methodcaller("delete", run.model_id))
+            await self._free(run)
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
 
@@ -254,8 +258,7 @@ class TinkerApi:
             await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
         except BaseException:
             session.runs.pop(run.model_id, None)
-            with suppress(UnbrokenError):  # it was never made
-                await self._train(run, methodcaller("delete", run.model_id))
+            await self._free(run)
             raise
         if checkpoint is None:
             return json_response({"model_id": run.model_id, "type": "create_model"})
@@ -557,7 +560,7 @@ class TinkerApi:
         return Response(encoded, media_type=PROTOBUF)
 
     async def _find_answer(self, request_id: str, owner: str) -> Response | None:
-        """The answer of a sampling call that was recorded, also by a server before this one; None if there is none."""
+        """The answer of a sampling call, if it was recorded, also by a server before this one."""
         found = await self._storing.run(partial(self._store.find_call, request_id, owner=owner))
         if not found:
             return None

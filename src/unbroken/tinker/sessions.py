@@ -99,7 +99,7 @@ class Promises:
         """Begin a call; the promise of before, if it comes again.
 
         Raises:
-            HttpError: the number was another call's; or there are too many calls and this is none that others wait for
+            HttpError: the number was another call's; or there are too many calls, and others do not wait for this one
                 (`is_next`), or too many results that were not asked for (429: the SDK sends the call again).
         """
         digest = hashlib.blake2b(body, digest_size=16, person=kind.encode()[:16]).digest()

@@ -219,7 +219,7 @@ class TinkerStore:
         except OSError as error:
             self.close()
             raise InvalidInputError(
-                f"--tinker-files must be a folder that can be written, got {files}: {error}"
+                f"--tinker-files must be a folder that can be written, got {self.folder}: {error}"
             ) from None
         except BaseException:
             self.close()

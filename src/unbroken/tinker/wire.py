@@ -103,7 +103,7 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
     for number, chunk in enumerate(given.model_input):
         name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
         if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
-            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: it trains on text")
+            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: training data are text")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     input_ids = np.concatenate([np.zeros(0, np.int32), *parts])
     if not 1 <= len(input_ids) <= context_length:

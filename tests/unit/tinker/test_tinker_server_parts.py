@@ -219,7 +219,7 @@ def test_data_without_spans_are_found_by_their_ids_if_only_one_sequence_has_them
     assert check(store, [claimed([], [])])[1]["provenance_unproven:sum"] == 5
 
 
-def test_stable_reinforce_is_told_what_was_sampled(store):
+def test_stable_reinforce_gets_what_was_sampled(store):
     (datum,), _ = check(store, [claimed(INPUTS, TARGETS)], loss="stable_reinforce")
     assert datum.inputs["sampled"].tolist() == [0, 0, 1, 1, 1]
     np.testing.assert_array_equal(datum.inputs["logprobs"], np.array([0, 0, -0.1, -0.2, -0.3], np.float32))
@@ -268,19 +268,19 @@ def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
 
 
 class Call:
-    """The work of a call, which ends when it is told to."""
+    """The work of a call, which ends when `may_end` is set."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
-        self.told = asyncio.Event()
+        self.may_end = asyncio.Event()
 
     async def __call__(self) -> Response:
-        await self.told.wait()
+        await self.may_end.wait()
         return json_response(self.answer)
 
 
 async def end(promise: Any, call: Call) -> Any:
-    call.told.set()
+    call.may_end.set()
     return await promise.wait()
 
 
@@ -344,7 +344,7 @@ async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
             await (await api.asample(owner, request)).wait()
 
 
-async def test_ended_samples_are_told_once_by_a_cursor_and_to_each_clone_its_own():
+async def test_ended_samples_are_named_once_by_a_cursor_and_to_each_clone_its_own():
     promises, calls = Promises(), [Call() for _ in range(4)]
     names = ["s:sample:0:1", "s:sample:0:2", "s:sample:0:1000000001", "s:sample:1:1"]
     held = [start(promises, name, call) for name, call in zip(names, calls, strict=True)]
@@ -408,7 +408,7 @@ async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait
         run.submit(3, "forward", act, bytes(60))
     assert refused.value.status == 429
     run.submit(1, "forward", act, bytes(60))
-    act.told.set()
+    act.may_end.set()
     await run.submit(2, "forward", act, bytes(60)).wait()
     await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).wait(), 5)
 
