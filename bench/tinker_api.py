@@ -2,28 +2,42 @@
 
     OMP_NUM_THREADS=1 python bench/tinker_api.py                                       a CPU, a tiny model
     OMP_NUM_THREADS=4 python bench/tinker_api.py --shape 4b --median 560 --rows 96     a GPU
+    OMP_NUM_THREADS=1 python bench/tinker_api.py --served transformers --rows 16       through a server
 
 Both train a LoRA of rank 32 on all linear layers of one Qwen3 with random weights, by PPO's clipped loss, one update a
 step: the trainer by `Trainer.step`, the models by a `forward_backward` and an `optim_step`, without a server between.
 Rows have a prompt of half their ids, whose logprobs the API returns too. Rounds alternate. `--models` then counts what
 further adapters on the same base take.
+
+`--served ENGINE` first runs steps of a loop by the SDK against `unbroken serve --tinker`: new weights for a sampler, a
+completion of each prompt, `forward_backward` with spans, `optim_step`. Then the server ends, and the others train on
+what it sampled, round by round. Options after `--` are the server's.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import peft
+import tinker
 import torch
 from accelerate import Accelerator
+from tinker import types
 from tinker.types import AdamParams, LoraConfig
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_task import SHAPES, UNTIED
 from packing import make_rows
@@ -56,9 +70,13 @@ def save_model(folder: Path, shape: str, longest: int) -> None:
     torch.manual_seed(0)
     sizes = {**SHAPES[shape], "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     with torch.device("cuda" if ON_GPU else "cpu"):
-        config = Qwen3Config(**sizes, max_position_embeddings=longest, tie_word_embeddings=shape not in UNTIED)
+        config = Qwen3Config(**sizes, max_position_embeddings=longest + 64, tie_word_embeddings=shape not in UNTIED)
         model = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(folder)
+    words = WordLevel({f"w{k}": k for k in range(SHAPES[shape]["vocab_size"])}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w0")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
 def make_trainer(folder: Path, accelerator: Accelerator) -> Trainer:
@@ -108,6 +126,111 @@ def time_models(models: Models, data: list[Datum], loss: str) -> tuple[float, fl
     return now() - started, passed - started
 
 
+@contextmanager
+def start_server(model: Path, folder: Path, engine: str, options: Sequence[str]) -> Iterator[str]:
+    """The URL of a server, which ends with the block."""
+    store = ["--tinker", "--tinker-store", str(folder / "store")]
+    command = [sys.executable, "-m", "unbroken", "serve", str(model), "--served-model-name", "bench", "--port", "0"]
+    log = folder / "server.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, "--engine", engine, *store, *options], stdout=stream, stderr=subprocess.STDOUT
+        )
+    try:
+        while not (found := re.search(r"unbroken serves \S+ at (http://\S+)", log.read_text(errors="replace"))):
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.2)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def take_step(
+    client: tinker.TrainingClient, rows: Sequence[TrainingSample]
+) -> tuple[tuple[float, float], list[TrainingSample]]:
+    """A step of a loop that samples as many ids as each row has; seconds as of `time_models`, and what was sampled."""
+    started = time.perf_counter()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    saved = time.perf_counter()
+    prompts = [row.token_ids[~row.sampled_mask].tolist() for row in rows]
+    calls = [
+        sampler.sample(
+            types.ModelInput.from_ints(prompt),
+            num_samples=1,
+            sampling_params=types.SamplingParams(max_tokens=len(row.token_ids) - len(prompt), seed=k, stop=[]),
+        )
+        for k, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
+    ]
+    sequences = [call.result().sequences[0] for call in calls]
+    sampled = time.perf_counter()
+    data = [make_api_datum(*each) for each in zip(rows, prompts, sequences, strict=True)]
+    begun = time.perf_counter()
+    passes = client.forward_backward(data, "ppo")
+    step = client.optim_step(AdamParams(learning_rate=1e-9))
+    proven = passes.result().metrics["provenance_proven:sum"]
+    passed = time.perf_counter()
+    step.result()
+    ended = time.perf_counter()
+    print(
+        f"served: weights {saved - started:.2f} s, {proven:,.0f} ids sampled {sampled - saved:.2f}, data "
+        f"{begun - sampled:.2f}, forward_backward {passed - begun:.2f}, optim_step {ended - passed:.2f}",
+        flush=True,
+    )
+    found = [
+        TrainingSample(
+            token_ids=np.array([*prompt, *each.tokens], np.int32),
+            sampled_mask=row.sampled_mask,
+            loss_mask=row.loss_mask,
+            rollout_logprobs=np.array([np.nan] * len(prompt) + each.logprobs, np.float32),
+            policy_versions=row.policy_versions,
+            advantages=row.advantages,
+        )
+        for row, prompt, each in zip(rows, prompts, sequences, strict=True)
+    ]
+    return (ended - begun, passed - begun), found
+
+
+def make_api_datum(row: TrainingSample, prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
+    ids, given, name = [*prompt, *sequence.tokens], len(prompt) - 1, sequence.sequence_id
+    inputs = {
+        "target_tokens": ids[1:],
+        "logprobs": [0.0] * given + sequence.logprobs,
+        "advantages": row.advantages[1:].tolist(),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs).with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(sequence_id=name, length=len(prompt)),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(sequence.tokens) - 1),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(sequence_id=name, offset=1, length=given),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(sequence.tokens)),
+        ],
+    )
+
+
+def run_loop(
+    model: Path, rows: list[TrainingSample], arguments: argparse.Namespace
+) -> tuple[list[tuple[float, float]], list[list[TrainingSample]]]:
+    """The seconds of a served loop's steps, and what it trained on."""
+    taken, sampled = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        with start_server(model, Path(folder), arguments.served, arguments.options) as url:
+            print(f"the server started in {time.perf_counter() - started:.0f} s", flush=True)
+            service = tinker.ServiceClient(base_url=url, api_key="tml-bench")
+            client = service.create_lora_training_client(base_model="bench", rank=RANK, train_unembed=False).result()
+            for number in range(arguments.rounds + 1):
+                if number > 1 and time.perf_counter() - started > arguments.limit_s:
+                    break
+                seconds, found = take_step(client, rows)
+                taken.append(seconds)
+                sampled.append(found)
+    return taken, sampled
+
+
 def count_memory(models: Models, data: list[Datum], number: int) -> None:
     """What one more model takes: its adapter; and after a step also its averages."""
     before = used_mib()
@@ -133,31 +256,40 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", type=int, default=8)
+    parser.add_argument("--served", metavar="ENGINE", choices=("transformers", "vllm"))
+    parser.add_argument("--limit-s", type=float, default=600, help="no served round after the second begins later")
+    parser.add_argument("options", nargs="*", help="options of the server, after --")
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(arguments.median), 0.6, arguments.rows), 16, arguments.longest).astype(int)
     rows = make_rows(lengths.tolist(), SHAPES[arguments.shape]["vocab_size"], rng)
-    data = [make_datum(row) for row in rows]
-    accelerator = Accelerator(mixed_precision="bf16" if ON_GPU else "no")
+    rounds = [rows] * (arguments.rounds + 1)
+    taken: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), arguments.shape, arguments.longest)
+        if arguments.served:
+            taken["served"], rounds = run_loop(Path(folder), rows, arguments)
+        accelerator = Accelerator(mixed_precision="bf16" if ON_GPU else "no")
         trainer = make_trainer(Path(folder), accelerator)
         models = Models(folder, accelerator=accelerator)
         models.create("a", LoraConfig(rank=RANK, train_unembed=False))
-    taken = {"Trainer.step": [time_trainer(trainer, rows)], "ppo": [time_models(models, data, "ppo")]}
-    for _ in range(arguments.rounds):
-        taken["Trainer.step"].append(time_trainer(trainer, rows))
-        taken["ppo"].append(time_models(models, data, "ppo"))
+    taken |= {"Trainer.step": [], "ppo": []}
+    for of_round in rounds:
+        taken["Trainer.step"].append(time_trainer(trainer, of_round))
+        taken["ppo"].append(time_models(models, [make_datum(row) for row in of_round], "ppo"))
+        print(f"Trainer.step {taken['Trainer.step'][-1][0]:.3f} s, ppo {taken['ppo'][-1][0]:.3f}", flush=True)
     num_ids = int(lengths.sum())
     device = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, {arguments.shape}: {arguments.rows} rows, {num_ids:,} ids, half of them sampled")
-    for name, rounds in taken.items():
-        step, passes = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
-        print(f"{name:<14} step {step:.3f} s    forward_backward {num_ids / passes:>9,.0f} ids/s")
-    ratios = [own[0] / other[0] for own, other in zip(taken["ppo"][1:], taken["Trainer.step"][1:], strict=True)]
-    print(f"a step takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f})")
+    for name, of_name in taken.items():
+        step, passes = (statistics.median(column) for column in zip(*of_name[1:], strict=True))
+        ratios = [own[0] / other[0] for own, other in zip(of_name[1:], taken["Trainer.step"][1:], strict=True)]
+        print(
+            f"{name:<14} step {step:.3f} s, {statistics.median(ratios):.2f} times Trainer.step ({min(ratios):.2f} to "
+            f"{max(ratios):.2f})    forward_backward {num_ids / passes:>9,.0f} ids/s"
+        )
     if arguments.models:
-        count_memory(models, data, arguments.models)
+        count_memory(models, [make_datum(row) for row in rows], arguments.models)
 
 
 if __name__ == "__main__":
