@@ -183,7 +183,7 @@ def take_step(
             token_ids=np.array([*prompt, *each.tokens], np.int32),
             sampled_mask=row.sampled_mask,
             loss_mask=row.loss_mask,
-            rollout_logprobs=np.array([np.nan] * len(prompt) + each.logprobs, np.float32),
+            rollout_logprobs=np.array([np.nan] * len(prompt) + list(each.logprobs or ()), np.float32),
             policy_versions=row.policy_versions,
             advantages=row.advantages,
         )
@@ -196,7 +196,7 @@ def make_api_datum(row: TrainingSample, prompt: list[int], sequence: types.Sampl
     ids, given, name = [*prompt, *sequence.tokens], len(prompt) - 1, sequence.sequence_id
     inputs = {
         "target_tokens": ids[1:],
-        "logprobs": [0.0] * given + sequence.logprobs,
+        "logprobs": [0.0] * given + list(sequence.logprobs or ()),
         "advantages": row.advantages[1:].tolist(),
     }
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs).with_provenance(
