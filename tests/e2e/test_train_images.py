@@ -30,6 +30,7 @@ loop.num_steps = 3
 seed = 2
 trainer.optimizer.learning_rate = 1e-3
 rollout_log.groups = 2
+rollout_log.scored_groups = 2
 evaluation.num_problems = 4
 [rollouts]
 problems_per_step = 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from unbroken.runs.records.files import find_records, read_records
 
-RECORD_ALL = ("--rollout-log.groups=none",)
+RECORD_ALL = ("--rollout-log.scored-groups=none",)
 """The option that records all rollouts."""
 
 

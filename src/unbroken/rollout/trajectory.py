@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from unbroken.counters import Counters
 from unbroken.errors import InvariantError
@@ -140,6 +141,8 @@ class TrajectoryGroup:
 
     group_id: str
     trajectories: tuple[Trajectory, ...]
+    data: Mapping[str, Any] | None = None
+    """The problem's row of a data set: its `index`, and its `columns` in types that JSON has."""
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

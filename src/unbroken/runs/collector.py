@@ -56,6 +56,8 @@ class Problems:
     """Instead of `env`: an agent that nobody changed, whose sessions are recorded by a gateway."""
     score: Score | None = None
     """For rewards that need a whole group; without it, the environments' rewards count."""
+    row: Callable[[int], Mapping[str, Any]] | None = None
+    """A problem's row of the data set, which rollout files keep (`TrajectoryGroup.data`)."""
     source: str = ""
     """Where the problems come from: a run continues only with the same source."""
     num_problems: int | None = None
@@ -153,6 +155,8 @@ class Sampler:
             return_kept_ids=self.sampling is None and sampling.truncates,
         )
         group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
+        if self.problems.row is not None:
+            group = replace(group, data=await asyncio.to_thread(self.problems.row, number))
         return group if self.problems.score is None else await self.problems.score(number, group)
 
     async def _sample(self, number: int, size: int, sampling: SamplingParams, group_id: str) -> TrajectoryGroup:

@@ -318,18 +318,28 @@ class ExportConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLogConfig:
-    """A sample of the rollouts in `rollouts/`: tokens, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
+    """The rollouts in `rollouts/`: tokens, logprobs of both sides, messages, rewards (docs/rollouts.md)."""
 
-    groups: int | None = 1
-    """Groups of a step that each process keeps, evenly spread; none: all; 0: no files."""
+    groups: int | None = None
+    """Groups of a step that each process keeps at most, evenly spread; none: all that `max_mb` has room for; 0: no
+    files."""
+    max_mb: float | None = 1000.0
+    """Maximum size of all files together, in 10^6 bytes, spread over the steps; none: no maximum. A step that needs
+    more keeps at least one group: first those whose rewards differ, failures and extreme rewards."""
     every: int = 1
     """Steps from one that is kept to the next."""
     trainer_logprobs: bool = True
-    """Whether the trainer scores them before the step, which costs a forward pass over the groups that are kept."""
+    """Whether the trainer scores `scored_groups` before the step, which costs a forward pass over them."""
+    scored_groups: int | None = 1
+    """Groups of those that are kept, evenly spread, which have the trainer's logprobs; none: all."""
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups < 0:
             raise InvalidInputError(f"groups must be >= 0 or none, got {self.groups}")
+        if self.scored_groups is not None and self.scored_groups < 0:
+            raise InvalidInputError(f"scored_groups must be >= 0 or none, got {self.scored_groups}")
+        if self.max_mb is not None and not self.max_mb > 0:
+            raise InvalidInputError(f"max_mb must be > 0 or none, got {self.max_mb}")
         if self.every < 1:
             raise InvalidInputError(f"every must be >= 1, got {self.every}")
 

@@ -393,6 +393,7 @@ def _make_observer(
             source=run.source,
             folder=config.output / FOLDER,
             rank=run.rank,
+            num_steps=config.loop.num_steps,
         ),
         progress=records.progress,
         metrics=records.metrics,

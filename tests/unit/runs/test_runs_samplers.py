@@ -288,7 +288,7 @@ def test_samplers_of_other_machines_join_and_leave_and_others_are_refused(tmp_pa
         assert train.wait(240) == 0, (tmp_path / "train.log").read_text()
         assert second.wait(60) == 0, (tmp_path / "second").read_text()
     assert "unbroken: terminated; the trainer gives its groups to other samplers" in (tmp_path / "first").read_text()
-    expected = {f"0-0-{2 * step}/{member}" for step in range(num_steps) for member in range(8)}
+    expected = {f"0-0-{number}/{member}" for number in range(2 * num_steps) for member in range(8)}
     assert {record[0] for record in read_samples(output)} == expected
     assert not (tmp_path / "elsewhere" / "recipe.json").exists()
 

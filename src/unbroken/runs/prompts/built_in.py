@@ -242,6 +242,7 @@ class ProblemMaker:
         return Problems(
             env=make_env,
             score=self._make_score(rows) if self._config.rewards else None,
+            row=rows.describe,
             source=rows.source,
             num_problems=len(rows),
             has_images=rows.has_images,
@@ -253,7 +254,14 @@ class ProblemMaker:
             return AgentTask(agent=agent, task=rows.row(number))
 
         score = self._make_score(rows) if self._config.rewards else None
-        return Problems(agent=task, score=score, source=rows.source, num_problems=len(rows), has_images=rows.has_images)
+        return Problems(
+            agent=task,
+            score=score,
+            row=rows.describe,
+            source=rows.source,
+            num_problems=len(rows),
+            has_images=rows.has_images,
+        )
 
     def _make_tool_env(self, rows: Rows) -> MakeEnv:
         def env(number: int) -> ToolEnv:

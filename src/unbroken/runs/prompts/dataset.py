@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Rows:
         self.name = str(config.file or config.hub)
         self._config = config
         self._rows = _load(config, self.name)
+        self._stored = self._rows.with_format("arrow")
         self.columns = tuple(self._rows.column_names)
         self._folder = None if config.file is None else config.file.resolve().parent
         for field, column in (("prompt", config.prompt), ("images", config.images), ("tools", config.tools)):
@@ -111,6 +113,11 @@ class Rows:
         """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
         found: Mapping[str, Any] = self._rows[self.index(number)]
         return found
+
+    def describe(self, number: int) -> dict[str, Any]:
+        """Row `number` of the run as rollout files keep it."""
+        index = self.index(number)
+        return describe_row(index, self._stored[index].to_pylist()[0])
 
     def messages(self, number: int) -> list[Message]:
         """The prompt of row `number` of the run as messages; images are an `EncodedImage` or the path of a file."""
@@ -211,6 +218,15 @@ def _load(config: DataConfig, name: str) -> Any:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"the data set {name} cannot be loaded: {error}") from error
+
+
+def describe_row(index: int, cells: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as rollout files keep it: `index`, and as `columns` those of its cells that JSON can hold."""
+    columns = {}
+    for name, cell in cells.items():
+        with suppress(TypeError, ValueError):  # bytes of an image, a date, an object
+            columns[name] = json.loads(json.dumps(cell))
+    return {"index": index, "columns": columns}
 
 
 def _drop_missing_keys(message: Any) -> Message:

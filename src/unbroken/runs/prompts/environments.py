@@ -23,7 +23,7 @@ from unbroken.rollout.limits import Limits
 from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tools import Tool
 from unbroken.runs.collector import Problems
-from unbroken.runs.prompts.dataset import Rows
+from unbroken.runs.prompts.dataset import Rows, describe_row
 from unbroken.runs.python_files import CommandWord, FunctionName, load_function
 from unbroken.runs.settings import build, check_toml, read_table, section_of
 
@@ -177,7 +177,10 @@ class PackageProblems:
         def make_task(number: int) -> AgentTask:
             return rows.make_task(order.index(number))
 
-        return Problems(agent=make_task, source=rows.source, num_problems=len(rows))
+        def describe(number: int) -> dict[str, Any]:
+            return describe_row(order.index(number), make_task(number).task)
+
+        return Problems(agent=make_task, row=describe, source=rows.source, num_problems=len(rows))
 
 
 def is_package(reference: str | None) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ _NAME = re.compile(r"step-(\d{8,12})\.rank-(\d{1,6})\.jsonl\.gz", re.ASCII)
 MAX_LINE_BYTES = 64 << 20
 """Of a trajectory: 100 bytes for each of 600,000 ids."""
 _MAX_LINES = 100_000
+MAX_TEXT = 8000
+"""Characters of a rollout's messages that a search looks at."""
+_MAX_ANSWER = 100
+_EXPECTED = re.compile(r"answer|solution|target|label|expected|ground.?truth|gold|reward_model", re.IGNORECASE)
+_NO_TEXT = frozenset({"role", "type", "sha256", "id", "tool_call_id"})
 _MAX_INFLATION, _MAX_SMALL_BYTES = 200, 64 << 20
 """A file unpacks to that many times its size, or to so many bytes: rollouts to 3 to 20 times, zeros to 1,000 times."""
 
@@ -109,6 +115,99 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         if number == 0 and (found := record.get("format")) != FORMAT:
             raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
         yield record
+
+
+def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What lists show of a trajectory's record, and what it is found by."""
+    turns, rows = record.get("turns") or [], record.get("rows") or []
+    text = join_texts(record.get("messages") or [])
+    statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]
+    failures = {name: n for name, n in (record.get("counters") or {}).items() if name.startswith("tool_errors/")}
+    return {
+        "group": record.get("group"),
+        "trajectory": record.get("trajectory"),
+        "status": record.get("status"),
+        "error": record.get("error"),
+        "reward": record.get("reward"),
+        "reward_parts": record.get("reward_parts") or {},
+        "wall_time_s": record.get("wall_time_s"),
+        "expected": find_expected((record.get("data") or {}).get("columns") or {}),
+        "given": _find_given(record.get("messages") or []),
+        "num_turns": len(turns),
+        "num_rows": len(rows),
+        "num_ids": max((len(row["token_ids"]) for row in rows), default=0),
+        "num_sampled": sum(turn.get("num_sampled") or 0 for turn in turns),
+        "is_truncated": any(turn.get("finish_reason") == "length" or turn.get("cut_by") for turn in turns),
+        "is_trained": any(row.get("is_trained") for row in rows),
+        "forks": [turn["fork"] for turn in turns if turn.get("fork")],
+        "refusals": [turn["refusal"] for turn in turns if turn.get("refusal")],
+        "num_bad_calls": sum(status != "ok" for status in statuses),
+        "num_tool_errors": sum(failures.values()),
+        "advantage": _find_advantage(rows),
+        "versions": _find_versions(rows),
+        **_measure_mismatch(rows),
+        "text": text[:MAX_TEXT],
+        "is_text_cut": len(text) > MAX_TEXT,
+    }
+
+
+def find_expected(columns: Mapping[str, Any]) -> str | None:
+    """The end of the expected answer: the first column with such a name."""
+    name = next((name for name in columns if _EXPECTED.search(name)), None)
+    value = None if name is None else columns[name]
+    if isinstance(value, Mapping):  # verl's reward_model
+        value = value.get("ground_truth", value)
+    return None if value is None else (value if isinstance(value, str) else json.dumps(value))[-_MAX_ANSWER:]
+
+
+def _find_given(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The end of what the policy said last."""
+    last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
+    return None if last is None else join_texts([last]).strip()[-_MAX_ANSWER:]
+
+
+def _find_advantage(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean advantage of the ids in the loss."""
+    spans = [span for row in rows for span in row.get("advantages") or ()]
+    num_ids = sum(stop - start for start, stop, _ in spans)
+    return sum((stop - start) * value for start, stop, value in spans) / num_ids if num_ids else None
+
+
+def _find_versions(rows: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The first and the last policy version that sampled."""
+    versions = [version for row in rows for _, _, version in row.get("policy_versions") or ()]
+    return [min(versions), max(versions)] if versions else None
+
+
+def _measure_mismatch(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """k3 and the largest difference of the trainer's and the sampler's logprobs, of all sampled ids."""
+    differences = [
+        trainer - sampler
+        for row in rows
+        for trainer, sampler in zip(row.get("trainer_logprobs") or (), row.get("rollout_logprobs") or (), strict=False)
+    ]
+    if not differences:
+        return {"k3": None, "max_abs": None}
+    ratios = (min(difference, 50.0) for difference in differences)
+    k3 = sum(math.expm1(ratio) - ratio for ratio in ratios) / len(differences)
+    return {"k3": k3, "max_abs": max(map(abs, differences))}
+
+
+def join_texts(messages: Sequence[Mapping[str, Any]]) -> str:
+    """All text of messages, to be searched."""
+    return "\n".join(text for message in messages for text in _find_texts(message))
+
+
+def _find_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _NO_TEXT:
+                yield from _find_texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _find_texts(item)
 
 
 def _write_whole(path: Path, data: bytes, rank: int) -> None:

@@ -13,22 +13,27 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.images.loader import find_image_parts
+from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.ledger.nodes import Path
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error, format_frames
-from unbroken.rollout.trajectory import Trajectory, Turn, TurnTimes
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn, TurnTimes
+from unbroken.runs.records.files import FORMAT, summarize, write_records
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
-from unbroken.training.objective.base import LeftOut
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
+
+if TYPE_CHECKING:
+    from unbroken.training.objective.base import LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +56,54 @@ class RecordedRow:
     """None if the row was not trained, or nothing is known of single tokens."""
 
 
-def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRow]) -> dict[str, Any]:
-    """The record of a trajectory."""
+def make_rows(trajectory: Trajectory) -> list[RecordedRow]:
+    """The rows of a trajectory that nobody trains on."""
+    pairs = zip(find_trained_paths(trajectory.tree), export_samples(trajectory.tree, 0.0), strict=True)
+    return [RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None) for path, row in pairs]
+
+
+def write_groups(
+    folder: FilePath,
+    head: Mapping[str, Any],
+    groups: Sequence[TrajectoryGroup],
+    make_rows: Callable[[Trajectory], Sequence[RecordedRow]] = make_rows,
+) -> FilePath:
+    """Write the file of a step, or of an evaluation of a set: `head` is the first line without what `groups` say.
+
+    Raises:
+        MetricsError: it cannot be written.
+    """
+    images: dict[str, bytes] = {}
+    records: list[dict[str, Any]] = []
+    for group in groups:
+        for member in group.trajectories:
+            rows = make_rows(member)
+            images |= find_images(member, [each.row for each in rows])
+            records.append(make_record(group.group_id, member, rows, data=group.data))
+    first = {
+        "kind": "step",
+        "format": FORMAT,
+        **head,
+        "num_kept": len(groups),
+        "summaries": [summarize(record) for record in records],
+    }
+    return write_records(folder, head["step"], head["rank"], [first, *records], images=images)
+
+
+def describe_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """The keys of a first line that say what all groups of a process are, those that are not kept too."""
+    rewards = np.array([reward for group in groups for reward in group.rewards if reward is not None])
+    return {
+        "num_groups": len(groups),
+        "num_rollouts": sum(len(group.trajectories) for group in groups),
+        "rewards": [len(rewards), float(rewards.mean()), float(rewards.std())] if len(rewards) else [0, None, None],
+    }
+
+
+def make_record(
+    group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRow], *, data: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The record of a trajectory; `data` is its row of a data set."""
     turn_rewards = trajectory.turn_rewards or [None] * len(trajectory.turns)
     times = trajectory.times or [None] * len(trajectory.turns)
     return {
@@ -65,6 +116,7 @@ def make_record(group_id: str, trajectory: Trajectory, rows: Sequence[RecordedRo
         "reward_parts": to_json(trajectory.reward_parts),
         "wall_time_s": round(trajectory.wall_time_s, 4),
         "counters": trajectory.counters.as_dict(),
+        "data": to_json(data),
         "tools": to_json(trajectory.tools),
         "messages": to_json(trajectory.messages),
         "turns": [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from unbroken.ledger.export import export_samples, find_trained_paths
-from unbroken.rollout.trajectory import Trajectory
+from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
-from unbroken.runs.records.files import FORMAT, write_records
-from unbroken.runs.records.record import RecordedRow, find_images, make_record
+from unbroken.runs.records.files import find_records
+from unbroken.runs.records.record import RecordedRow, describe_groups, write_groups
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
@@ -49,6 +50,8 @@ class Recorder:
     """The model that is trained, whose tokenizer made the ids."""
     folder: Path
     rank: Rank
+    num_steps: int
+    """Of the run, over which `max_mb` is spread."""
 
     async def record(self, rollouts: StepRollouts) -> None:
         """Write the chosen groups of a step. Every process calls it.
@@ -59,12 +62,28 @@ class Recorder:
         """
         if rollouts.step % self.config.every or self.config.groups == 0:
             return
-        groups = spread(rollouts.groups, self.config.groups)
-        members = [(group.group_id, member) for group in groups for member in group.trajectories]
-        rows = [export_samples(member.tree, 0.0) for _, member in members]
-        scores = await self._score([row for of_member in rows for row in of_member], rollouts)
+        groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=self._find_room(rollouts.step))
+        scored = [
+            (member.trajectory_id, row)
+            for group in spread(groups, self.config.scored_groups)
+            for member in group.trajectories
+            for row in export_samples(member.tree, 0.0)
+        ]
+        scores: dict[str, list[RowScores | None]] = {}
+        for (name, _), score in zip(scored, await self._score([row for _, row in scored], rollouts), strict=True):
+            scores.setdefault(name, []).append(score)
         with self.trainer.fail_together():
-            await asyncio.to_thread(self._write, rollouts, len(groups), members, rows, scores)
+            await asyncio.to_thread(self._write, rollouts, groups, scores)
+
+    def _find_room(self, step: int) -> float:
+        """How many bytes the step may have: an equal part of `max_mb`, and what the steps before it have left."""
+        if self.config.max_mb is None:
+            return math.inf
+        share = self.config.max_mb * 1e6 / self.rank.num_processes * (step + 1) / max(self.num_steps, step + 1)
+        before = [
+            path for (at, rank), path in find_records(self.folder).items() if at < step and rank == self.rank.index
+        ]
+        return share - sum(path.stat().st_size for path in before)
 
     async def _score(self, rows: Sequence[TrainingSample], rollouts: StepRollouts) -> Sequence[RowScores | None]:
         can_score = self.config.trainer_logprobs and rollouts.is_trained
@@ -75,40 +94,30 @@ class Recorder:
     def _write(
         self,
         rollouts: StepRollouts,
-        num_kept: int,
-        members: Sequence[tuple[str, Trajectory]],
-        rows: Sequence[Sequence[TrainingSample]],
-        scores: Sequence[RowScores | None],
+        groups: Sequence[TrajectoryGroup],
+        scores: Mapping[str, Sequence[RowScores | None]],
     ) -> None:
-        trained, rest = TrainedRows(self.trainer, rollouts.units), iter(scores)
+        trained = TrainedRows(self.trainer, rollouts.units)
         head = {
-            "kind": "step",
-            "format": FORMAT,
             "step": rollouts.step,
             "rank": self.rank.index,
             "num_processes": self.rank.num_processes,
             "policy_version": self.trainer.policy_version,
             "model": self.source,
-            "num_groups": len(rollouts.groups),
-            "num_kept": num_kept,
+            **describe_groups(rollouts.groups),
             "counters": rollouts.counters.as_dict(),
         }
-        records = [
-            make_record(group_id, member, self._make_rows(member, of_member, [next(rest) for _ in of_member], trained))
-            for (group_id, member), of_member in zip(members, rows, strict=True)
-        ]
-        images: dict[str, bytes] = {}
-        for (_, member), of_member in zip(members, rows, strict=True):
-            images |= find_images(member, of_member)
-        write_records(self.folder, rollouts.step, self.rank.index, [head, *records], images=images)
+
+        def make(member: Trajectory) -> list[RecordedRow]:
+            return self._make_rows(member, scores.get(member.trajectory_id), trained)
+
+        write_groups(self.folder, head, groups, make)
 
     def _make_rows(
-        self,
-        member: Trajectory,
-        rows: Sequence[TrainingSample],
-        scores: Sequence[RowScores | None],
-        trained: TrainedRows,
+        self, member: Trajectory, known: Sequence[RowScores | None] | None, trained: TrainedRows
     ) -> list[RecordedRow]:
+        rows = export_samples(member.tree, 0.0)
+        scores = [None] * len(rows) if known is None else known
         found = [trained.find(row) for row in rows]
         pairs = [(row, of_row.logprobs) for row, of_row in zip(found, scores, strict=True) if row and of_row]
         left_out = self.trainer.find_left_out(*zip(*pairs, strict=True)) if pairs else None
@@ -125,6 +134,41 @@ class Recorder:
             )
             for path, row, of_row, score in zip(find_trained_paths(member.tree), rows, found, scores, strict=True)
         ]
+
+
+def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> list[TrajectoryGroup]:
+    """All groups if they have room, else at least one: in turns one whose rewards differ, one with a failure and one
+    with the best or worst reward of all, each evenly spread, and the others last.
+
+    Worked example, room for 3 of 5 groups, with the rewards 0 0, 0 1, 0 0, 1 1, 0 failed: the second, the last and the
+    first.
+    """
+    if sum(map(_estimate_bytes, groups)) <= max_bytes:
+        return list(groups)
+    known = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    ends = {end(map(end, filter(None, known))) for end in (min, max)} if any(known) else set()
+    kinds = [
+        [k for k, rewards in enumerate(known) if len(set(rewards)) > 1],
+        [k for k, rewards in enumerate(known) if len(rewards) < len(groups[k].trajectories)],
+        [k for k, rewards in enumerate(known) if ends & set(rewards)],
+    ]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*map(_scatter, kinds)))
+    order = [k for k in dict.fromkeys([*turns, *_scatter(range(len(groups)))]) if k is not None]
+    sizes = itertools.accumulate(_estimate_bytes(groups[k]) for k in order)
+    number = max(1, sum(size <= max_bytes for size in sizes))
+    return [groups[k] for k in sorted(order[:number])]
+
+
+def _scatter(items: Sequence[int]) -> list[int]:
+    """The items in an order whose beginning is spread over all of them: 0 4 2 6 1 5 3 7."""
+    width = max(len(items) - 1, 1).bit_length()
+    return [items[k] for k in sorted(range(len(items)), key=lambda k: int(f"{k:0{width}b}"[::-1], 2))]
+
+
+def _estimate_bytes(group: TrajectoryGroup) -> int:
+    """About how many bytes of a file a group takes (`bench/rollout_files.py`)."""
+    ids = sum(len(node.token_ids) for each in group.trajectories for node in each.tree.nodes)
+    return 3 * ids + 9 * group.num_sampled + 1000 * len(group.trajectories)
 
 
 def make_table(

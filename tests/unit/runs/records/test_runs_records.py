@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from rich.console import Console
@@ -16,12 +17,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoTokenizer
 
 from support import letters_recipe
+from support.rows import trajectory
 from support.served import save_tiny_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
+from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
 from unbroken.runs.records.files import find_records, read_records, write_records
-from unbroken.runs.records.recorder import spread
+from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, spread
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 from unbroken.viewer.sources.rollouts import check_record
 
@@ -41,7 +44,7 @@ def train(output: Path, model: Path, *options: str) -> int:
 def whole(tmp_path_factory, model) -> Path:
     """Two steps of which everything is kept."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    assert train(output, model, "--loop.num-steps=2", "--rollout-log.groups=none") == 0
+    assert train(output, model, "--loop.num-steps=2", "--rollout-log.scored-groups=none") == 0
     return output
 
 
@@ -91,11 +94,19 @@ def test_a_step_is_kept_whole_with_what_the_trainer_made_of_it(whole, model):
             np.testing.assert_allclose(advantages, (rewards - rewards.mean()) / rewards.std(), rtol=1e-3)
 
 
-def test_a_run_keeps_one_group_of_each_step_by_default_and_fewer_by_choice(tmp_path, model):
+def test_a_run_keeps_all_groups_of_a_step_by_default_and_fewer_by_choice(tmp_path, model):
+    """The trainer scores one of them; without room one is kept, and the first line is that of the whole step."""
     assert train(tmp_path / "default", model, "--loop.num-steps=1") == 0
     head, members = read(tmp_path / "default", 0)
-    assert (head["num_groups"], head["num_kept"], len(members)) == (2, 1, 8)
-    assert members[0]["rows"][0]["trainer_logprobs"] is not None
+    assert (head["num_groups"], head["num_kept"], len(members)) == (2, 2, 16)
+    assert [member["rows"][0]["trainer_logprobs"] is not None for member in members] == [True] * 8 + [False] * 8
+    options = ("--loop.num-steps=1", "--rollout-log.max-mb=0.001")
+    assert train(tmp_path / "small", model, *options) == 0
+    small, kept = read(tmp_path / "small", 0)
+    assert (small["num_groups"], small["num_kept"], len(kept), small["num_rollouts"]) == (2, 1, 8, 16)
+    rewards = [member["reward"] for member in members]
+    assert small["rewards"] == [16, pytest.approx(np.mean(rewards)), pytest.approx(np.std(rewards))]
+    assert [line["reward"] for line in head["summaries"]] == rewards
     options = ("--loop.num-steps=3", "--rollout-log.every=2", "--rollout-log.trainer-logprobs=false")
     assert train(tmp_path / "some", model, *options) == 0
     assert list(find_records(tmp_path / "some/rollouts")) == [(0, 0), (2, 0)]
@@ -112,10 +123,13 @@ def test_what_is_kept_changes_nothing_about_the_training(whole, tmp_path, model)
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("option", "rule"), [("groups=-1", ">= 0 or none"), ("every=0", ">= 1")])
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [("groups=-1", ">= 0 or none"), ("every=0", ">= 1"), ("max-mb=0", "> 0 or none"), ("scored-groups=-1", ">= 0")],
+)
 def test_wrong_choices_are_refused_by_name(tmp_path, model, capsys, option, rule):
     assert train(tmp_path / "run", model, f"--rollout-log.{option}") == 1
-    assert f"rollout_log.{option.partition('=')[0]} must be {rule}" in capsys.readouterr().err
+    assert f"rollout_log.{option.partition('=')[0].replace('-', '_')} must be {rule}" in capsys.readouterr().err
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -176,6 +190,38 @@ def test_what_is_chosen_is_evenly_spread():
     assert [spread("abcdefgh", number) for number in (0, 1, 3, 8, 9, None)] == [
         [], ["a"], ["a", "c", "f"], list("abcdefgh"), list("abcdefgh"), list("abcdefgh")
     ]  # fmt: skip
+
+
+def make_group(name: str, rewards: list[float | None]) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=name,
+        trajectories=tuple(trajectory(reward) for reward in rewards),
+    )
+
+
+def test_without_room_groups_with_variance_failures_and_extremes_come_first():
+    groups = [make_group(str(k), each) for k, each in enumerate([[0, 0], [0, 1], [0, 0], [1, 1], [0, None]])]
+    (size,) = {_estimate_bytes(group) for group in groups}
+    chosen = [[each.group_id for each in choose_groups(groups, max_bytes=n * size)] for n in (0, 1, 2, 3, 5)]
+    assert chosen == [["1"], ["1"], ["1", "4"], ["0", "1", "4"], ["0", "1", "2", "3", "4"]]
+
+
+def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp_path, model):
+    (tmp_path / "rewards.py").write_text("def correct(completions, answer): return [0.0 for _ in completions]\n")
+    rows = [{"prompt": f"Add 1 and {n}.", "answer": str(n + 1), "level": {"of": n}} for n in range(3)]
+    datasets.Dataset.from_list([{**row, "picture": b"\x89"} for row in rows]).to_parquet(tmp_path / "rows.parquet")
+    words = [f"--data.file={tmp_path}/rows.parquet", f"--output={tmp_path}/run", f"--model={model}"]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"[[rewards]]\nfunction = '{tmp_path}/rewards.py:correct'\n")
+    words += ["--loop.num-steps=1", "--rollouts.problems-per-step=3", "--rollouts.group-size=2"]
+    assert main(["train", str(recipe), *words, "--rollouts.sampling.max-tokens=4"]) == 0
+    head, members = read(tmp_path / "run", 0)
+    assert {member["data"]["index"] for member in members} == {0, 1, 2}
+    for member, line in zip(members, head["summaries"], strict=True):
+        row = rows[member["data"]["index"]]
+        assert member["data"]["columns"] == row
+        assert member["messages"][0]["content"] == row["prompt"]
+        assert line["expected"] == row["answer"]
 
 
 def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
