@@ -272,6 +272,10 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
     "openenv": (["-c", OPENENV],),
     "nemo-gym": (["-c", NEMO_GYM],),
     "tinker": (["-c", "import unbroken.tinker.server"],),
+    "completion": (["-m", "unbroken", "--install-completion", "bash"],),
+    "docs": (
+        ["-m", "mkdocs", "build", "--strict", "--config-file", str(REPOSITORY / "mkdocs.yml"), "--site-dir", "site"],
+    ),
     "trl": (["-c", "import trl; from unbroken.integrations.trl import rollout_func"],),
     README: (["-m", "pip", "install", "--quiet", "pytest>=9.2"], ["-m", "pytest", *README_TESTS.split()]),
     "": (["-m", "unbroken", "--version"], ["-c", "import unbroken; unbroken.TemplateRenderer, unbroken.run_rollout"]),
@@ -316,7 +320,9 @@ def check_extra(extra: str, wheel: Path, folder: Path) -> bool:
     python = str(folder / "venv" / "bin" / "python")
     requirement = f"{wheel}[{extra}]" if extra else str(wheel)
     install = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", requirement]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | {
+        "HOME": str(folder)
+    }
     for arguments in (install, *CHECKS[extra]):
         done = subprocess.run(
             [python, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900

@@ -8,8 +8,11 @@ import os
 import select
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from unbroken import __version__
 from unbroken.audit.command import add_audit_parser
@@ -29,6 +32,69 @@ from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
 from unbroken.tinker.options import add_tinker_arguments, read_tinker_options
 from unbroken.viewer.command import add_view_parser
+
+_RARE = ("limits", "limits of sessions", "Tinker API")
+"""Titles of the groups of options that `--help` shows by their names, and `--help-all` in full."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose `--help` fits on two screens."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show it with every option, and exit")
+
+    def format_help(self) -> str:
+        rare = [(group, group.description, group._group_actions) for group in self._action_groups]
+        for group, _, actions in rare:
+            if group.title in _RARE:
+                names = ", ".join(action.option_strings[0] for action in actions)
+                group.description, group._group_actions = (
+                    textwrap.fill(f"{names}: see --help-all", 106, break_on_hyphens=False),
+                    [],
+                )
+        try:
+            return super().format_help()
+        finally:
+            for group, description, actions in rare:
+                group.description, group._group_actions = description, actions
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(argparse.ArgumentParser.format_help(parser), end="")
+        parser.exit()
+
+
+_COMPLETIONS = {
+    "bash": ".local/share/bash-completion/completions/unbroken",
+    "fish": ".config/fish/completions/unbroken.fish",
+    "zsh": ".local/share/zsh/site-functions/_unbroken",
+}
+"""Where each shell looks for completions, below the home folder; zsh if its `fpath` has the folder."""
+
+
+class _InstallCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> None:
+        shell = shell or Path(os.environ.get("SHELL", "")).name
+        if shell not in _COMPLETIONS:
+            parser.error(f"{option} must be followed by one of {', '.join(_COMPLETIONS)}, got {shell or 'nothing'!r}")
+        try:
+            import shtab
+        except ModuleNotFoundError as error:
+            parser.error(str(missing_extra(error, f"{option} needs the completion extra", "completion")))
+        commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        with suppress(ModuleNotFoundError, UnbrokenError):  # without the extra train there is nothing to train
+            from unbroken.runs.recipe import load_recipe
+
+            for name in load_recipe(None).section.all_fields():
+                commands.choices["train"].add_argument(f"--{name.replace('_', '-')}")
+        target = Path.home() / _COMPLETIONS[shell]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(shtab.complete(parser, shell), "utf-8")
+        hint = f"; in ~/.zshrc, before compinit: fpath+={target.parent}" if shell == "zsh" else ""
+        print(f"wrote {target}: new shells complete the words of unbroken{hint}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unbroken", description="Token-in, token-out rollouts and RL training.")
+    parser = _Parser(prog="unbroken", description="Token-in, token-out rollouts and RL training.")
     parser.add_argument("--version", action="version", version=f"unbroken {__version__}")
+    parser.add_argument(
+        "--install-completion", action=_InstallCompletion, nargs="?", metavar="SHELL", help="for bash, fish or zsh"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_demo_parser(commands)
     add_train_parser(commands)

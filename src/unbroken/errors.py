@@ -49,8 +49,8 @@ class InvalidInputError(UnbrokenError, ValueError):
 
 
 def install_command(extra: str) -> str:
-    """How the packages of an extra are installed: as the README installs them, because no index has this package."""
-    return f"pip install '.[{extra}]' in a clone of unbroken"
+    """How the packages of an extra are added: pip takes them from the unbroken that is installed, a clone too."""
+    return f"pip install 'unbroken[{extra}]'"
 
 
 def missing_extra(error: ImportError, need: str, extra: str) -> InvalidInputError:

@@ -98,7 +98,7 @@ def test_help_whose_reader_closes_the_pipe_is_not_an_error(monkeypatch):
 
 
 def test_the_help_of_a_recipe_lists_every_field(capsys):
-    assert main(["train", str(RECIPES / "lookup_through_server.toml"), "--help"]) == 0
+    assert main(["train", str(RECIPES / "lookup_through_server.toml"), "--help-all"]) == 0
     printed = capsys.readouterr().out
     assert "--trainer.optimizer.learning-rate FLOAT  (default: 0.0005)" in printed
     assert "--num-heads INT  (default: 2)" in printed

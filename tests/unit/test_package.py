@@ -1,17 +1,20 @@
+import argparse
 import ast
 import importlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import unbroken
 import unbroken.runs.command
-from unbroken.cli import main
+from unbroken.cli import _parser, main
 
 
 def _imports_for_type_checkers():
@@ -43,11 +46,85 @@ EXTRAS = "accelerate datasets fastapi httpx orjson peft PIL prometheus_client ps
 def test_help_needs_no_extra(command):
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({EXTRAS.split()}))\n"
-        f"from unbroken.cli import main; main({[*command.split(), '--help']})"
+        f"from unbroken.cli import _parser, main; main({[*command.split(), '--help']})"
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith(f"usage: unbroken {command}".rstrip())
+
+
+def parsers(parser=None, words=()):
+    """The words of every command, and of the commands inside it, with its parser."""
+    parser = parser or _parser()
+    yield words, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from parsers(inner, (*words, name))
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(words for words, _ in parsers()),
+        ("train", "--env", "file.py:Class"),
+        *(("train", str(path)) for path in (*RECIPES.rglob("*.toml"), RECIPES / "lookup.py")),
+    ],
+    ids=" ".join,
+)
+def test_help_fits_on_two_screens_and_help_all_names_every_option(words, capsys):
+    texts = []
+    for option in ("--help", "--help-all"):
+        with suppress(SystemExit):
+            main([*words, option])
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert short.startswith("usage: unbroken")
+    assert len(short.splitlines()) <= 100
+    assert set(re.findall(r"--[a-z][\w-]*", short)) <= set(re.findall(r"--[a-z][\w-]*", whole)) | {"--help-all"}
+    if words[:1] != ("train",):
+        for action in dict(parsers())[words]._actions:
+            assert all(option in whole for option in action.option_strings)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_fields(shell, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("shtab")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/bin/{shell}")
+    with pytest.raises(SystemExit) as done:
+        main(["--install-completion"])
+    assert done.value.code == 0
+    (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert str(written) in capsys.readouterr().out
+    text = written.read_text("utf-8")
+    assert "gateway" in text
+    assert "rollouts.group-size" in text.replace("\\", "")
+
+
+def test_completion_needs_a_shell_that_is_known(monkeypatch, capsys):
+    monkeypatch.setenv("SHELL", "/bin/dash")
+    with pytest.raises(SystemExit):
+        main(["--install-completion"])
+    assert "must be followed by one of bash, fish, zsh, got 'dash'" in capsys.readouterr().err
+
+
+def test_bash_completes_commands_and_fields(tmp_path, monkeypatch):
+    pytest.importorskip("shtab")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with suppress(SystemExit):
+        main(["--install-completion", "bash"])
+    (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    for typed, expected in (("tr", "train"), ("train t.toml --loop.num-s", "--loop.num-steps")):
+        script = (
+            f"source {written}; COMP_WORDS=(unbroken {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); "
+            '_shtab_unbroken; echo "${COMPREPLY[@]}"'
+        )
+        printed = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout
+        assert printed.split() == [expected]
 
 
 @pytest.mark.parametrize("name", [name for name in unbroken.__all__ if name != "VllmEngine"])
@@ -100,9 +177,7 @@ sys.meta_path.insert(0, Missing())
 from unbroken import {name}
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    expected = (
-        f"unbroken.{name} needs {package}, which is not installed: pip install '.[{extra}]' in a clone of unbroken"
-    )
+    expected = f"unbroken.{name} needs {package}, which is not installed: pip install 'unbroken[{extra}]'"
     assert f"ModuleNotFoundError: {expected}" in done.stderr
 
 

@@ -20,13 +20,22 @@ SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
 """The environment variable with the key of a sampler that gets no file."""
 
 
+COMMON_FIELDS = (
+    *("model", "data.file", "environment", "output", "seed", "algorithm", "loop.num_steps", "loop.max_staleness"),
+    *("rollouts.problems_per_step", "rollouts.group_size", "rollouts.sampling.max_tokens", "rollouts.limits.max_turns"),
+    *("trainer.optimizer.learning_rate", "trainer.kl_weight", "trainer.tokens_per_micro_batch", "lora.rank"),
+    *("engine.kind", "engine.urls", "evaluation.num_problems", "evaluation.every", "checkpoints.every"),
+)
+"""Fields that `unbroken train RECIPE --help` describes; `--help-all` describes all."""
+
+
 def add_train_parser(commands: Any) -> None:
     """Add the command's parser to `commands`."""
     train = commands.add_parser(
         "train",
         help="train with a recipe: a Python file, or a TOML file with values for one; or on an environment",
         description="Train with a recipe, or on an environment. `unbroken train RECIPE --help` and "
-        "`unbroken train --env NAME --help` list all settings.",
+        "`unbroken train --env NAME --help` list the settings.",
         allow_abbrev=False,
     )
     _add_recipe(train)
@@ -120,10 +129,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         from unbroken.runs.recipe import load_recipe, run_recipe
         from unbroken.runs.settings import format_help
 
-        if {"-h", "--help"} & set(options):
+        if {"-h", "--help", "--help-all"} & set(options):
             recipe = load_recipe(arguments.recipe)
             command = f"unbroken train {arguments.recipe or '--env NAME'}"
-            _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc))
+            shown = () if "--help-all" in options else COMMON_FIELDS
+            _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
         return run_command(
             lambda: run_recipe(arguments.recipe, options),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -25,7 +26,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from pathlib import Path
@@ -279,14 +280,37 @@ _SYNTAX = "Lists are written a,b or as in TOML. `none` means no value, where a f
 _WIDTH = 100
 
 
-def format_help(top: Section, values: Mapping[str, Any], *, command: str, doc: str) -> str:
-    """The help of a command: its docstring and every field, with its type, docstring and value or default."""
+def format_help(top: Section, values: Mapping[str, Any], *, command: str, doc: str, shown: Collection[str] = ()) -> str:
+    """The help of a command: its docstring and every field, with its type, docstring and value or default.
+
+    With `shown`, that of these fields and the names of all others.
+    """
     lines = [f"usage: {command} [--FIELD VALUE ...]", "", doc, "", _SYNTAX]
+    if shown:
+        return "\n".join([*lines, *_format_short(top, values, shown)])
     for section in top.all_sections():
         lines += ["", *_format_heading(section)]
         for field in section.fields:
             lines += _format_field(field, values.get(field.name, field.default))
     return "\n".join(lines)
+
+
+def _format_short(top: Section, values: Mapping[str, Any], shown: Collection[str]) -> Iterator[str]:
+    """The first sentences of these fields, and the names of the others."""
+    wrap = functools.partial(textwrap.wrap, width=118, subsequent_indent=" " * 6, break_on_hyphens=False)
+    yield from ("", "The most common fields (--help-all describes all of them):")
+    for field in filter(None, map(top.all_fields().get, shown)):
+        (line, *_) = _format_field(field, values.get(field.name, field.default))
+        sentence = re.split(r"(?<=[.;]) ", field.doc)[0].rstrip(";") if field.doc[:1].isupper() else ""
+        yield from wrap(f"{line}  {sentence}")
+    yield from ("", "All others:")
+    listed: dict[type[Any], str] = {}
+    for section in top.all_sections():
+        rest = _names(field for field in section.fields if field.name not in shown)
+        first = listed.setdefault(section.config_class, section.prefix)
+        names = rest if first == section.prefix else f"as {first.removesuffix('.')}"
+        name = section.prefix.removesuffix(".") or "run"
+        yield from wrap(f"  {name}: {names}".replace("_", "-")) if rest else ()
 
 
 def _format_heading(section: Section) -> Iterator[str]:

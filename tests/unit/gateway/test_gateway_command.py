@@ -212,7 +212,7 @@ def test_a_wrong_option_is_named(words: tuple[str, ...], expected: str, capsys: 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["gateway", "--help"])
+        main(["gateway", "--help-all"])
     helps = [block.split("\n", 1) for block in capsys.readouterr().out.split("\n  --")[1:]]
     assert all(len(text.split()) >= 3 for _, text in helps)
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def test_help_explains_every_option_and_every_limit(capsys):
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     text = capsys.readouterr().out
     options = [line for line in text.splitlines() if line.startswith("  --")]
     helps = [block.split("\n", 1) for block in text.split("\n  --")[1:]]
