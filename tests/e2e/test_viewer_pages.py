@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
+from urllib.parse import parse_qs
 
 import pytest
 from PIL import Image
@@ -64,7 +66,15 @@ def test_the_run_view_has_curves_of_each_run_evaluations_and_steps(browser, page
     browser.open(f"{page}#run")
     assert count(browser, "polyline") == 2
     assert "evaluation: reward/mean" in read(browser)
-    assert count(browser, 'a[href="#step/1/1"]') == 1
+    assert count(browser, 'a[href="#step/1/2"]') == 1  # the last one that has rollouts
+    browser.run("document.getElementById('scrubber-1').focus()")
+    browser.press("ArrowLeft")
+    browser.wait("document.querySelector('a[href=\"#step/1/1\"]') !== null")
+    browser.press("Enter")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('Step 1')")
+    browser.wait("document.activeElement.id === 'scrubber-1'")
+    browser.press("ArrowRight")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('Step 2')")
 
 
 def test_the_numbers_at_the_axis_of_tiny_values_are_not_cut(browser, page):
@@ -112,6 +122,133 @@ def test_rollouts_are_chosen_by_text_reward_and_flags_and_sorted(browser, page):
     assert browser.run(names) == ["g0/1", "g0/0", "g0/2"]
 
 
+@pytest.fixture
+def table(tmp_path) -> Iterator[ViewerServer]:
+    """Three steps of four rollouts whose first lines have summaries, and an evaluation of a set with a strange name."""
+    for step in range(3):
+        members = [
+            make_trajectory(
+                f"{step}-{k // 2}/{k % 2}",
+                [make_row(range(3 + k), num_prompt=2) | {"is_trained": k < 2}],
+                reward=step + k / 4,
+                reward_parts={"exact": float(k % 2), "format": 1.0},
+                data={"index": k, "columns": {"question": HOSTILE, "answer": f"{step}{k}", "level": [k]}},
+                messages=[
+                    {"role": "user", "content": f"Question {k}"},
+                    {"role": "assistant", "content": f"{HOSTILE} is {step}{k}"},
+                ],
+            )
+            for k in range(4)
+        ]
+        write_step(tmp_path / "run", step, members, num_groups=5, num_rollouts=10, rewards=[10, 0.625, 0.5])
+    write_step(tmp_path / "run", 2, members[:2], folder="evaluations/more & math", set="more & math")
+    write_metrics(tmp_path / "run", 3)
+    with ViewerServer(open_runs([tmp_path / "run"])) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def wait_for_rows(browser: Browser, text: str) -> None:
+    browser.wait(f"document.querySelector('#count')?.innerText.startsWith({text!r})")
+
+
+STEPS = "[...document.querySelectorAll('.rows tbody tr')].map(({cells: [a, b]}) => `${a.innerText} ${b.innerText}`)"
+
+
+def test_one_table_has_all_rollouts_of_a_run_by_what_is_asked_for_and_its_url_says_what(browser, table):
+    browser.open(f"{table.url}#table/0?")
+    wait_for_rows(browser, "14 of 14 rollouts")
+    assert "expected" in read(browser, ".rows thead")
+    assert "onerror=hacked()> \\u202eright to left \\u0000 is 01" in read(browser, ".rows")
+    browser.type("#filter-text", "IS 11")
+    wait_for_rows(browser, "1 of 14 rollouts · reward 1.25")
+    assert browser.run("location.hash") == "#table/0?q=IS+11"
+    hashes = {
+        "step=1..2&set=training&sort=-reward": ["2 2.75", "2 2.5", "2 2.25", "2 2", "1 1.75", "1 1.5", "1 1.25", "1 1"],
+        "part=exact&value=1..&reward=..1.5&sort=reward": ["0 0.25", "0 0.75", "1 1.25"],
+        "set=more+%26+math&variance=1": ["2 more & math 2", "2 more & math 2.25"],
+        "ids=4..4&is=untrained": ["0 0.75", "1 1.75", "2 2.75"],
+    }
+    for query, rows in hashes.items():
+        browser.open(f"{table.url}#table/0?{query}")
+        browser.wait(f"JSON.stringify({STEPS}) === JSON.stringify({rows})")
+        assert parse_qs(browser.run("writeChoice()")) == parse_qs(query)
+    browser.run("document.querySelectorAll('.rows th button')[1].click()")
+    assert browser.run("location.hash").endswith("sort=-reward")
+
+
+def test_the_table_is_used_by_keys_and_its_order_is_that_of_the_rollouts(browser, table):
+    """Keys that come while a page is made are not lost."""
+    browser.open(f"{table.url}#table/0?sort=-reward&set=training")
+    wait_for_rows(browser, "12 of 14")
+    browser.press("/")
+    assert browser.run("document.activeElement.id") == "filter-text"
+    browser.run("document.activeElement.blur()")
+    for key in "jj":
+        browser.press(key)
+    assert browser.run("document.activeElement.closest('tr').cells[1].innerText") == "2.5"
+    browser.run("document.activeElement.click()")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('2-1/0')")
+    for key in "nnnpn":
+        browser.press(key)
+    browser.wait("document.querySelector('main h1').innerText.startsWith('1-1/1')")
+    assert "5 of 12" in read(browser, ".head nav")
+    browser.press("Escape")
+    wait_for_rows(browser, "12 of 14")
+    browser.wait("document.activeElement.closest('tr')?.cells[1].innerText === '1.75'")
+
+
+def test_filters_are_saved_under_a_name_in_the_browser(browser, table):
+    browser.open(f"{table.url}#table/0?is=untrained")
+    wait_for_rows(browser, "6 of 14")
+    browser.run("document.querySelector('.saved input').value = '<b>mine'")
+    browser.run("document.querySelector('.saved input + button').click()")
+    browser.open(f"{table.url}#table/0?")
+    wait_for_rows(browser, "14 of 14")
+    browser.run("[...document.querySelectorAll('.saved a')].find((a) => a.innerText === '<b>mine').click()")
+    wait_for_rows(browser, "6 of 14")
+    browser.run("document.querySelector('[title=\"remove <b>mine\"]').click()")
+    assert "mine" not in read(browser, ".saved")
+
+
+def test_a_rollout_shows_the_expected_answer_its_row_and_whether_it_was_trained(browser, table):
+    browser.open(f"{table.url}#rollout/0/1/3")
+    assert f"Expected 13 Given {HOSTILE} is 13 Row 3 of the data set" in read(browser, ".answers")
+    browser.run("document.querySelector('.answers details').open = true")
+    assert f"question {HOSTILE}" in read(browser, ".answers table")
+    assert "sampled by policy version 3 · not trained" in read(browser, ".head")
+    browser.open(f"{table.url}#rollout/0/1/0")
+    assert "sampled by policy version 3 · trained from policy version 1" in read(browser, ".head")
+    browser.open(f"{table.url}#rollout/0/2@more%20%26%20math/0")
+    assert "2-0/0 of more & math after 2 steps" in read(browser, "main h1")
+
+
+def test_the_head_of_a_step_is_the_step_and_not_what_was_kept_of_it(browser, table):
+    browser.open(f"{table.url}#step/0/2")
+    head = read(browser, ".head")
+    assert "10 rollouts in 5 groups · 4 rollouts in 1 group kept · reward 0.2 ± 0.5" in head  # the mean is the curve's
+    browser.open(f"{table.url}#run")
+    assert "step 2 of 2 · reward 0.2" in read(browser, ".scrubber")
+
+
+def test_runs_are_compared_by_the_settings_in_which_they_differ(browser, tmp_path):
+    for name, rate in (("a", 1e-3), ("b", 1e-4)):
+        write_metrics(tmp_path / name, 2)
+        settings = {"output": name, "algorithm": "grpo", "learning_rate": rate, "<i>": rate}
+        (tmp_path / name / "recipe.json").write_text(json.dumps({"recipe": "r", "settings": settings}))
+    assert main(["view", str(tmp_path / "a"), str(tmp_path / "b"), "--export", str(tmp_path / "page")]) == 0
+    browser.open((tmp_path / "page/index.html").as_uri())
+    assert "setting a b <i> 0.001 0.0001 learning_rate 0.001 0.0001" in read(browser, ".settings")
+
+
+def test_an_export_has_the_table_and_searches_it(browser, page):
+    browser.open(f"{page}#table/0?q=ANSWER+IS")
+    wait_for_rows(browser, "3 of 4 rollouts")
+
+
 def test_a_link_to_an_id_shows_its_branch_and_what_is_known_of_it(browser, page):
     browser.open(f"{page}#rollout/0/1/1/1/1/2")
     assert selected(browser) == "2"
@@ -141,8 +278,9 @@ def test_keys_go_through_rollouts_turns_ids_branches_and_colours(browser, page):
     assert read(browser, ".streams .on") == "rollout logprob"
     browser.press("n")
     browser.wait("document.querySelector('main h1').innerText.startsWith('g0/1')")
+    assert read(browser, ".branches .on") == "branch 1"  # the one that went on
     browser.press("b")
-    assert read(browser, ".branches .on") == "branch 1"
+    assert read(browser, ".branches .on") == "branch 0"
     assert read(browser, ".streams .on") == "rollout logprob"
     browser.press("p")
     browser.wait("document.querySelector('main h1').innerText.startsWith('g0/0')")
@@ -291,7 +429,7 @@ def test_what_a_live_run_writes_appears(browser, server, tmp_path):
 
 
 def test_nothing_is_wider_than_a_narrow_window(browser, page):
-    for place in ("run", "step/0/1", "rollout/0/1/1", "step/1/2", "rollout/1/2/0"):
+    for place in ("run", "table/0?", "step/0/1", "rollout/0/1/1", "step/1/2", "rollout/1/2/0"):
         browser.open(f"{page}#{place}", width=400, height=700, dark=True)
         assert browser.run("document.documentElement.scrollWidth") <= 400, place
 

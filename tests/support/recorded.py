@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unbroken.runs.records.files import write_records
+from unbroken.runs.records.files import summarize, write_records
 
 HOSTILE = "<script>hacked()</script></script><img src=x onerror=hacked()> \u202eright to left \x00 \ud800 end"
 """What must be shown as text."""
@@ -62,8 +62,17 @@ def make_trajectory(name: str, rows: Sequence[dict[str, Any]], **others: Any) ->
     return {**usual, **others}
 
 
-def write_step(folder: Path, step: int, trajectories: Sequence[dict[str, Any]], *, rank: int = 0) -> Path:
-    """Write the records of a step."""
+def write_step(
+    run: Path,
+    step: int,
+    trajectories: Sequence[dict[str, Any]],
+    *,
+    rank: int = 0,
+    folder: str = "rollouts",
+    **head: Any,
+) -> Path:
+    """Write the records of a step; with more in its first line it is one of today, with summaries."""
+    summaries = {"summaries": [summarize(each) for each in trajectories]} if head else {}
     head = {
         "kind": "step",
         "format": 1,
@@ -75,8 +84,10 @@ def write_step(folder: Path, step: int, trajectories: Sequence[dict[str, Any]], 
         "num_groups": 1,
         "num_kept": 1,
         "counters": {},
+        **summaries,
+        **head,
     }
-    return write_records(folder / "rollouts", step, rank, [head, *trajectories], images={})
+    return write_records(run / folder, step, rank, [head, *trajectories], images={})
 
 
 def write_metrics(folder: Path, num_steps: int, *, end: str = "") -> None:

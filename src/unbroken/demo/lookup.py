@@ -18,6 +18,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from unbroken.messages import Message, ToolSchema, get_text
 from unbroken.rollout.tool_env import ToolEnv
@@ -100,10 +101,14 @@ def lookup_tool(task: LookupTask) -> Tool:
 def lookup_problems(name: str, seed: int) -> Problems:
     """Tasks to train or to evaluate on; every second one asks for compact JSON. Another `name` gives other tasks."""
 
-    def env(number: int) -> ToolEnv:
-        return lookup_env(LookupTask.draw(random.Random(f"{seed} {name} {number}"), style_of(number)))
+    def draw(number: int) -> LookupTask:
+        return LookupTask.draw(random.Random(f"{seed} {name} {number}"), style_of(number))
 
-    return Problems(env=env)
+    def row(number: int) -> dict[str, Any]:
+        task = draw(number)
+        return {"index": number, "columns": {"keys": list(task.keys), "answer": answer_text(task.value)}}
+
+    return Problems(env=lambda number: lookup_env(draw(number)), row=row)
 
 
 def style_of(number: int) -> JsonStyle:

@@ -17,6 +17,7 @@ ASSETS = {
     "store.js": "text/javascript; charset=utf-8",
     "cluster.js": "text/javascript; charset=utf-8",
     "run.js": "text/javascript; charset=utf-8",
+    "table.js": "text/javascript; charset=utf-8",
     "step.js": "text/javascript; charset=utf-8",
     "rollout.js": "text/javascript; charset=utf-8",
     "main.js": "text/javascript; charset=utf-8",

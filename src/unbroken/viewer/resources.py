@@ -2,7 +2,9 @@
 
 index                        the runs
 run/0                        numbers of run 0, and its steps with rollouts
-run/0/step/12                its rollouts, without ids
+run/0/step/12                its rollouts, without ids; 12@math: those of the evaluation of the set math after 12 steps
+run/0/lines/12               the same in columns without texts, for a table of all steps
+run/0/find/TEXT              which rollouts have a text, of those whose lines were asked for
 run/0/step/12/rollout/3      one of them, whole
 run/0/step/12/rollout/3/retokenised      what the usual pipeline would have made of it
 
@@ -15,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from unbroken import __version__
 from unbroken.errors import InvalidInputError, NoStoreError, TemplateError
@@ -32,7 +35,11 @@ _PRELOAD = (
     "unbroken.rendering.loader",
     "transformers.models.auto.tokenization_auto",
 )
-_PATH = re.compile(r"index|run/(\d{1,3})(?:/step/(\d{1,12})(?:/rollout/(\d{1,9})(/retokenised)?)?)?", re.ASCII)
+_PATH = re.compile(
+    r"index|run/(\d{1,3})(?:/(step|lines)/(\d{1,12}(?:@[\w%.~-]{1,900})?)(?:/rollout/(\d{1,9})(/retokenised)?)?)?",
+    re.ASCII,
+)
+_FIND = re.compile(r"run/(\d{1,3})/find/([^/]{1,3000})", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
 
@@ -45,13 +52,13 @@ class Source(Protocol):
     def read_run(self) -> dict[str, Any]:
         """All numbers of the run, and the steps that have rollouts."""
 
-    def list_steps(self) -> list[int]:
+    def list_steps(self) -> Sequence[int | str]:
         """The steps that have rollouts."""
 
-    def read_step(self, step: int) -> dict[str, Any]:
+    def read_step(self, step: Any) -> dict[str, Any]:
         """What there is of a step, without ids."""
 
-    def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
+    def read_trajectory(self, step: Any, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together."""
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
@@ -82,18 +89,27 @@ class Resources:
         Raises:
             LookupError: it does not exist.
         """
+        if (found := _FIND.fullmatch(path)) is not None and isinstance(
+            reader := self._find_run(int(found[1])), RunReader
+        ):
+            return reader.find_text(unquote(found[2]))
         match = _PATH.fullmatch(path)
         if match is None:
             raise LookupError(f"there is no {path}")
-        run, step, rollout, retokenised = match.groups()
+        run, kind, name, rollout, retokenised = match.groups()
         if run is None:
             return {"version": __version__, "runs": [run.describe() for run in self._runs]}
         reader = self._find_run(int(run))
-        if step is None:
+        if name is None:
             return reader.read_run()
+        step = name if "@" in name else int(name)
+        if isinstance(reader, RunReader) and kind == "lines" and rollout is None:
+            return reader.read_lines(step)
+        if kind == "lines" or (isinstance(step, str) and not isinstance(reader, RunReader)):
+            raise LookupError(f"there is no {path}")
         if rollout is None:
-            return reader.read_step(int(step))
-        shown = reader.read_trajectory(int(step), int(rollout))
+            return reader.read_step(step)
+        shown = reader.read_trajectory(step, int(rollout))
         return shown if retokenised is None else self._retokenise(shown, reader.find_template(shown))
 
     def get_image(self, path: str) -> bytes:
@@ -118,6 +134,8 @@ class Resources:
                 except LookupError:  # it was deleted meanwhile
                     continue
                 yield f"run/{number}/step/{step}"
+                if isinstance(run, RunReader):
+                    yield f"run/{number}/lines/{step}"
                 for each in listed:
                     rollout = f"run/{number}/step/{step}/rollout/{each['index']}"
                     yield from (rollout, f"{rollout}/retokenised")

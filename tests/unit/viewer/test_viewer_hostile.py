@@ -39,6 +39,9 @@ LINKED = {
     "a tokenizer": "final/tokenizer.json",
     "a template": "final/chat_template.jinja",
     "a model": "final",
+    "a set": "evaluations/math",
+    "a set's step": "evaluations/math/step-00000001.rank-0.jsonl.gz",
+    "all sets": "evaluations",
 }
 
 
@@ -46,6 +49,7 @@ def write_secrets(folder: Path) -> Path:
     """A run of the victim's, all of whose files have the secret."""
     message = {"role": "user", "content": SECRET}
     write_step(folder, 1, [make_trajectory("g0/0", [], messages=[message], turns=[], error=SECRET)])
+    write_step(folder, 1, [make_trajectory(SECRET, [])], folder="evaluations/math", set=SECRET)
     (folder / "rollouts" / "images").mkdir()
     (folder / "rollouts" / "images" / IMAGE).write_text(SECRET)
     (folder / "metrics").mkdir()
@@ -179,6 +183,21 @@ def test_spans_that_leave_the_ids_and_too_many_branches_are_broken() -> None:
             check_record(make_trajectory("g", [row]))
     with pytest.raises(InvalidInputError, match="at most 1000"):
         check_record(make_trajectory("g", [make_row([1, 2], num_prompt=1)] * 1001))
+
+
+@pytest.mark.parametrize("wrong", [{"reward": "1"}, {"forks": [1]}, {"status": None}, {"reward_parts": {"a": [1]}}])
+def test_summaries_of_another_form_are_named_and_no_line_is_shown(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    members = [make_trajectory("g0/0", [])]
+    summaries = [{**summarize(members[0]), **wrong}]
+    write_step(tmp_path, 0, members, summaries=summaries)
+    write_step(tmp_path, 1, members, summaries=[summarize(members[0])] * 2)
+    resources = open_runs([tmp_path])
+    lines = resources.get("run/0/lines/0")
+    assert "line 0: summaries.0." in lines["problems"][0]
+    assert lines["columns"]["index"] == []
+    assert resources.get("run/0/step/1/rollout/0")["record"]["trajectory"] == "g0/0"
+    with pytest.raises(InvalidInputError, match="has no line 2"):
+        resources.get("run/0/step/1/rollout/1")
 
 
 def test_numbers_and_a_recipe_of_other_forms_are_left_out(tmp_path: Path) -> None:

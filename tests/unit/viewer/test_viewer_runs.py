@@ -33,7 +33,7 @@ def test_every_path_of_a_run_is_read_and_nothing_is_written(tmp_path):
     before = read_tree(write_run(tmp_path))
     resources = open_runs([tmp_path])
     paths = list(resources.list_paths())
-    assert paths[:3] == ["index", "run/0", "run/0/step/0"]
+    assert paths[:4] == ["index", "run/0", "run/0/step/0", "run/0/lines/0"]
     assert paths[-2:] == ["run/0/step/1/rollout/2", "run/0/step/1/rollout/2/retokenised"]
     for path in paths:
         assert resources.get(path)
@@ -52,6 +52,31 @@ def test_a_summary_says_what_can_be_chosen_by(tmp_path):
     assert plain["k3"] == pytest.approx(0.125 + 2.718281828**-0.125 - 1)
     assert (forked["forks"], forked["is_truncated"], forked["num_rows"]) == (["rewritten_history"], True, 2)
     assert (failed["status"], failed["reward"], failed["k3"]) == ("failed", None, None)
+
+
+def test_files_with_and_without_summaries_have_the_same_lines_and_texts_are_found_in_both(tmp_path):
+    members = [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]), make_forked()]
+    for number, head in enumerate(({}, {"num_rollouts": 9, "rewards": [2, 0.5, 0.5]})):
+        write_step(tmp_path, number, members, **head)
+        write_step(tmp_path, 7, members[:1], folder="evaluations/Größe 100%", set="Größe 100%")
+    resources = open_runs([tmp_path])
+    evaluated = "7@Gr%C3%B6%C3%9Fe%20100%25"
+    assert resources.get("run/0")["recorded_steps"] == [0, 1, evaluated]
+    assert resources.get("run/0/find/ANSWER")["found"] == {}  # no lines were read
+    first, second, third = (resources.get(f"run/0/lines/{step}")["columns"] for step in (0, 1, evaluated))
+    assert first == second
+    assert first["forks"] == [[], ["rewritten_history"]]
+    assert third["trajectory"] == ["g0/0"]
+    assert [each["text"] for each in resources.get("run/0/step/1")["trajectories"]] == [
+        each["text"] for each in resources.get("run/0/step/0")["trajectories"]
+    ]
+    assert resources.get("run/0/find/The%20ANSWER%20is")["found"] == {0: [0], 1: [0], evaluated: [0]}
+    assert resources.get("run/0/find/b")["found"] == {0: [1], 1: [1]}
+    assert resources.get("run/0/find/nowhere")["found"] == {}
+    assert resources.get(f"run/0/step/{evaluated}/rollout/0")["set"] == "Größe 100%"
+    write_step(tmp_path, 1, members[:1], num_rollouts=1)
+    assert resources.get("run/0/lines/1")["columns"]["trajectory"] == ["g0/0"]
+    assert resources.get("run/0/find/b")["found"] == {0: [1]}
 
 
 def test_forks_have_their_reason_and_the_first_ids_that_differ():

@@ -121,6 +121,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
     """What lists show of a trajectory's record, and what it is found by."""
     turns, rows = record.get("turns") or [], record.get("rows") or []
     text = join_texts(record.get("messages") or [])
+    expected = find_expected(record.get("data"))
     statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]
     failures = {name: n for name, n in (record.get("counters") or {}).items() if name.startswith("tool_errors/")}
     return {
@@ -131,7 +132,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
         "reward": record.get("reward"),
         "reward_parts": record.get("reward_parts") or {},
         "wall_time_s": record.get("wall_time_s"),
-        "expected": find_expected((record.get("data") or {}).get("columns") or {}),
+        "expected": None if expected is None else expected[-_MAX_ANSWER:],
         "given": _find_given(record.get("messages") or []),
         "num_turns": len(turns),
         "num_rows": len(rows),
@@ -151,13 +152,14 @@ def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_expected(columns: Mapping[str, Any]) -> str | None:
-    """The end of the expected answer: the first column with such a name."""
+def find_expected(data: Mapping[str, Any] | None) -> str | None:
+    """The expected answer: the first column with such a name."""
+    columns = (data or {}).get("columns") or {}
     name = next((name for name in columns if _EXPECTED.search(name)), None)
     value = None if name is None else columns[name]
     if isinstance(value, Mapping):  # verl's reward_model
         value = value.get("ground_truth", value)
-    return None if value is None else (value if isinstance(value, str) else json.dumps(value))[-_MAX_ANSWER:]
+    return None if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _find_given(messages: Sequence[Mapping[str, Any]]) -> str | None:

@@ -60,7 +60,7 @@ async function loadJson(path) {
 
 function loadScript(path) {
   return new Promise((resolve, reject) => {
-    const script = el('script', { src: `data/${path}.js` });
+    const script = el('script', { src: `data/${path.replaceAll("%", "%25")}.js` });
     const end = () => { waiting.delete(path); script.remove(); };
     waiting.set(path, (value) => { end(); resolve(value); });
     script.addEventListener('error', () => { end(); reject(new Error(`the export has no ${path}`)); });
@@ -93,6 +93,22 @@ function deviation(values) {
 
 function plural(number, noun, several = `${noun}s`) {
   return `${number} ${number === 1 ? noun : several}`;
+}
+
+function isNarrow() {
+  return matchMedia('(max-width: 40rem)').matches;
+}
+
+/* The hash that is shown. A view changes its own without being made anew; another view waits for the keys pressed meanwhile. */
+let routed = null;
+
+function setHash(hash) {
+  history.replaceState(null, '', hash);
+  routed = location.hash;
+}
+
+function goTo(hash) {
+  location.hash = hash;
 }
 
 /* Links. */

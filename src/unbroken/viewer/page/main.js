@@ -1,29 +1,52 @@
-// Which view is shown: by the hash of the URL. `#run`, `#step/RUN/STEP`, `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`.
+// Which view is shown: by the hash of the URL. `#run`, `#table/RUN?FILTERS`, `#step/RUN/STEP?FILTERS`,
+// `#rollout/RUN/STEP/NUMBER/ROW/TURN/POSITION`. STEP is a number, or that of an evaluation: NUMBER@SET.
 'use strict';
 
 const POLL_MS = 4000;
 let shown = 0;
 let known = null;
+const keys = [];
 
 async function route() {
   const ticket = ++shown;
-  const [kind, ...rest] = location.hash.slice(1).split('/');
-  const numbers = rest.map((part) => (/^\d+$/.test(part) ? Number(part) : undefined));
-  shownRollout = null;
+  const hash = location.hash;
+  const [place, query] = hash.slice(1).split('?');
+  const [kind, ...rest] = place.split('/');
+  const numbers = rest.map((part) => (/^\d+$/.test(part) ? Number(part) : /^\d+@[\w.~%-]+$/.test(part) ? part : undefined));
+  if (query !== undefined) readChoice(query);
   const view = document.getElementById('view');
+  const before = shownRollout;
+  const { id } = document.activeElement ?? {};
   try {
     known ??= await getObject('index');
     drawTop(known, kind, numbers);
     const node = await makeView(known, kind, numbers);
     if (ticket !== shown) return;
+    if (kind !== 'rollout') shownRollout = null;
     view.replaceChildren(node);
     if (kind !== 'rollout') window.scrollTo(0, 0);
+    if (id) document.getElementById(id)?.focus();
+    else if (before && kind !== 'rollout') findLine(before)?.focus();
   } catch (error) {
-    if (ticket === shown) view.replaceChildren(el('p', { class: 'problem' }, makeVisible(error.message)));
+    if (ticket !== shown) return;
+    shownRollout = null;
+    view.replaceChildren(el('p', { class: 'problem' }, makeVisible(error.message)));
   }
+  routed = hash;
+  while (keys.length && location.hash === routed) press(keys.shift());
+}
+
+/* The line of a rollout in a list: whoever comes back goes on from there. */
+function findLine({ run, step, number }) {
+  return document.querySelector(`.results a:not(.bar)[href="${CSS.escape(`#rollout/${run}/${step}/${number}`)}"]`);
+}
+
+function press(key) {
+  return pressRolloutKey(key) || (!shownRollout && pressListKey(key));
 }
 
 function makeView(index, kind, [run, step, number, row, turn, token]) {
+  if (kind === 'table' && index.runs[run]?.kind === 'run') return showTable(index, run);
   if (kind === 'step' && index.runs[run] && step !== undefined) return showStep(index, run, step);
   if (kind === 'rollout' && index.runs[run] && number !== undefined) return showRollout(index, run, step, number, row, turn, token);
   if (index.runs.length === 1 && index.runs[0].kind === 'store') return showStore(index);
@@ -32,7 +55,9 @@ function makeView(index, kind, [run, step, number, row, turn, token]) {
 
 function drawTop(index, kind, [run, step, number]) {
   const places = [link(['run'], index.runs.length > 1 ? plural(index.runs.length, 'run') : makeVisible(index.runs[0].name))];
-  if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : `step ${step}`));
+  const own = run ?? (index.runs.length === 1 ? 0 : undefined);
+  if (index.runs[own]?.kind === 'run') places.push(link(['table', `${own}?`], 'all rollouts'));
+  if (step !== undefined) places.push(link(['step', run, step], isStore(index, run) ? namePage(step) : makeVisible(nameStep(step))));
   if (number !== undefined) places.push(el('span', {}, isStore(index, run) ? nameSession(step, number) : `rollout ${number}`));
   document.title = `${places.map((place) => place.textContent).join(' · ')} – unbroken view`;
   document.getElementById('top').replaceChildren(el('b', {}, 'unbroken'), ...places,
@@ -64,8 +89,8 @@ async function poll() {
     for (const path of [...objects.keys()]) {
       if (changed.some((n) => path === `run/${n}` || path.startsWith(`run/${n}/`))) objects.delete(path);
     }
-    const isRun = !/^#(step|rollout)\//.test(location.hash);
-    const isUsed = document.querySelector('details[open], .filters :focus');
+    const isRun = !/^#(table|step|rollout)\//.test(location.hash);
+    const isUsed = document.querySelector('details.metrics[open], .chart:hover');
     const top = window.scrollY;
     if (changed.length && isRun && !isUsed) await route();
     if (window.scrollY !== top) window.scrollTo(0, top);
@@ -76,9 +101,18 @@ async function poll() {
 
 addEventListener('hashchange', route);
 addEventListener('keydown', (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
-  if (pressRolloutKey(event.key)) event.preventDefault();
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== 'checkbox') return;
+  if (location.hash === routed ? press(event.key) : isKept(event.key)) event.preventDefault();
 });
+
+/* While a view is made, what is pressed waits for it. */
+function isKept(key) {
+  if (key.length > 1 && !/^(Arrow(Left|Right)|Escape)$/.test(key)) return false;
+  keys.push(key);
+  return true;
+}
+
 restoreTheme();
 route();
 if (!isExport) setInterval(poll, POLL_MS);

@@ -7,10 +7,9 @@ let streamKey = 'origin';
 let shownRollout = null;
 
 async function showRollout(index, run, step, number, row, turn, token) {
-  const [rollout, summary] = await Promise.all([getObject(`run/${run}/step/${step}/rollout/${number}`), getObject(`run/${run}/step/${step}`)]);
-  const numbers = summary.trajectories.map((each) => each.index);
-  const place = numbers.indexOf(number);
-  const state = { index, run, step, number, rollout, place, total: numbers.length, previous: numbers[place - 1], next: numbers[place + 1], row: Math.min(row ?? 0, Math.max(0, rollout.record.rows.length - 1)) };
+  const [rollout, list] = await Promise.all([getObject(`run/${run}/step/${step}/rollout/${number}`), findList(run, step, number)]);
+  const { rows } = rollout.record;
+  const state = { index, run, step, number, rollout, ...list, row: Math.min(row ?? findLastRow(rollout), Math.max(0, rows.length - 1)) };
   shownRollout = state;
   state.panel = el('div', { class: 'inspector', 'aria-live': 'polite' });
   state.tokens = el('section', { class: 'tokens' });
@@ -21,20 +20,62 @@ async function showRollout(index, run, step, number, row, turn, token) {
   return view;
 }
 
+/* The list that was shown last, if the rollout is in it, or else its step: where it stands there, and which are next to it. */
+async function findList(run, step, number) {
+  const isHere = (each) => each.index === number && (each.step ?? shownList.step) === step;
+  let list = shownList;
+  let place = list?.run === run ? list.rows.findIndex(isHere) : -1;
+  if (place < 0) {
+    list = { step, rows: (await getObject(`run/${run}/step/${step}`)).trajectories, place: `#step/${run}/${step}` };
+    place = list.rows.findIndex((each) => each.index === number);
+  }
+  const at = (n) => list.rows[n] && [list.rows[n].step ?? list.step, list.rows[n].index];
+  return { place, total: list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
+}
+
+/* The branch that went on: of those that do not begin anew, the one with the latest turn. */
+function findLastRow({ record, forks, turn_of_node: turns }) {
+  const anew = new Set();
+  for (const { row, parent_row: parent, position, reason } of forks) if (position === 0 || reason === 'new_conversation' || anew.has(parent)) anew.add(row);
+  const last = record.rows.map((row, n) => (anew.has(n) ? -2 : row.segments.reduce((newest, { node }) => Math.max(newest, turns[node] ?? -1), -1)));
+  return Math.max(0, last.lastIndexOf(last.reduce((a, b) => Math.max(a, b), -1)));
+}
+
+/* Which weights a rollout was sampled with, and whether a step was trained on it. */
+function describeVersions({ record, policy_version: trained, session, set }) {
+  if (session) return [];
+  const versions = record.rows.flatMap((row) => row.policy_versions.map(([, , version]) => version)).sort((a, b) => a - b);
+  const ends = [...new Set([versions[0], versions[versions.length - 1]])].filter(isNumber).join(' to ');
+  const isTrained = record.rows.some((row) => row.is_trained);
+  return [ends && `sampled by policy version ${ends}`, isTrained ? `trained from policy version ${trained}` : !set && 'not trained'];
+}
+
+/* The expected answer next to the given one, and the row of the data set. */
+function makeAnswers({ record, expected }) {
+  const { columns, index } = record.data ?? {};
+  if (!columns) return null;
+  const last = record.messages.findLast((message) => message.role === 'assistant');
+  const given = typeof last?.content === 'string' ? last.content.trim() : JSON.stringify(last?.content ?? last?.tool_calls ?? null);
+  const side = (title, text) => el('div', {}, el('h2', {}, title), el('pre', {}, makeVisible(text.length > 240 ? `… ${text.slice(-240)}` : text)));
+  return el('section', { class: 'answers' }, expected === null ? null : [side('Expected', expected), side('Given', given)],
+    el('details', {}, el('summary', {}, isNumber(index) ? `Row ${index} of the data set` : 'Row of the data set'),
+      el('table', { class: 'settings' }, Object.entries(columns).map(([name, value]) => el('tr', {}, el('td', {}, el('code', {}, makeVisible(name))), el('td', {}, el('pre', {}, makeVisible(typeof value === 'string' ? value : JSON.stringify(value)))))))));
+}
+
 function makeRolloutHead(state) {
   const { rollout, run, step, place, total } = state;
   const record = rollout.record;
   const parts = Object.entries(record.reward_parts ?? {}).map(([name, value]) => `${name} ${format(value, 3)}`);
   const ofSequence = record.turns.map((turn) => `${plural(turn.num_sampled, 'id')} sampled · ${turn.finish_reason}`);
-  const facts = rollout.kind === 'tinker' ? [...ofSequence, record.error && record.status, rollout.model && `model ${rollout.model}`] : [(!rollout.session || isNumber(record.reward)) && `reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), !rollout.session && `trained from policy version ${rollout.policy_version}`, rollout.session && rollout.model && `model ${rollout.model}`,
+  const facts = rollout.kind === 'tinker' ? [...ofSequence, record.error && record.status, rollout.model && `model ${rollout.model}`] : [(!rollout.session || isNumber(record.reward)) && `reward ${format(record.reward)}`, ...parts, record.status, plural(record.turns.length, 'turn'), ...describeVersions(rollout), rollout.session && rollout.model && `model ${rollout.model}`,
     isNumber(record.wall_time_s) && `${format(record.wall_time_s, 3)} s`];
-  const go = (n, text) => (n === undefined ? el('span', { class: 'soft' }, text) : link(['rollout', run, step, n], text));
+  const go = (n, text) => (n === undefined ? el('span', { class: 'soft' }, text) : link(['rollout', run, ...n], text));
   return el('section', { class: 'head' },
-    el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : `step ${step}`))),
+    el('h1', {}, makeVisible(record.trajectory), el('span', { class: 'soft' }, ` of `, link(['step', run, step], rollout.session ? namePage(step) : makeVisible(nameStep(step))))),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))),
-    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of ${total} · `, go(state.next, 'next'), ' ',
+    el('nav', {}, go(state.previous, 'previous'), ` · ${place + 1} of `, el('a', { href: state.list }, String(total)), ' · ', go(state.next, 'next'), ' ',
       button('copy record', 'copy the record of this rollout as JSON', () => copyText(JSON.stringify(record)))),
-    rollout.session ? makeSessionFacts(rollout.session) : null,
+    rollout.session ? makeSessionFacts(rollout.session) : null, makeAnswers(rollout),
     record.error && el('pre', { class: 'problem' }, makeVisible(record.error)),
     rollout.has_texts ? null : el('p', { class: 'problem' }, makeVisible(`The tokenizer of ${rollout.model} is not on this machine: ids have no text here. Give it with --tokenizer FOLDER.`)));
 }
@@ -146,7 +187,7 @@ function drawTokens(state, token) {
     el('p', { class: 'tools' }, `${[plural(state.data.length, 'id'), { true: 'trained', false: 'not trained' }[state.data.row.is_trained]].filter(Boolean).join(', ')} `,
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
       button('copy turn', 'copy the ids of the chosen turn as JSON', () => copyText(JSON.stringify(listTurnIds(state)))),
-      el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch')),
+      el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch · Esc: list')),
     state.rollout.kind !== 'tinker' && makeRetokenised(state)].filter(Boolean));
   showOwnMessages(state);
   chooseStream(state, streamKey);
@@ -191,7 +232,7 @@ function replaceHash(state, n) {
   const { run, step, number, row } = state;
   const turn = n >= 0 && state.data.turn[n] >= 0 ? state.data.turn[n] : '-';
   const parts = n >= 0 ? [row, turn, n] : [row];
-  history.replaceState(null, '', `#${['rollout', run, step, number, ...parts].join('/')}`);
+  setHash(`#${['rollout', run, step, number, ...parts].join('/')}`);
 }
 
 /* The ids of the turn in which an id is chosen; of the first one that is sampled here, if none is. */
@@ -231,10 +272,14 @@ function jump(state, find) {
 function pressRolloutKey(key) {
   const state = shownRollout;
   if (!state) return false;
-  const { run, step, data } = state;
+  const { run, data } = state;
   if (key === 'n' || key === 'p') {
     const other = key === 'n' ? state.next : state.previous;
-    if (other !== undefined) location.hash = `#rollout/${run}/${step}/${other}`;
+    if (other !== undefined) goTo(`#${['rollout', run, ...other].join('/')}`);
+    return true;
+  }
+  if (key === 'Escape') {
+    goTo(state.list);
     return true;
   }
   if (!data) return false;

@@ -10,6 +10,8 @@ const CHARTS = [
 ];
 
 /* What is shown of an evaluation, in this order. */
+/* Sections that were opened or closed, and the step that each scrubber stands at, stay when numbers come. */
+const folds = new Map();
 const EVALUATED = [/^reward\/mean$/, /^pass@/, /^completion_tokens\/mean$/, /^num_cut$/];
 
 async function showRun(index) {
@@ -21,12 +23,31 @@ async function showRun(index) {
   return el('div', {}, makeRunTable(runs),
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
     hasNumbers || runs.every((run) => run.kind in NOUNS) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
-    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeOthers(runs, names));
+    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeSettings(runs), makeOthers(runs, names));
 }
 
+/* Charts that can be folded: on a narrow page only the first section is open. */
 function makeSection(title, charts) {
   const found = charts.filter(Boolean);
-  return found.length ? el('section', {}, el('h2', {}, title), el('div', { class: 'charts' }, found)) : null;
+  return found.length ? makeFold(title, title === CHARTS[0][0] || !isNarrow(), () => el('div', { class: 'charts' }, found)) : null;
+}
+
+function makeFold(title, isOpen, make) {
+  const node = el('details', { class: 'fold', open: folds.get(title) ?? isOpen }, el('summary', { id: `fold-${title.replaceAll(' ', '-')}` }, title), make());
+  node.addEventListener('toggle', () => folds.set(title, node.open));
+  return node;
+}
+
+/* The settings in which runs differ, or those of one. */
+function makeSettings(runs) {
+  const known = runs.filter((run) => run.settings && Object.keys(run.settings).length);
+  if (!known.length) return null;
+  const show = (run, name) => makeVisible(name in run.settings ? JSON.stringify(run.settings[name]) : '–');
+  const all = [...new Set(known.flatMap((run) => Object.keys(run.settings)))].sort();
+  const names = known.length > 1 ? all.filter((name) => name !== 'output' && new Set(known.map((run) => show(run, name))).size > 1) : all;
+  const title = known.length > 1 ? `${plural(names.length, 'setting')} in which the runs differ` : 'Settings';
+  return makeFold(title, known.length > 1, () => el('table', { class: 'settings' }, el('thead', {}, el('tr', {}, el('th', {}, 'setting'), known.map((run) => el('th', { class: `run${runs.indexOf(run)}` }, makeVisible(run.name))))),
+    el('tbody', {}, names.map((name) => el('tr', {}, el('td', {}, el('code', {}, makeVisible(name))), known.map((run) => el('td', {}, show(run, name))))))));
 }
 
 function makeRunTable(runs) {
@@ -36,9 +57,16 @@ function makeRunTable(runs) {
     const recorded = run.recorded_steps;
     return el('article', {}, el('h1', {}, el('span', { class: `dot run${number}` }), makeVisible(run.name)),
       el('p', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
-      run.kind === 'tinker' ? makeTrainingRuns(run, number) : run.kind === 'store' ? el('p', { class: 'steps' }, makePageChips(run, number)) : el('p', { class: 'steps' }, recorded.length ? 'Steps with rollouts: ' : 'No rollouts were kept (--rollout-log.groups 0), or none yet.',
-        recorded.map((step) => link(['step', number, step], String(step), { class: 'chip' }))));
+      run.kind === 'tinker' ? makeTrainingRuns(run, number) : run.kind === 'store' ? el('p', { class: 'steps' }, makePageChips(run, number)) : makeRecorded(run, number, recorded));
   }));
+}
+
+/* Ways to the rollouts of a run: the table of all, its steps, and those of evaluations. */
+function makeRecorded(run, number, recorded) {
+  if (!recorded.length) return el('p', { class: 'steps' }, 'No rollouts were kept (--rollout-log.groups 0), or none yet.');
+  const sets = [...new Set(recorded.filter((step) => !isNumber(step)).map((step) => decodeURIComponent(step.split('@')[1])))];
+  return [el('p', {}, link(['table', `${number}?`], 'all rollouts'), sets.map((set) => [' · ', link(['table', `${number}?set=${encodeURIComponent(set)}`], makeVisible(`evaluation ${set === 'evaluation' ? '' : set}`.trim()))])),
+    makeScrubber(number, run, undefined)];
 }
 
 function metricChart(runs, name, text) {
@@ -51,10 +79,10 @@ function metricChart(runs, name, text) {
 
 /* Show the recorded step that is nearest to where a chart was clicked. */
 function openNearest(runs, step) {
-  const number = runs.findIndex((run) => !(run.kind in NOUNS) && run.recorded_steps.length);
+  const number = runs.findIndex((run) => !(run.kind in NOUNS) && run.recorded_steps.some(isNumber));
   if (number < 0) return;
-  const nearest = runs[number].recorded_steps.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
-  location.hash = `#step/${number}/${nearest}`;
+  const nearest = runs[number].recorded_steps.filter(isNumber).reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
+  goTo(`#step/${number}/${nearest}`);
 }
 
 function evaluationCharts(runs) {
@@ -82,7 +110,7 @@ function makeOthers(runs, names) {
     charts.replaceChildren(...found.map((name) => metricChart(runs, name, '')).filter(Boolean));
   };
   const filter = el('input', { type: 'search', placeholder: 'name contains', 'aria-label': 'filter metrics by name', input: draw });
-  const details = el('details', {}, el('summary', {}, `All other metrics (${names.length})`), filter, charts);
+  const details = el('details', { class: 'metrics' }, el('summary', {}, `All other metrics (${names.length})`), filter, charts);
   details.addEventListener('toggle', () => { if (details.open && !charts.children.length) draw(); });
   return el('section', {}, details);
 }

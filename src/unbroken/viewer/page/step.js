@@ -1,130 +1,85 @@
 // The step view: groups with their rewards, and the rollouts by what is asked for.
 'use strict';
 
-const SORTS = {
-  group: ['as sampled', null],
-  reward: ['reward', (each) => each.reward],
-  ids: ['sampled ids', (each) => each.num_sampled],
-  turns: ['turns', (each) => each.num_turns],
-  mismatch: ['mismatch (largest difference)', (each) => each.max_abs],
-  advantage: ['advantage', (each) => each.advantage],
-  time: ['wall time', (each) => each.wall_time_s],
-};
-const FLAGS = {
-  truncated: ['truncated', (each) => each.is_truncated],
-  failed: ['failed', (each) => each.error !== null || ['failed', 'aborted', 'timeout'].includes(each.status)],
-  forked: ['forked', (each) => each.num_rows > 1 || each.forks.length > 0],
-  parse: ['parse failure', (each) => each.num_bad_calls > 0],
-  tools: ['tool error', (each) => each.num_tool_errors > 0],
-  untrained: ['not trained', (each) => each.is_trained === false],
-};
-/* What of both is offered for the sequences of a Tinker server, beside the search. */
-const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const MAX_LINES = 300;
-/* What was chosen stays for the next step. */
-const choice = { text: '', status: '', fork: '', flags: new Set(), low: null, high: null, mismatch: null, variance: false, sort: 'group', descending: true };
 
 async function showStep(index, run, step) {
   const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
+  addSpreads(summary.trajectories);
   const results = el('div', { class: 'results' });
   const draw = () => drawRollouts(results, run, summary);
+  const change = () => { setHash(`#step/${run}/${step}?${writeChoice()}`); draw(); };
   const makeHead = { store: makeStoreHead, tinker: makeTinkerHead }[summary.kind] ?? makeStepHead;
-  const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(summary, draw), results);
+  const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(summary.trajectories, summary.kind, change), results);
   draw();
   return view;
 }
 
+/* A step or an evaluation in words. */
+function nameStep(step) {
+  const [number, set] = String(step).split('@');
+  return set === undefined ? `step ${number}` : `${decodeURIComponent(set)} after ${plural(Number(number), 'step')}`;
+}
+
 function makeStepHead(index, run, step, numbers, summary) {
-  const steps = numbers.recorded_steps;
-  const place = steps.indexOf(step);
-  const go = (n) => (steps[n] === undefined ? el('span', { class: 'soft' }, '–') : link(['step', run, steps[n]], String(steps[n])));
+  const sum = (read) => summary.heads.reduce((total, head) => total + (read(head) ?? 0), 0);
   const versions = [...new Set(summary.heads.map((head) => head.policy_version))].join(', ');
-  const kept = summary.heads.reduce((sum, head) => sum + (head.num_kept ?? 0), 0);
-  const all = summary.heads.reduce((sum, head) => sum + (head.num_groups ?? 0), 0);
-  const rewards = summary.trajectories.map((each) => each.reward).filter(isNumber);
-  const facts = [`policy version ${versions || '–'}`, `${kept} of ${plural(all, 'group')} kept`, plural(summary.trajectories.length, 'rollout'),
-    `reward ${format(mean(rewards), 3)} ± ${format(deviation(rewards), 3)}`];
-  return el('section', { class: 'head' }, el('h1', {}, `Step ${step}`, el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)),
-    el('p', {}, facts.join(' · ')),
-    el('nav', {}, 'previous ', go(place - 1), ' · next ', go(place + 1)),
+  const all = sum((head) => head.num_groups);
+  const kept = sum((head) => head.num_kept);
+  const numRollouts = sum((head) => head.num_rollouts) || summary.trajectories.length;
+  const facts = [`policy version ${versions || '–'}`, `${plural(numRollouts, 'rollout')} in ${plural(all, 'group')}`, kept < all && `${plural(summary.trajectories.length, 'rollout')} in ${plural(kept, 'group')} kept`,
+    describeRewards(numbers, step, summary)];
+  return el('section', { class: 'head' }, el('h1', {}, makeVisible(nameStep(step).replace(/^s/, 'S')), el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)),
+    el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))), makeScrubber(run, numbers, step),
     summary.problems.map((problem) => el('p', { class: 'problem' }, makeVisible(problem))));
 }
 
-function makeFilters(summary, draw) {
-  const areSequences = summary.kind === 'tinker';
-  const listOffered = (all) => Object.keys(all).filter((name) => !areSequences || OF_SEQUENCES.includes(name));
-  // What was chosen elsewhere and is not offered here would hide lines without a word.
-  if (summary.kind in NOUNS) choice.variance = false;
-  if (areSequences) Object.assign(choice, { status: '', fork: '', low: null, high: null, mismatch: null, sort: OF_SEQUENCES.includes(choice.sort) ? choice.sort : 'group', flags: new Set(OF_SEQUENCES.filter((name) => choice.flags.has(name))) });
-  const statuses = [...new Set(summary.trajectories.map((each) => makeVisible(each.status)))].sort();
-  const forks = countBy(summary.trajectories, listForkReasons);
-  if (choice.fork && !forks.has(choice.fork)) forks.set(choice.fork, 0);
-  const changed = (action) => (event) => { action(event.target); draw(); };
-  const number = (key, label) => el('label', {}, `${label} `, el('input', { type: 'number', step: 'any', value: choice[key] ?? undefined,
-    input: changed((input) => { choice[key] = input.value === '' ? null : Number(input.value); }) }));
-  const flag = (name) => {
-    const count = summary.trajectories.filter(FLAGS[name][1]).length;
-    const box = el('input', { type: 'checkbox', checked: choice.flags.has(name),
-      change: changed((input) => (input.checked ? choice.flags.add(name) : choice.flags.delete(name))) });
-    return el('label', { class: 'flag' }, box, ` ${FLAGS[name][0]} (${count})`);
+/* The rewards of the whole step, by its metrics or what its processes counted, or at least of what was kept. */
+function describeRewards(numbers, step, summary) {
+  const counted = summary.heads.map((head) => head.rewards).filter((rewards) => rewards?.[0]);
+  const number = counted.reduce((total, [each]) => total + each, 0);
+  const middle = counted.reduce((total, [each, value]) => total + each * value, 0) / number;
+  const spread = Math.sqrt(counted.reduce((total, [each, value, own]) => total + each * (own ** 2 + (value - middle) ** 2), 0) / number);
+  const logged = numbers.metrics.values['reward/mean']?.[numbers.metrics.steps.indexOf(step)];
+  if (number) return `reward ${format(isNumber(logged) ? logged : middle, 3)} ± ${format(spread, 3)}`;
+  if (isNumber(logged)) return `reward ${format(logged, 3)}`;
+  const rewards = summary.trajectories.map((each) => each.reward).filter(isNumber);
+  return `reward ${format(mean(rewards), 3)} ± ${format(deviation(rewards), 3)} of those kept`;
+}
+
+/* Go through the steps with rollouts: a slider, and a link to the step that it stands at. */
+function makeScrubber(run, numbers, current) {
+  const isSet = typeof current === 'string';
+  const own = (step) => (isSet ? String(step).split('@')[1] === current.split('@')[1] : isNumber(step));
+  const steps = numbers.recorded_steps.filter(own);
+  if (!steps.length) return null;
+  const start = current === undefined ? steps.length - 1 : Math.max(0, steps.indexOf(current));
+  const place = el('span', {});
+  const go = (n) => (steps[n] === undefined ? null : goTo(`#step/${run}/${steps[n]}`));
+  const draw = () => {
+    const step = steps[slider.value];
+    const reward = numbers.metrics.values['reward/mean']?.[numbers.metrics.steps.indexOf(step)];
+    slider.setAttribute('aria-valuetext', nameStep(step));
+    place.replaceChildren(link(['step', run, step], makeVisible(nameStep(step))), el('span', { class: 'soft' }, ` of ${steps[steps.length - 1]}${isNumber(reward) ? ` · reward ${format(reward, 3)}` : ''}`));
   };
-  const select = (key, options, label) => {
-    const node = el('select', { 'aria-label': label, change: changed((input) => { choice[key] = input.value; }) },
-      options.map(([value, text]) => el('option', { value, selected: choice[key] === value }, text)));
-    return node;
-  };
-  return el('form', { class: 'filters', submit: (event) => event.preventDefault() },
-    el('input', { type: 'search', placeholder: 'search in text', 'aria-label': 'search in text', value: choice.text, input: changed((input) => { choice.text = input.value; }) }),
-    areSequences ? null : select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
-    forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
-    areSequences ? null : [number('low', 'reward from'), number('high', 'to'), number('mismatch', 'mismatch above')],
-    listOffered(FLAGS).map(flag),
-    summary.kind in NOUNS ? null : el('label', { class: 'flag' }, el('input', { type: 'checkbox', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance'),
-    el('span', { class: 'sort' }, 'sort by ', select('sort', listOffered(SORTS).map((key) => [key, SORTS[key][0]]), 'sort by'),
-      button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })));
-}
-
-function listForkReasons(each) {
-  return [...new Set(each.forks.map(makeVisible))];
-}
-
-/* How many of the items have each of their values. */
-function countBy(items, list) {
-  const counts = new Map();
-  for (const value of items.flatMap(list)) counts.set(value, (counts.get(value) ?? 0) + 1);
-  return counts;
-}
-
-function isChosen(each) {
-  const text = choice.text.toLowerCase();
-  return (!choice.status || makeVisible(each.status) === choice.status)
-    && (!choice.fork || listForkReasons(each).includes(choice.fork))
-    && (choice.low === null || (isNumber(each.reward) && each.reward >= choice.low))
-    && (choice.high === null || (isNumber(each.reward) && each.reward <= choice.high))
-    && (choice.mismatch === null || (isNumber(each.max_abs) && each.max_abs > choice.mismatch))
-    && [...choice.flags].every((name) => FLAGS[name][1](each))
-    && (!text || each.text.toLowerCase().includes(text));
-}
-
-function groupRollouts(trajectories) {
-  const groups = new Map();
-  for (const each of trajectories) {
-    if (!groups.has(each.group)) groups.set(each.group, []);
-    groups.get(each.group).push(each);
-  }
-  return groups;
+  const slider = el('input', { type: 'range', id: `scrubber-${run}`, min: 0, max: steps.length - 1, value: start, 'aria-label': 'step', input: draw,
+    change: () => current !== undefined && go(slider.value), keydown: (event) => event.key === 'Enter' && go(slider.value) });
+  slider.value = start;
+  draw();
+  return el('nav', { class: 'scrubber' }, button('‹', 'the step before', () => go(Number(slider.value) - 1)), slider, button('›', 'the next step', () => go(Number(slider.value) + 1)), place);
 }
 
 function drawRollouts(node, run, summary) {
   const groups = groupRollouts(summary.trajectories);
-  const spreads = new Map([...groups].map(([group, members]) => [group, deviation(members.map((each) => each.reward).filter(isNumber)) ?? 0]));
-  const found = summary.trajectories.filter((each) => isChosen(each) && (!choice.variance || spreads.get(each.group) > 1e-9));
-  const bounds = findRewardBounds(summary.trajectories);
+  const found = summary.trajectories.filter((each) => isChosen(each));
+  const rows = sortRollouts(found);
   const cut = choice.text && summary.trajectories.some((each) => each.is_text_cut);
+  const isGrouped = choice.sort === 'group' && !(summary.kind in NOUNS);
+  shownList = { run, step: summary.step, rows, place: location.hash };
   node.replaceChildren(el('div', {},
     el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, NOUNS[summary.kind] ?? 'rollout')}`,
       cut ? `; a search looks at the first ${summary.max_text} characters of each` : ''),
-    choice.sort === 'group' && !(summary.kind in NOUNS) ? drawGroups(run, summary, groups, spreads, new Set(found), bounds) : drawSorted(run, summary, found)));
+    isGrouped ? drawGroups(run, summary, groups, new Set(found), findRewardBounds(summary.trajectories)) : makeLines(run, summary.step, rows)));
 }
 
 function findRewardBounds(trajectories) {
@@ -132,24 +87,19 @@ function findRewardBounds(trajectories) {
   return rewards.length ? [Math.min(0, ...rewards), Math.max(...rewards)] : [0, 1];
 }
 
-function drawGroups(run, summary, groups, spreads, found, bounds) {
+/* Of many groups the lines are folded: a strip is enough to choose by. */
+function drawGroups(run, summary, groups, found, bounds) {
+  const isFolded = found.size > (isNarrow() ? 20 : 100);
   return [...groups].map(([group, members]) => {
     const shown = members.filter((each) => found.has(each));
     if (!shown.length) return null;
     const rewards = members.map((each) => each.reward).filter(isNumber);
-    const variance = spreads.get(group) > 1e-9 ? `± ${format(spreads.get(group), 3)}` : 'no variance';
+    const spread = members[0].spread;
+    const lines = makeLines(run, summary.step, shown);
     return el('section', { class: 'group' },
-      el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${variance}`)),
-      makeStrip(run, summary.step, members, found, bounds), makeLines(run, summary.step, shown));
+      el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${spread > 1e-9 ? `± ${format(spread, 3)}` : 'no variance'}`)),
+      makeStrip(run, summary.step, members, found, bounds), isFolded ? el('details', {}, el('summary', {}, plural(shown.length, 'rollout')), lines) : lines);
   }).filter(Boolean);
-}
-
-function drawSorted(run, summary, found) {
-  const read = SORTS[choice.sort][1];
-  if (!read) return makeLines(run, summary.step, found);
-  const sign = choice.descending ? -1 : 1;
-  const value = (each) => (isNumber(read(each)) ? read(each) * sign : Number.MAX_VALUE);
-  return makeLines(run, summary.step, [...found].sort((a, b) => value(a) - value(b)));
 }
 
 /* A bar for each member of a group, as high as its reward. */
@@ -163,25 +113,24 @@ function makeStrip(run, step, members, found, [low, high]) {
 }
 
 function makeLines(run, step, members) {
-  const list = el('ol', { class: 'rollouts' }, members.slice(0, MAX_LINES).map((each) => makeRolloutLine(run, step, each)));
-  if (members.length <= MAX_LINES) return list;
+  const size = isNarrow() ? 20 : MAX_LINES;
+  const list = el('ol', { class: 'rollouts' }, members.slice(0, size).map((each) => makeRolloutLine(run, step, each)));
+  if (members.length <= size) return list;
   const more = button(`show all ${members.length}`, 'show the rest', () => {
-    list.append(...members.slice(MAX_LINES).map((each) => makeRolloutLine(run, step, each)));
+    list.append(...members.slice(size).map((each) => makeRolloutLine(run, step, each)));
     more.remove();
   });
   return [list, more];
 }
 
 function makeRolloutLine(run, step, each) {
-  const marks = [each.is_truncated && 'truncated', ...each.forks.map((fork) => `fork: ${fork}`), each.num_bad_calls > 0 && plural(each.num_bad_calls, 'parse failure'),
-    each.num_tool_errors > 0 && plural(each.num_tool_errors, 'tool error'), each.is_trained === false && 'not trained'].filter(Boolean);
   const facts = [each.note, ...(each.is_sequence ? [] : [each.model && `model ${each.model}`, plural(each.num_turns, 'turn')]), `${each.num_sampled} sampled`, isNumber(each.max_abs) && `mismatch ${format(each.max_abs, 2)}`,
-    isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`];
+    isNumber(each.advantage) && `advantage ${format(each.advantage, 3)}`, each.num_rows > 1 && `${each.num_rows} branches`, each.expected && `expected ${makeCell(each.expected, 40)}`];
   return el('li', {}, link(['rollout', run, step, each.index], [
     !each.is_sequence && el('b', { class: 'reward' }, format(each.reward, 3)), el('span', { class: 'name' }, makeVisible(each.trajectory)),
     !(each.is_sequence && each.error === null) && el('span', { class: `status ${['completed', 'open', 'finished'].includes(each.status) ? '' : 'odd'}` }, makeVisible(each.status)),
     el('span', { class: 'soft' }, makeVisible(facts.filter(Boolean).join(' · '))),
-    marks.map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
+    listMarks(each).map((mark) => el('span', { class: 'mark' }, makeVisible(mark))),
     each.error && el('span', { class: 'problem' }, makeVisible(each.error).slice(0, 200)),
     el('span', { class: 'snippet' }, makeSnippet(each)),
   ]));

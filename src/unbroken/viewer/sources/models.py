@@ -34,6 +34,8 @@ class RecipeFacts:
     model: str | None
     renderer: Mapping[str, Any] = field(default_factory=dict)
     """Its settings `[renderer]`, by their names."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """All, by their dotted names."""
 
 
 def read_recipe(folder: Path) -> RecipeFacts:
@@ -49,6 +51,7 @@ def read_recipe(folder: Path) -> RecipeFacts:
     return RecipeFacts(
         name=_to_text(recipe.get("recipe")),
         model=_to_text(settings.get("model")),
+        settings=settings,
         renderer={
             name.removeprefix(_RENDERER): value for name, value in settings.items() if name.startswith(_RENDERER)
         },

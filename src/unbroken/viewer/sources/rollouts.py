@@ -7,10 +7,18 @@ a rollout fork at position 2; the ids there are 3 and 5.
 from __future__ import annotations
 
 import itertools
+import os
+import tempfile
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
+from weakref import finalize
 
 import numpy as np
 from annotated_types import Len
@@ -35,8 +43,15 @@ class StepFiles:
     """The files of one step, of all processes."""
 
     step: int
+    set: str | None = None
+    """The evaluated set; None for the rollouts of a step of training."""
     paths: tuple[Path, ...]
     """By rank."""
+
+    @property
+    def name(self) -> int | str:
+        """What stands for the step in paths."""
+        return self.step if self.set is None else f"{self.step}@{quote(self.set, safe='')}"
 
     def make_summary(self) -> dict[str, Any]:
         """What there is to choose from: each process's first line, and a line for each rollout of them."""
@@ -48,7 +63,13 @@ class StepFiles:
             try:
                 for line, data in enumerate(read_lines(path)):
                     if line == 0:
-                        heads.append(read_head(path, data))
+                        head = read_head(path, data)
+                        summaries = head.pop("summaries", None)
+                        heads.append(head)
+                        if summaries is not None:
+                            places = ({"index": len(trajectories) + k, "file": number, "line": k + 1} for k in count())
+                            trajectories += [place | each for place, each in zip(places, summaries, strict=False)]
+                            break
                         continue
                     record = read_trajectory(data, line)
                     num_broken += record["status"] == BROKEN
@@ -59,12 +80,70 @@ class StepFiles:
             except InvalidInputError as error:
                 problems.append(str(error))
         return {
-            "step": self.step,
+            "step": self.name,
             "heads": heads,
             "trajectories": trajectories,
             "problems": problems,
             "max_text": MAX_TEXT,
         }
+
+
+_COLUMNS = (
+    *("index", "group", "trajectory", "status", "reward", "reward_parts", "expected", "given", "num_turns", "num_rows"),
+    *("num_sampled", "is_truncated", "is_trained", "forks", "num_bad_calls", "num_tool_errors", "advantage", "max_abs"),
+    "wall_time_s",
+)
+
+
+class Lines:
+    """The lines of all rollouts of a run for one table, by step, and a search in their texts.
+
+    Texts are in a file without a name, in lower case: a search reads it once and unpacks nothing.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the run is looked at
+        finalize(self, self._file.close)
+        self._lock = Lock()
+        self._lines: dict[int | str, tuple[object, dict[str, Any]]] = {}
+        self._texts: dict[int | str, tuple[int, array[int]]] = {}
+        """Where the texts of a step begin, and each of them in there; the last entry is the end."""
+
+    def get(self, name: int | str, signature: object) -> dict[str, Any] | None:
+        """The lines of a step whose files were as `signature` says; None if they were not added."""
+        with self._lock:
+            known = self._lines.get(name)
+        return known[1] if known is not None and known[0] == signature else None
+
+    def add(self, name: int | str, signature: object, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a step's lines: a column for each of their keys."""
+        members = summary["trajectories"]
+        columns: dict[str, list[Any]] = {key: [each.get(key) for each in members] for key in _COLUMNS}
+        columns["is_failed"] = [each.get("error") is not None for each in members]
+        lines = {"step": name, "columns": columns, "problems": summary["problems"]}
+        texts = [f"{each['text'].lower()}\0".encode("utf-8", "replace") for each in members]
+        with self._lock:
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(b"".join(texts))
+            self._file.flush()
+            self._texts[name] = (start, array("Q", itertools.accumulate(map(len, texts), initial=0)))
+            self._lines[name] = (signature, lines)
+        return lines
+
+    def find(self, text: str) -> dict[int | str, list[int]]:
+        """The indices of the rollouts of each step that has been added in whose text there is `text` in any case."""
+        wanted = text.lower().encode("utf-8", "replace")
+        with self._lock:
+            places = list(self._texts.items())
+        found: dict[int | str, list[int]] = {}
+        for name, (start, ends) in places:
+            data = os.pread(self._file.fileno(), ends[-1], start)
+            position = data.find(wanted)
+            while position >= 0:
+                index = bisect_right(ends, position) - 1
+                found.setdefault(name, []).append(index)
+                position = data.find(wanted, ends[index + 1])
+        return found
 
 
 def read_head(path: Path, line: bytes) -> dict[str, Any]:
@@ -148,6 +227,36 @@ class _Shape(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Summary(_Shape):
+    """What lists show of a rollout, where the first line of its file has that."""
+
+    group: str | None
+    trajectory: str
+    status: str
+    error: str | None
+    reward: float | None
+    reward_parts: dict[str, float | None]
+    wall_time_s: float | None
+    expected: str | None
+    given: str | None
+    num_turns: int
+    num_rows: int
+    num_ids: int
+    num_sampled: int
+    is_truncated: bool
+    is_trained: bool
+    forks: list[str]
+    refusals: list[str]
+    num_bad_calls: int
+    num_tool_errors: int
+    advantage: float | None
+    versions: list[int] | None
+    k3: float | None
+    max_abs: float | None
+    text: str
+    is_text_cut: bool
+
+
 class _Head(_Shape):
     kind: Literal["step"]
     rank: int
@@ -155,6 +264,9 @@ class _Head(_Shape):
     model: str | None
     num_kept: int | None = None
     num_groups: int | None = None
+    num_rollouts: int | None = None
+    rewards: Annotated[list[float | None], Len(3, 3)] | None = None
+    summaries: list[_Summary] | None = None
 
 
 class _Segment(_Shape):
@@ -186,6 +298,11 @@ class _Row(_Shape):
     advantages: list[_Span]
     images: list[_Image]
     messages: list[int] | None = None
+
+
+class _Data(_Shape):
+    index: int | None = None
+    columns: dict[str, Any]
 
 
 class _Call(_Shape):
@@ -241,6 +358,7 @@ class _Record(_Shape):
     reward_parts: dict[str, Any] | None = None
     wall_time_s: float | None = None
     counters: dict[str, int] | None = None
+    data: _Data | None = None
     tools: Sequence[Any] | None = None
     messages: Annotated[list[_Message], Len(0, 20_000)]
     turns: Annotated[list[_Turn], Len(0, 20_000)]

@@ -6,21 +6,27 @@ import re
 import socket
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from time import time as now_s
 from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store.sqlite import DATABASE_FILE, is_running
-from unbroken.runs.records.files import FOLDER, find_records
+from unbroken.runs.records.files import FOLDER, find_expected, find_records
+from unbroken.runs.settings import redact
 from unbroken.untrusted import open_inside, read_json
 from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
-from unbroken.viewer.sources.rollouts import StepFiles, describe_trajectory, read_pair
+from unbroken.viewer.sources.rollouts import Lines, StepFiles, describe_trajectory, read_pair
 
 _METRICS = Path("metrics") / "metrics.jsonl"
 _EVALUATIONS = Path("evaluation.jsonl")
 _CLUSTER_STATE, _CLUSTER_EVENTS = Path("cluster") / "state.json", Path("cluster") / "log.jsonl"
+_SETS = Path("evaluations")
+_SETTLED_S = 2.0
+"""A folder that is older has another time if something comes into it."""
 _MAX_STEPS = 16
 """Steps whose summaries are kept in memory."""
 _MAX_IMAGE_BYTES = 100 << 20
@@ -40,7 +46,7 @@ class RunReader:
         Raises:
             InvalidInputError: the folder holds no run, or `tokenizer` no tokenizer.
         """
-        if not any((folder / part).exists() for part in (_METRICS, _EVALUATIONS, FOLDER, RECIPE_FILE)):
+        if not any((folder / part).exists() for part in (_METRICS, _EVALUATIONS, FOLDER, _SETS, RECIPE_FILE)):
             raise InvalidInputError(
                 "RUN must be the output folder of a run, with metrics/metrics.jsonl or rollouts/, or the store of a "
                 f"gateway, with {DATABASE_FILE}, got {folder}{_name_stores(folder)}"
@@ -50,6 +56,9 @@ class RunReader:
         self._tokenizers = Tokenizers(tokenizer, run=folder)
         self._summaries: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
         self._lock = Lock()
+        self._lines = Lines()
+        self._listed: tuple[list[Any], Mapping[int | str, StepFiles]] = ([], {})
+        """The files, and the times of their folders when they were listed."""
 
     def describe(self) -> dict[str, Any]:
         """Name, state, and a `revision` that changes when files do."""
@@ -72,6 +81,7 @@ class RunReader:
             "metrics": _make_columns(lines),
             "evaluations": evaluations,
             "recorded_steps": self.list_steps(),
+            "settings": redact(read_recipe(self.folder).settings),
             "problems": problems + others,
             "cluster": self._read_cluster(),
         }
@@ -89,11 +99,21 @@ class RunReader:
         events, _ = _read_numbers(self.folder, *_CLUSTER_EVENTS.parts)
         return {"state": {name: state[name] for name in fields}, "events": events}
 
-    def list_steps(self) -> list[int]:
-        """The steps of which rollouts were kept."""
-        return [files.step for files in self._list_files()]
+    def list_steps(self) -> list[int | str]:
+        """The steps of which rollouts were kept, and then the evaluations: STEP@SET."""
+        return list(self._list_files())
 
-    def read_step(self, step: int) -> dict[str, Any]:
+    def read_lines(self, step: int | str) -> dict[str, Any]:
+        """The lines of a step's rollouts in columns, without texts; raises as `read_step` does."""
+        files = self._find_step(step)
+        signature = [_signature(path) for path in files.paths]
+        return self._lines.get(step, signature) or self._lines.add(step, signature, files.make_summary())
+
+    def find_text(self, text: str) -> dict[str, Any]:
+        """The indices of rollouts with a text, by step, among the steps whose lines were read."""
+        return {"found": self._lines.find(text)}
+
+    def read_step(self, step: int | str) -> dict[str, Any]:
         """What there is of a step, without ids.
 
         Raises:
@@ -112,7 +132,7 @@ class RunReader:
                 self._summaries.popitem(last=False)
         return summary
 
-    def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
+    def read_trajectory(self, step: int | str, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together.
 
         Raises:
@@ -132,6 +152,8 @@ class RunReader:
             "policy_version": head.get("policy_version"),
             "model": head.get("model"),
             "record": record,
+            "set": head.get("set"),
+            "expected": find_expected(record.get("data")),
             "has_texts": texts is not None,
             **describe_trajectory(record, texts),
         }
@@ -146,32 +168,45 @@ class RunReader:
         Raises:
             LookupError: it does not exist.
         """
-        try:
-            with open_inside(self.folder, FOLDER, "images", sha256) as file:
+        for folder in self._list_folders():
+            with suppress(OSError), open_inside(self.folder, *folder.parts, "images", sha256) as file:
                 return file.read(_MAX_IMAGE_BYTES)
-        except OSError:
-            raise LookupError(f"the run has no image {sha256}") from None
+        raise LookupError(f"the run has no image {sha256}")
 
     def list_images(self) -> list[str]:
         """The SHA-256 of all images of rollouts."""
-        folder = self.folder / FOLDER / "images"
-        return sorted(path.name for path in folder.glob("*") if _SHA256.fullmatch(path.name))
+        found = (path.name for folder in self._list_folders() for path in (self.folder / folder).glob("images/*"))
+        return sorted({name for name in found if _SHA256.fullmatch(name)})
 
-    def _list_files(self) -> list[StepFiles]:
-        by_step: dict[int, list[Path]] = {}
-        for (step, _), path in find_records(self.folder / FOLDER).items():
-            by_step.setdefault(step, []).append(path)
-        return [StepFiles(step=step, paths=tuple(paths)) for step, paths in by_step.items()]
+    def _list_folders(self) -> list[Path]:
+        """The folders with files of rollouts: of the steps, and of each set that was evaluated."""
+        folder = self.folder / _SETS
+        sets = [] if folder.is_symlink() or not folder.is_dir() else sorted(folder.iterdir())
+        return [Path(FOLDER), *(_SETS / each.name for each in sets if each.is_dir() and not each.is_symlink())]
 
-    def _find_step(self, step: int) -> StepFiles:
-        for files in self._list_files():
-            if files.step == step:
-                return files
-        raise LookupError(f"the run in {self.folder} has no rollouts of step {step}")
+    def _list_files(self) -> Mapping[int | str, StepFiles]:
+        folders = self._list_folders()
+        times = [(folder, _signature(self.folder / folder)) for folder in folders]
+        if self._listed[0] == times:
+            return self._listed[1]
+        by_step: dict[tuple[str | None, int], list[Path]] = {}
+        for folder in folders:
+            for (step, _), path in find_records(self.folder / folder).items():
+                by_step.setdefault((folder.name if folder.parent == _SETS else None, step), []).append(path)
+        files = [StepFiles(step=step, set=name, paths=tuple(paths)) for (name, step), paths in by_step.items()]
+        listed = {each.name: each for each in files}
+        if all(time is None or time[0] < (now_s() - _SETTLED_S) * 1e9 for _, time in times):
+            self._listed = (times, listed)
+        return listed
+
+    def _find_step(self, step: int | str) -> StepFiles:
+        if (found := self._list_files().get(step)) is None:
+            raise LookupError(f"the run in {self.folder} has no rollouts of step {step}")
+        return found
 
     def _find_revision(self) -> str:
         paths = [self.folder / _METRICS, self.folder / _EVALUATIONS, self.folder / _CLUSTER_EVENTS]
-        records = [str(_signature(path)) for files in self._list_files() for path in files.paths]
+        records = [str(_signature(path)) for files in self._list_files().values() for path in files.paths]
         return f"{[_signature(path) for path in paths]} {len(records)} {max(records, default='')}"
 
 
