@@ -219,7 +219,7 @@ class UsualPipeline:
             compact = as_is.replace("tojson", "tojson(separators=(',', ':'))")
             tokenizer.chat_template = tokenizer.chat_template.replace(as_is, compact)
         self._texts = TemplateTexts(tokenizer=tokenizer, template_renderer=TemplateRenderer(tokenizer))
-        self._header = self._texts.encode("<|im_start|>assistant\n")
+        self._header, self._newline = self._texts.encode("<|im_start|>assistant"), self._texts.encode("\n")
         self._end = tokenizer.eos_token_id
 
     def compare(self, trajectory: Trajectory) -> Retokenised:
@@ -256,9 +256,10 @@ class UsualPipeline:
         return replace(trajectory, tree=tree)
 
     def find_assistant(self, ids: Sequence[int]) -> list[bool]:
-        """Whether each id is in a turn of the assistant, its end included.
+        """Whether each id is in a turn of the assistant, its end included; so is one that is a part of the header too.
 
-        Worked example: header `1 2`, end 9: of `5 1 2 7 8 9 5` the ids `7 8 9` are.
+        Worked example: header `1 2`, newline 3, two newlines 4, end 9: of `5 1 2 3 7 9 5` the ids `7 9` are, and of
+        `5 1 2 4 7 9 5` the ids `4 7 9`.
         """
         mask, size, position = [False] * len(ids), len(self._header), 0
         while position < len(ids):
@@ -266,6 +267,7 @@ class UsualPipeline:
                 position += 1
                 continue
             position += size
+            position += list(ids[position : position + 1]) == self._newline
             while position < len(ids):
                 mask[position] = True
                 position += 1
@@ -334,8 +336,9 @@ def measure_step(
             if one is None:
                 mask = row.loss_mask
                 pairs += zip(logprobs[mask].tolist(), row.rollout_logprobs[mask].tolist(), strict=True)
-            else:
-                pairs += pair_logprobs(one, logprobs, [change.gap for change in one.changes])
+            else:  # a row ends with its last id in the loss
+                rest = np.full(len(one.retokenised_ids) - len(logprobs), np.nan)
+                pairs += pair_logprobs(one, np.append(logprobs, rest), [change.gap for change in one.changes])
     trained, sampled = np.asarray([pair for pair in pairs if np.isfinite(pair).all()]).T
     log_ratio = np.clip(trained - sampled, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     found = mismatch(sampled + log_ratio, sampled)
