@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_task import SHAPES, UNTIED
 from packing import make_rows
-from unbroken.tinker.data import Datum
+from unbroken.tinker.losses import Datum
 from unbroken.tinker.models import Models
 from unbroken.training.config import OptimizerConfig, SharedPrefixes, TrainerConfig
 from unbroken.training.trainer import Trainer

@@ -428,7 +428,7 @@ def add_span(message: Any) -> None:
 
 BAD: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "data must have at least one datum": ("", lambda message: message.ClearField("data")),
-    r"target_tokens\[1\] must be an id in \[0, 591\), got 591": (
+    r"data\[0\]: target_tokens must lie in \[0, 591\), got 591 at position 1": (
         "", partial(spoil_targets, values=np.array([1, 591, 2]))
     ),
     r"target_tokens must have shape \[3\]": ("", partial(spoil_targets, values=np.array([1, 2]))),

@@ -18,7 +18,7 @@ from support.image_servers import CAT
 from support.recorded import write_run
 from support.recorded_sessions import SHOWN, write_image_store, write_store, write_tokenizer
 from support.sessions import make_commit, make_session
-from support.tinker_loops import record
+from support.tinker_loops import add_sequences, record
 from unbroken.cli import main
 from unbroken.ledger.store import open_store
 from unbroken.tinker.store import ModelFacts, TinkerStore
@@ -96,7 +96,7 @@ def test_training_runs_of_a_tinker_server_have_their_steps_and_sequences(browser
     store = TinkerStore(tmp_path / "store")
     store.put_model(facts, owner="me")
     for number in range(101):
-        store.add_sequences([record(f"{MARKUP}:{number}", [5, 6, 7], [5, 6, 7], model_id="s:train:0")])
+        add_sequences(store, [record(f"{MARKUP}:{number}", [5, 6, 7], [5, 6, 7], model_id="s:train:0")])
     for step in (1, 2):
         metrics = {"loss:sum": 1.0 / step, "provenance_proven:sum": 3.0 * step, "provenance_false_spans:sum": 0.0}
         store.add_step("s:train:0", step, {**metrics, f"{MARKUP}:sum": 0.0})

@@ -13,8 +13,7 @@ from tinker.types import AdamParams, LoraConfig
 
 from support.adapted import untied_qwen3
 from support.effort import num_cases
-from unbroken.tinker.data import Datum
-from unbroken.tinker.losses import LOSSES
+from unbroken.tinker.losses import LOSSES, Datum
 from unbroken.tinker.models import Models
 
 VOCAB_SIZE = 64

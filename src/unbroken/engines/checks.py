@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
 from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, SamplingError
@@ -84,13 +88,13 @@ def check_kept_ids(request: SampleRequest, *, is_recorded: bool, needs: str) -> 
         )
 
 
-def check_vocabulary(token_ids: TokenIds, *, vocab_size: int, name: str) -> None:
-    """Raise `SamplingError` for an id that the model has no embedding for."""
-    if len(token_ids) and int(token_ids.max()) >= vocab_size:
-        where = int((token_ids >= vocab_size).argmax())
+def check_vocabulary(token_ids: NDArray[Any], *, vocab_size: int, name: str) -> None:
+    """Raise `SamplingError` for an id, in an array of any shape, that the model has no embedding for."""
+    if token_ids.size and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size):
+        where = np.argwhere((token_ids < 0) | (token_ids >= vocab_size))[0].tolist()
         raise SamplingError(
-            f"{name} must lie in [0, {vocab_size}), got {token_ids[where]} at position {where}: "
-            "tokenizer and model do not belong together"
+            f"{name} must lie in [0, {vocab_size}), got {token_ids[tuple(where)]} at position "
+            f"{', '.join(map(str, where))}: tokenizer and model do not belong together"
         )
 
 

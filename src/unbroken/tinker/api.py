@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import shutil
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, replace
@@ -19,36 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
-from starlette.responses import Response
 from tinker import types
 
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import EngineError, InvalidInputError, StoreError, TrainingError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import encode_json
 from unbroken.threads import DaemonThreads
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
-from unbroken.tinker.sessions import (
-    FORGOTTEN,
-    MAX_SNAPSHOTS,
-    Promise,
-    Promises,
-    TinkerSession,
-    TrainingRun,
-)
-from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import (
-    PROTOBUF,
-    encode_forward_backward,
-    encode_sample,
-    parse_forward_backward,
-    read_data,
-    read_loss_config,
-    read_prompt,
-)
+from unbroken.tinker.sessions import MAX_SNAPSHOTS, Promise, Promises, TinkerSession, TrainingRun
+from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, RecordedSequence, TinkerStore
+from unbroken.tinker.wire import encode_forward_backward, encode_sample, parse_forward_backward, read_data, read_prompt
 from unbroken.transfer.files import write_tensors
 from unbroken.transfer.sources import NamedTensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
@@ -57,7 +39,9 @@ if TYPE_CHECKING:
     from unbroken.tinker.models import Models, TrainerProcess
 
 T = TypeVar("T")
-Answer: TypeAlias = Promise | Response | dict[str, Any] | list[dict[str, Any]] | None
+Answer: TypeAlias = Promise | CallResult | dict[str, Any] | list[dict[str, Any]] | None
+Made: TypeAlias = dict[str, Any] | CallResult
+"""The result of a call of a model."""
 _MAX_TTL_S = 10 * 365 * 86400
 _POLL_S = 20.0
 """How long a result is waited for before the client asks again; the SDK gives an answer 45 s."""
@@ -93,10 +77,7 @@ class TinkerApi:
         open_backend: Callable[[], Models | TrainerProcess],
     ) -> None:
         """`model` and `tokenizer` are folders or hub names; the backend is opened with the first model."""
-        self._context = context
-        self._store = store
-        self._options = options
-        self._model = model
+        self._context, self._store, self._options, self._model = context, store, options, model
         self._tokenizer = str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
         self._open_backend = open_backend
         self._backend: Models | TrainerProcess | None = None
@@ -107,7 +88,7 @@ class TinkerApi:
         self._switch = WeightSwitch(
             self._engine, make_base=lambda loaded: write_base(loaded, store.temporary_folder / "base", Path(model))
         )
-        self._promises: defaultdict[str, Promises] = defaultdict(Promises)
+        self._promises: dict[str, Promises] = {}
         """By owner."""
         self._sessions: dict[str, TinkerSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -117,9 +98,7 @@ class TinkerApi:
         return self._context.config.model_name
 
     async def _train(self, run: TrainingRun, work: Callable[[Models], T]) -> T:
-        """Run `work`, which can be pickled, on the model of a run, in the thread that trains or in the trainer's
-        process. A run stays with the process in which its model was made.
-        """
+        """Run `work`, which can be pickled, where the model of a run was made: here, or in the trainer's process."""
 
         def call() -> T:
             if run.backend is None:
@@ -138,6 +117,13 @@ class TinkerApi:
                 if any(each.backend is run.backend for each in session.runs.values()):
                     self._end_soon(session, "the trainer's process ended")
             raise
+
+    async def _in_store(self, work: Callable[..., T], *values: Any, **options: Any) -> T:
+        """What a method of the store returns."""
+        return await self._storing.run(partial(work, *values, **options))
+
+    def _promises_of(self, owner: str) -> Promises:
+        return self._promises.setdefault(owner, Promises(self._store, self._storing, owner))
 
     async def _free(self, run: TrainingRun) -> None:
         """Free the model of a run, if it was made."""
@@ -175,11 +161,11 @@ class TinkerApi:
         """End a session, and free what it has."""
         if self._sessions.pop(session.session_id, None) is None:
             return
-        self._promises[session.owner].cancel_samples(f"{session.session_id}:")
+        self._promises_of(session.owner).cancel_samples(f"{session.session_id}:")
         for run in tuple(session.runs.values()):
             await run.end(reason)
             with suppress(StoreError):  # the next server notes that it stopped
-                await self._storing.run(partial(self._store.end_model, run.model_id, reason))
+                await self._in_store(self._store.end_model, run.model_id, reason)
             await self._free(run)
         folder = self._store.temporary_folder / session.session_id
         await self._storing.run(partial(shutil.rmtree, folder, ignore_errors=True))
@@ -214,9 +200,9 @@ class TinkerApi:
 
     async def create_model(self, owner: str, body: types.CreateModelRequest) -> Answer:
         lora = body.lora_config
-        return self._begin_model(owner, body, None if lora is None or lora.rank == 0 else lora.model_dump())
+        return await self._begin_model(owner, body, None if lora is None or lora.rank == 0 else lora.model_dump())
 
-    def _begin_model(
+    async def _begin_model(
         self,
         owner: str,
         body: types.CreateModelRequest | types.LoadWeightsRequest,
@@ -227,27 +213,24 @@ class TinkerApi:
         session = self._get_session(body.session_id, owner)
         self._check_base(body.base_model, needed=checkpoint is None)
         self._check_kind(lora)
+        promises, content = self._promises_of(owner), body.model_dump_json().encode()
         if not isinstance(body.optimizer_config or types.AdamOptimizerConfig(), types.AdamOptimizerConfig):
             raise HttpError(400, f"optimizer_config must be Adam's, got {body.optimizer_config!r:.200}")
         model_id = f"{session.session_id}:train:{body.model_seq_id or 0}"
+        if await promises.find(f"{model_id}:0"):
+            return await promises.start(f"{model_id}:0", "create_model", content)
         number = sum(len(each.runs) for each in self._sessions.values() if each.owner == owner)
-        if model_id not in session.runs and number >= self._options.tinker_max_models:
-            raise HttpError(
-                400,
-                f"this key trains {number} models, and may train {self._options.tinker_max_models} at a time "
-                "(--tinker-max-models): close another client",
-            )
+        if number >= (most := self._options.tinker_max_models):
+            rule = f"this key trains {number} models, and may train {most} at a time (--tinker-max-models)"
+            raise HttpError(400, f"{rule}: close another client")
         facts = ModelFacts(model_id=model_id, base_model=self._base_model, lora=lora, user_metadata=body.user_metadata)
-        run = session.runs.get(model_id) or TrainingRun(facts, owner=owner, promises=self._promises[owner])
+        session.runs[model_id] = run = TrainingRun(facts, owner=owner, promises=promises)
         work = partial(self._create, session, run, checkpoint, getattr(body, "optimizer", False))
-        promise = run.submit(0, "create_model", work, _encode(body))
-        if promise.result is None:
-            session.runs[model_id] = run
-        return promise
+        return await run.submit(0, "create_model", work, content)
 
     async def _create(
         self, session: TinkerSession, run: TrainingRun, checkpoint: Checkpoint | None, optimizer: bool
-    ) -> Response:
+    ) -> Made:
         lora = run.facts.lora
         try:
             config = None if lora is None else types.LoraConfig(**lora)
@@ -255,14 +238,14 @@ class TinkerApi:
             run.facts = replace(run.facts, lora=None if made is None else made.model_dump())
             if checkpoint is not None:
                 await self._load(run, checkpoint, optimizer)
-            await self._storing.run(partial(self._store.put_model, run.facts, owner=run.owner))
+            await self._in_store(self._store.put_model, run.facts, owner=run.owner)
         except BaseException:
             session.runs.pop(run.model_id, None)
             await self._free(run)
             raise
         if checkpoint is None:
-            return json_response({"model_id": run.model_id, "type": "create_model"})
-        return json_response({"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"})
+            return {"model_id": run.model_id, "type": "create_model"}
+        return {"path": checkpoint.path, "model_id": run.model_id, "type": "load_weights"}
 
     def _check_base(self, name: str | None, *, needed: bool) -> None:
         if name not in (self._base_model, self._model) and (needed or name is not None):
@@ -281,28 +264,26 @@ class TinkerApi:
         return session.runs[model_id]
 
     async def submit(self, owner: str, name: str, given: Mapping[str, Any], body_type: type[BaseModel]) -> Promise:
-        """Take a call of a model, which the method of this name does in its turn. Its body is read then: one that is
-        wrong fails, and later calls go on.
-        """
+        """Take a call of a model, which the method of this name does in its turn; a body that is wrong fails then."""
         if name == "load_weights" and not given.get("model_id"):
             body = types.LoadWeightsRequest.model_validate(given, extra="ignore")
             checkpoint = await self._get_checkpoint(body.path, owner)
-            return self._begin_model(owner, body, checkpoint.lora, checkpoint)
+            return await self._begin_model(owner, body, checkpoint.lora, checkpoint)
         call = CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
 
-        async def work() -> Response:
-            answer: Response = await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
-            return answer
+        async def work() -> Made:
+            made: Made = await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
+            return made
 
-        return run.submit(call.seq_id, name, work, json.dumps(given).encode())
+        return await run.submit(call.seq_id, name, work, encode_json(given))
 
     async def _find_facts(self, model_id: str, owner: str) -> tuple[ModelFacts, list[Checkpoint]]:
         """What is known of a training run, whose model may be gone, and its checkpoints, the newest first."""
-        found = await self._storing.run(partial(self._store.find_model, model_id, owner=owner))
+        found = await self._in_store(self._store.find_model, model_id, owner=owner)
         if found is None:
             raise HttpError(404, f"this key has no model {model_id[:200]!r}")
-        return found, await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
+        return found, await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
 
     async def _explain_gone(self, model_id: str, owner: str) -> HttpError:
         """The error for a model that is not there: why, and how to go on."""
@@ -310,12 +291,9 @@ class TinkerApi:
             found, saved = await self._find_facts(model_id, owner)
         except HttpError as error:
             return error
-        last = next((each for each in saved if each.is_for_training), None)
-        advice = (
-            "nothing of it was saved by save_state"
-            if last is None
-            else f"its last save_state is {last.path}: go on by create_training_client_from_state_with_optimizer"
-        )
+        advice, last = "nothing of it was saved by save_state", [each.path for each in saved if each.is_for_training]
+        if last:
+            advice = f"its last save_state is {last[0]}: go on by create_training_client_from_state_with_optimizer"
         return HttpError(410, f"model {model_id} is gone: {found.ended or 'its session has ended'}; {advice}")
 
     async def get_info(self, owner: str, body: types.GetInfoRequest) -> Answer:
@@ -335,22 +313,21 @@ class TinkerApi:
         content = await asyncio.to_thread(message.SerializeToString, deterministic=True)
         run = await self._get_run(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
-        return run.submit(message.seq_id, kind, partial(self._forward_backward, run, message), content)
+        return await run.submit(message.seq_id, kind, partial(self._forward_backward, run, message), content)
 
-    async def _forward_backward(self, run: TrainingRun, message: Any) -> Response:
+    async def _forward_backward(self, run: TrainingRun, message: Any) -> Made:
         data = await asyncio.to_thread(read_data, message, self._engine.vocab_size, self._engine.context_length)
-        policy, loss, config = self._options.tinker_provenance, message.loss_fn, read_loss_config(message)
-        check = ProvenanceCheck(
-            self._store, policy, owner=run.owner, model_id=run.model_id, version=run.version, loss=loss
-        )
-        checked, metrics = await self._storing.run(lambda: check.check(data))
+        policy, loss, given = self._options.tinker_provenance, message.loss_fn, message.loss_fn_config_v2.items()
+        config = {name: value.text if value.WhichOneof("value") == "text" else value.number for name, value in given}
+        check = ProvenanceCheck(self._store, policy, run, loss=loss)
+        checked, metrics = await self._in_store(check.check, data)
         arguments = run.model_id, checked, loss, config, not message.forward_only
         output = await self._train(run, methodcaller("forward_backward", *arguments))
         if not message.forward_only:
             run.count({**output.metrics, **metrics})
-        return Response(encode_forward_backward(output, metrics), media_type=PROTOBUF)
+        return CallResult(answer=encode_forward_backward(output, metrics), is_protobuf=True)
 
-    async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Response:
+    async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Made:
         if not isinstance(body.optim_params, types.AdamParams):
             raise InvalidInputError(f"optim_params must be Adam's, got type {body.optim_params.type!r:.100}")
         metrics = await self._train(run, methodcaller("optim_step", run.model_id, body.optim_params))
@@ -358,15 +335,15 @@ class TinkerApi:
         known = {name: each for name, each in {**run.counted, **metrics}.items() if math.isfinite(each)}
         run.counted = {}
         with suppress(StoreError):  # the step is made: an error would have it made again
-            await self._storing.run(partial(self._store.add_step, run.model_id, run.version, known))
-        return json_response({"metrics": metrics})
+            await self._in_store(self._store.add_step, run.model_id, run.version, known)
+        return {"metrics": metrics}
 
     # Checkpoints
 
-    async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Response:
+    async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Made:
         """Save a model with its optimizer, so that training can go on from there."""
         path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body, overwrite=body.overwrite)
-        return json_response({"path": path, "type": "save_weights"})
+        return {"path": path, "type": "save_weights"}
 
     async def _save(
         self,
@@ -377,18 +354,16 @@ class TinkerApi:
         *,
         overwrite: bool = False,
     ) -> str:
-        """Save a model under a name, in a folder of its own; returns the path. One that is replaced is whole until the
-        new one's row is written.
+        """Save a model under a name, in a folder of its own: one that is replaced is whole until the new one's row is
+        written.
         """
         if not re.fullmatch(r"(?!\.)[\w.-]{1,200}", name, re.ASCII):
-            raise InvalidInputError(
-                "a checkpoint's name must have 1 to 200 letters, digits and . _ -, and not begin with a dot, got "
-                f"{name[:300]!r}"
-            )
+            rule = "must have 1 to 200 letters, digits and . _ -, and not begin with a dot"
+            raise InvalidInputError(f"a checkpoint's name {rule}, got {name[:300]!r}")
         if body.ttl_seconds is not None and not 1 <= body.ttl_seconds <= _MAX_TTL_S:
             raise InvalidInputError(f"ttl_seconds must lie in [1, {_MAX_TTL_S}], got {body.ttl_seconds}")
         path = f"tinker://{run.model_id}/{kind}/{name}"
-        known = await self._storing.run(partial(self._store.find_checkpoint, path, owner=run.owner))
+        known = await self._in_store(self._store.find_checkpoint, path, owner=run.owner)
         if known is not None and not overwrite:
             raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
@@ -405,18 +380,18 @@ class TinkerApi:
         folder, state = self._store.folder_of(checkpoint), checkpoint.is_for_training
         num_bytes = await self._train(run, partial(_write, folder, run.model_id, state=state))
         written = replace(checkpoint, num_bytes=num_bytes)
-        await self._storing.run(partial(self._store.put_checkpoint, written, owner=run.owner))
+        await self._in_store(self._store.put_checkpoint, written, owner=run.owner)
         return path
 
     async def _get_checkpoint(self, path: str, owner: str) -> Checkpoint:
-        found = await self._storing.run(partial(self._store.find_checkpoint, path, owner=owner))
+        found = await self._in_store(self._store.find_checkpoint, path, owner=owner)
         if found is None:
             raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
         return found
 
-    async def load_weights(self, run: TrainingRun, body: types.LoadWeightsRequest) -> Response:
+    async def load_weights(self, run: TrainingRun, body: types.LoadWeightsRequest) -> Made:
         await self._load(run, await self._get_checkpoint(body.path, run.owner), body.optimizer)
-        return json_response({"path": body.path, "model_id": run.model_id, "type": "load_weights"})
+        return {"path": body.path, "model_id": run.model_id, "type": "load_weights"}
 
     async def _load(self, run: TrainingRun, checkpoint: Checkpoint, optimizer: bool) -> None:
         if not checkpoint.is_for_training:
@@ -426,13 +401,13 @@ class TinkerApi:
         run.version += 1
         run.counted = {}
 
-    async def save_weights_for_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> Response:
+    async def save_weights_for_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> Made:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
         if body.path is None:
             made = {"sampling_session_id": await self._make_sampler(run, body)}
         else:
             made = {"path": await self._save(run, "sampler_weights", body.path, body)}
-        return json_response({**made, "type": "save_weights_for_sampler"})
+        return {**made, "type": "save_weights_for_sampler"}
 
     async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> str:
         number = body.sampling_session_seq_id
@@ -462,23 +437,21 @@ class TinkerApi:
         found = await self._get_checkpoint(body.tinker_path, owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        return {
-            "base_model": found.base_model, "is_lora": found.lora is not None, "lora_rank": lora.get("rank"), **parts
-        }  # fmt: skip
+        return {"base_model": found.base_model, "is_lora": bool(lora), "lora_rank": lora.get("rank"), **parts}
 
     async def list_checkpoints(self, owner: str, model_id: str | None = None) -> Answer:
-        saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner, model_id=model_id))
+        saved = await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
         return [each.describe() for each in saved]
 
     async def delete_checkpoint(self, owner: str, model_id: str, kind: str, name: str) -> Answer:
         found = await self._get_checkpoint(f"tinker://{model_id}/{kind}/{name}", owner)
-        await self._storing.run(partial(self._store.delete_checkpoint, found, owner=owner))
+        await self._in_store(self._store.delete_checkpoint, found, owner=owner)
         return None
 
     async def list_runs(self, owner: str) -> Answer:
-        runs = await self._storing.run(partial(self._store.list_models, owner=owner))
-        saved = await self._storing.run(partial(self._store.list_checkpoints, owner=owner))
-        return [run.describe(owner, [each for each in saved if each.model_id == run.model_id]) for run in runs]
+        runs = await self._in_store(self._store.list_models, owner=owner)
+        saved = await self._in_store(self._store.list_checkpoints, owner=owner)
+        return [run.describe(owner, saved) for run in runs]
 
     async def describe_run(self, owner: str, model_id: str) -> Answer:
         found, saved = await self._find_facts(model_id, owner)
@@ -493,10 +466,8 @@ class TinkerApi:
         if body.model_path is not None:
             checkpoint = await self._get_checkpoint(body.model_path, owner)
             self._check_kind(checkpoint.lora)
-            folder = self._store.folder_of(checkpoint) / "sampler"
-            weights = SamplerWeights(
-                model_id=checkpoint.model_id, folder=folder, version=checkpoint.version, path=checkpoint.path
-            )
+            folder, of = self._store.folder_of(checkpoint) / "sampler", checkpoint.model_id
+            weights = SamplerWeights(model_id=of, folder=folder, version=checkpoint.version, path=checkpoint.path)
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         session.samplers.setdefault(sampler_id, weights)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
@@ -505,11 +476,8 @@ class TinkerApi:
         """What a sampler of this owner samples from; otherwise `HttpError`."""
         session = self._find_session(sampler_id, owner)
         if session is None or sampler_id not in session.samplers:
-            raise HttpError(
-                410,
-                f"sampling session {sampler_id[:200]!r} is gone: its session has ended, or the server started again, "
-                f"or its model has {MAX_SNAPSHOTS} newer ones. Make another SamplingClient",
-            )
+            why = f"its session has ended, or the server started again, or its model has {MAX_SNAPSHOTS} newer ones"
+            raise HttpError(410, f"sampling session {sampler_id[:200]!r} is gone: {why}. Make another SamplingClient")
         return session.samplers[sampler_id]
 
     async def join_sampling_session(self, owner: str, body: types.JoinSamplingSessionRequest) -> Answer:
@@ -531,47 +499,25 @@ class TinkerApi:
         max_n = self._context.config.limits.max_n
         if not 1 <= body.num_samples <= max_n:
             raise HttpError(400, f"num_samples must lie in [1, {max_n}] (max_n), got {body.num_samples}")
-        request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        work = partial(self._sample, owner, weights, body, request_id)
-        promise = self._promises[owner].start(request_id, "sample", _encode(body), work)
+        promises, request_id = self._promises_of(owner), f"{body.sampling_session_id}:{body.seq_id}"
+        promise = await promises.start(request_id, "sample", body.model_dump_json().encode())
         promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
+        if promise.task is None and promise.result is None:
+            work = partial(self._sample, owner, weights, body, promise.sequence_ids)
+            promise.task = asyncio.create_task(promises.run(promise, work))
         return promise
 
-    async def _sample(
-        self, owner: str, weights: SamplerWeights, body: types.SampleRequest, request_id: str
-    ) -> Response:
-        if (answer := await self._find_answer(request_id, owner)) is not None:
-            return answer
+    async def _sample(self, owner: str, weights: SamplerWeights, body: types.SampleRequest, names: list[str]) -> Made:
         prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
         sequences, scored = await sample(self._context, self._switch, weights, body, prompt)
-        recorded = [
-            RecordedSequence(
-                sequence_id=f"{request_id}:{index}",
-                owner=owner,
-                model_id=weights.model_id,
-                prompt_ids=prompt.token_ids,
-                sampled=self._switch.name_versions(each),
-                is_whole=not (body.prompt_logprobs or body.topk_sample_logprobs or body.target_prompt_logprobs),
-            )
-            for index, each in enumerate(sequences)
-        ]
-        await self._storing.run(partial(self._store.add_sequences, recorded))
-        encoded = encode_sample(sequences, scored)
-        return Response(encoded, media_type=PROTOBUF)
-
-    async def _find_answer(self, request_id: str, owner: str) -> Response | None:
-        """The answer of a sampling call, if it was recorded, also by a server before this one."""
-        found = await self._storing.run(partial(self._store.find_call, request_id, owner=owner))
-        if not found:
-            return None
-        if not found[0].is_whole:
-            return FORGOTTEN
-        encoded = encode_sample([each.sampled for each in found])
-        return Response(encoded, media_type=PROTOBUF)
+        record = partial(RecordedSequence, owner=owner, model_id=weights.model_id, prompt_ids=prompt.token_ids)
+        of = [self._switch.name_versions(each) for each in sequences]
+        recorded = [record(sequence_id=name, sampled=each) for name, each in zip(names, of, strict=True)]
+        return CallResult(answer=encode_sample(sequences, scored), is_protobuf=True, sequences=recorded)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""
-        found = await self._storing.run(partial(self._store.find_sequence, sequence_id, owner=owner))
+        found = await self._in_store(self._store.find_sequence, sequence_id, owner=owner)
         if found is None:
             raise HttpError(404, f"this key has no sequence {sequence_id[:200]!r}")
         return {
@@ -587,46 +533,27 @@ class TinkerApi:
 
     async def retrieve_future(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """The result of a call, or after some seconds that it is still to come."""
-        promise = self._promises[owner].find(body.request_id)
-        if promise is None:
-            if (answer := await self._find_answer(body.request_id, owner)) is not None:
-                return answer
-            name = body.request_id.rpartition(":")[0]
-            session = self._find_session(name, owner)
-            if session is not None and name in {**session.runs, **session.samplers}:
-                return FORGOTTEN
-            gone = await self._explain_gone(name, owner)
-            unknown = f"call {body.request_id[:200]!r} is not known: the server started again"
+        if (promise := await self._promises_of(owner).find(body.request_id)) is None:
+            gone = await self._explain_gone(body.request_id.rpartition(":")[0], owner)
+            unknown = f"call {body.request_id[:200]!r} is not known: the server started again, or it is too long ago"
             return {"error": unknown if gone.status == 404 else gone.message, "category": "server"}
         result = await promise.wait(_POLL_S)
-        if result is None:
-            return {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
-        promise.is_sent = True
-        return result
+        return result or {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
 
     async def retrieve_futures(self, owner: str, body: types.FuturesRetrieveRequest) -> Answer:
         """Which calls of a sampler have ended since the last question; their results are asked for one by one."""
         self._get_session(body.target.sampling_session_id, owner, status=410)
-        ended = await self._promises[owner].wait_for_samples(
-            body.target.sampling_session_id,
-            body.target.cloned_sampler_id,
-            after=body.prev_cursor,
-            timeout_s=_POLL_S if body.timeout is None else min(body.timeout, _POLL_S),
-        )
-        done = [{"state": "finished", "request_id": each.request_id} for each in ended]
-        return {"completions": done, "cursor": ended[-1].ended_ns if ended else body.prev_cursor}
+        timeout_s, of = _POLL_S if body.timeout is None else min(body.timeout, _POLL_S), body.target
+        wait = self._promises_of(owner).wait_for_samples
+        ended = await wait(of.sampling_session_id, of.cloned_sampler_id, after=body.prev_cursor, timeout_s=timeout_s)
+        done = [{"state": "finished", "request_id": request_id} for _, request_id in ended]
+        return {"completions": done, "cursor": ended[-1][0] if ended else body.prev_cursor}
 
     async def cancel_future(self, owner: str, body: types.FutureRetrieveRequest) -> Answer:
         """End a sampling call whose result nobody waits for."""
-        promise = self._promises[owner].find(body.request_id)
-        if promise is not None and promise.kind == "sample":
-            promise.task.cancel()
+        if promise := await self._promises_of(owner).find(body.request_id):
+            promise.cancel()
         return None
-
-
-def _encode(body: BaseModel) -> bytes:
-    """What a call is known by when it comes again."""
-    return body.model_dump_json().encode()
 
 
 def check_finite(tensors: NamedTensors) -> NamedTensors:

@@ -1,4 +1,9 @@
-"""The losses of the Tinker API: sums over positions, of logprobs of targets and what a datum gives for each position.
+"""Data of the Tinker API and their losses: sums over positions, of logprobs of targets and what a datum gives for each.
+
+Position i of a datum's input predicts one target, or K of them; inputs of a loss have the targets' shape:
+
+    input_ids  [5 6 7]    the model sees        targets  [6 7 8]     weights  [0 1 1]
+    targets    [[6 9] [7 9] [8 9]]              two for each position, weights [[.5 .5] [.5 .5] [.5 .5]]
 
 With p the trained policy, q the one that sampled, r = p / q, A the advantage, w the weight, sg a stopped gradient:
 
@@ -21,22 +26,48 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tinker import types
 
 from unbroken.errors import InvalidInputError
-from unbroken.tinker.data import Datum
 from unbroken.training.model.batch import Batch
 from unbroken.training.model.scores import TokenScores
+from unbroken.types import TokenIds
 
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 SAMPLED = "sampled"
 """1 where a span says that the target was sampled; made by the server, of the spans."""
 Values: TypeAlias = Mapping[str, torch.Tensor]
 Settings: TypeAlias = Mapping[str, float]
+
+
+ProvenanceClaim: TypeAlias = types.PromptProvenanceSpan | types.SampledProvenanceSpan
+"""A span of a datum: its next `length` positions are those from `offset` of a prompt or of what was sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One sequence of T ids, what a loss needs of it, and what is claimed of where they are from."""
+
+    input_ids: TokenIds
+    """[T] int32."""
+    targets: NDArray[np.int64] | None
+    """[T] or [T, K] ids of the vocabulary, whose logprobs are asked for; None: missing, which every loss refuses."""
+    inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """By the API's names: `weights`, `logprobs`, `advantages`, ...; finite."""
+    input_claims: Sequence[ProvenanceClaim] = ()
+    target_claims: Sequence[ProvenanceClaim] = ()
+
+
+class Output(NamedTuple):
+    """Of each datum the logprobs of its targets, in their shape, and metrics, named as the SDK adds up several."""
+
+    logprobs: Sequence[NDArray[np.float32]]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

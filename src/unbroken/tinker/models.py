@@ -32,15 +32,13 @@ import numpy as np
 import peft
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tinker.types import AdamParams, LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError, UnbrokenError, WeightsError
-from unbroken.tinker.data import Datum, Output
-from unbroken.tinker.losses import Loss, check_datum, compute_loss, find_loss, find_used
+from unbroken.tinker.losses import Datum, Loss, Output, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
 from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen, fuse_adapters
@@ -146,17 +144,26 @@ class Models:
         """
         _, backend = self._activate(model_id)
         chosen, settings = find_loss(loss, config)
-        rows = _make_rows(data, chosen, settings)
+        groups: dict[Any, list[int]] = {}
+        """Rows of one call of the backend have inputs of the same names and width."""
+        for number, datum in enumerate(data):
+            width = check_datum(datum, chosen, f"data[{number}]").shape[1:]
+            groups.setdefault((width, *sorted(datum.inputs)), []).append(number)
+        logprobs = [np.zeros(0, np.float32) for _ in data]
+        stats: list[Mapping[str, float]] = []
+        compute = partial(compute_loss, chosen, settings)
         with backend.computing():
             backend.measure()
-            compute = partial(compute_loss, chosen, settings)
-            passes = backend.forward_backward(rows, compute, weights=[1.0] * len(rows), backward=backward)
-        found = dict(zip(passes.rows, passes.logprobs, strict=True))
-        names = {name for of_pass in passes.stats for name in of_pass} or {"loss:sum"}
-        return Output(
-            logprobs=[_unpad(found[k], datum.targets) for k, datum in enumerate(data) if datum.targets is not None],
-            metrics={name: math.fsum(of_pass.get(name, 0.0) for of_pass in passes.stats) for name in sorted(names)},
-        )
+            for numbers in groups.values():
+                rows = [_make_row(data[number], chosen) for number in numbers]
+                passes = backend.forward_backward(rows, compute, weights=[1.0] * len(rows), backward=backward)
+                stats += passes.stats
+                for row, found in zip(passes.rows, passes.logprobs, strict=True):
+                    targets: Any = data[numbers[row]].targets
+                    logprobs[numbers[row]] = np.ascontiguousarray(found.reshape(targets.shape), dtype=np.float32)
+        names = {name for of_pass in stats for name in of_pass} or {"loss:sum"}
+        metrics = {name: math.fsum(of_pass.get(name, 0.0) for of_pass in stats) for name in sorted(names)}
+        return Output(logprobs=logprobs, metrics=metrics)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. Raises
@@ -406,46 +413,20 @@ def _load_model(source: str, dtype: torch.dtype) -> Any:
         ) from None
 
 
-def _make_rows(data: Sequence[Datum], loss: Loss, settings: Mapping[str, float]) -> list[ScoredRow]:
-    """The rows of data whose T ids are followed by one more, which is fed to nothing, so that all T predict something.
-
-    Targets and inputs of some data are padded to the most targets of a position, with weights of 0. What some data give
-    and others may leave out has its default there.
-    """
-    checked = [check_datum(datum, loss, f"data[{k}]") for k, datum in enumerate(data)]
-    width = max((targets.shape[1] for targets in checked if targets.ndim == 2), default=0)
-    optional = {key: {"weights": 1.0, **settings}[key] for datum in data for key in datum.inputs if key in loss.takes}
-    rows = []
-    for datum, targets in zip(data, checked, strict=True):
-        mask = np.arange(len(targets) + 1) > 0
-        defaults = {key: np.full(targets.shape, value, np.float32) for key, value in optional.items()}
-        sample = TrainingSample(
-            token_ids=np.append(datum.input_ids, 0),
-            sampled_mask=mask,
-            loss_mask=mask,
-            rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
-            policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-            advantages=np.zeros(len(mask), dtype=np.float32),
-        )
-        of_row = RowTargets(
-            ids=_pad(targets, width),
-            trained=find_used(datum, loss),
-            values={key: _pad(values, width) for key, values in {**defaults, **datum.inputs}.items()},
-        )
-        rows.append(ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs, targets=of_row))
-    return rows
-
-
-def _pad(values: NDArray[Any], width: int) -> NDArray[Any]:
-    """[T] or [T, K] as [T, width] with zeros; as they are with width 0."""
-    columns = values.reshape(len(values), -1)
-    return np.pad(columns, ((0, 0), (0, width - columns.shape[1]))) if width else values
-
-
-def _unpad(logprobs: NDArray[np.float32], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Those of a datum's own targets."""
-    own = logprobs.reshape(len(targets), -1)[:, : math.prod(targets.shape[1:])]
-    return np.ascontiguousarray(own.reshape(targets.shape), dtype=np.float32)
+def _make_row(datum: Datum, loss: Loss) -> ScoredRow:
+    """The row of a datum, whose T ids are followed by one more, fed to nothing, so that all T predict something."""
+    assert datum.targets is not None, "it is checked"
+    mask = np.arange(len(datum.targets) + 1) > 0
+    sample = TrainingSample(
+        token_ids=np.append(datum.input_ids, 0),
+        sampled_mask=mask,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, 0, np.nan).astype(np.float32),  # the loss has its own
+        policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+        advantages=np.zeros(len(mask), dtype=np.float32),
+    )
+    targets = RowTargets(ids=datum.targets, trained=find_used(datum, loss), values=datum.inputs)
+    return ScoredRow(sample=sample, old_logprobs=sample.rollout_logprobs, targets=targets)
 
 
 def _read_state(folder: Path) -> Mapping[str, Any]:

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from tinker import types
 
 from unbroken.errors import InvalidInputError
-from unbroken.tinker.data import Datum
+from unbroken.tinker.losses import SAMPLED, Datum, ProvenanceClaim
 from unbroken.tinker.options import ProvenancePolicy
+from unbroken.tinker.sessions import TrainingRun
 from unbroken.tinker.store import RecordedSequence, TinkerStore, hash_content
-from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim
 from unbroken.types import TokenIds
 
-_SAMPLED = "sampled"
 _COUNTED = (
     "proven", "matched", "unproven", "false_spans", "false_contexts", "logprobs_changed", "unsampled_trained",
     "other_model",
@@ -39,16 +38,9 @@ _COUNTED = (
 class ProvenanceCheck:
     """Checks the data of one request. Blocks: it reads the store."""
 
-    def __init__(
-        self, store: TinkerStore, policy: ProvenancePolicy, *, owner: str, model_id: str, version: int, loss: str
-    ) -> None:
-        """`version` is that of the model `model_id` of `owner`, which is to be trained with `loss`."""
-        self._store = store
-        self._policy = policy
-        self._owner = owner
-        self._model_id = model_id
-        self._version = version
-        self._loss = loss
+    def __init__(self, store: TinkerStore, policy: ProvenancePolicy, run: TrainingRun, *, loss: str) -> None:
+        """For data that `run` is to be trained on with `loss`."""
+        self._store, self._policy, self._run, self._loss = store, policy, run, loss
         self._known: dict[str, RecordedSequence | None] = {}
         self._begun: dict[str, tuple[TokenIds, int]] = {}
         """For the datum at hand: the prompt and the sampled ids of a sequence, and how many of them it begins with."""
@@ -58,27 +50,17 @@ class ProvenanceCheck:
         self._lags: Counter[int] = Counter()
         """How many sampled targets of this model have weights that were so many versions older."""
 
-    def check(self, data: Sequence[ClaimedDatum]) -> tuple[list[Datum], dict[str, float]]:
-        """Check all data; returns what is to be trained, and the metrics of the answer.
-
-        Data for stable_reinforce get the input `sampled`, 1 for each target that spans say was sampled, and the
-        `logprobs` of the sampling if they have none.
-
-        Raises:
-            InvalidInputError: a span is not true, and the policy is to refuse it; the message names datum, span and
-                position, and the id that was sampled there and the id that is given.
+    def check(self, data: Sequence[Datum]) -> tuple[list[Datum], dict[str, float]]:
+        """Check all data; returns what is to be trained, and the metrics of the answer. Data for stable_reinforce get
+        the input `sampled`, 1 for each target that spans say was sampled, and `logprobs` if they have none.
         """
         is_off, fills = self._policy is ProvenancePolicy.OFF, self._loss == "stable_reinforce"
         checked = []
-        for index, each in enumerate(data):
-            datum = each.datum
-            if _SAMPLED in datum.inputs:
-                raise InvalidInputError(
-                    f"data[{index}]: loss_fn_inputs[{_SAMPLED!r}] is made from spans, and not given"
-                )
-            has_spans = bool(each.input_claims or each.target_claims)
-            if has_spans and (fills or not is_off):
-                found = self._check_spans(f"data[{index}]", each)
+        for index, datum in enumerate(data):
+            if SAMPLED in datum.inputs:
+                raise InvalidInputError(f"data[{index}].loss_fn_inputs.{SAMPLED} is made from spans, and not given")
+            if (datum.input_claims or datum.target_claims) and (fills or not is_off):
+                found = self._check_spans(f"data[{index}]", datum)
                 datum = replace(datum, inputs={**found, **datum.inputs}) if fills else datum
             elif not is_off:
                 self._match(datum)
@@ -94,35 +76,33 @@ class ProvenanceCheck:
             "provenance_version_lag:mean": sum(lag * n for lag, n in self._lags.items()) / max(self._lags.total(), 1),
         }
 
-    def _check_spans(self, where: str, each: ClaimedDatum) -> dict[str, NDArray[np.float32]]:
+    def _check_spans(self, where: str, datum: Datum) -> dict[str, NDArray[np.float32]]:
         """Check a datum's spans; returns which of its targets were sampled, and with which logprobs."""
-        datum, number = each.datum, len(each.datum.input_ids)
+        number, inputs = len(datum.input_ids), datum.inputs
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
-        sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
-        used = datum.inputs.get("advantages", datum.inputs.get("weights"))
+        sampled, logprobs, unused = (np.zeros(number, np.float32) for _ in range(3))
+        used = inputs.get("advantages", inputs.get("weights", unused))
         if self._loss == "dro":  # whose penalty is of all positions
-            used = datum.inputs.get("weights", np.ones(number, np.float32))
-        if used is not None and used.shape != sampled.shape:
-            used = None
+            used = inputs.get("weights", unused + 1)
+        is_right = used is not unused and used.shape == unused.shape
         # Loops write 0 for targets that the loss does not use.
-        is_blank = np.zeros(number, np.bool_) if targets is None or used is None else (targets == 0) & (used == 0)
+        is_blank = (targets == 0) & (used == 0) if targets is not None and is_right else np.zeros(number, np.bool_)
         self._begun = {}
-        list(self._find_true(f"{where}.model_input", datum.input_ids, each.input_claims, np.zeros(number, np.bool_)))
-        found = self._find_true(f"{where}.loss_fn_inputs", targets, each.target_claims, is_blank)
+        list(self._find_true(f"{where}.model_input", datum.input_ids, datum.input_claims, is_blank & False))
+        found = self._find_true(f"{where}.loss_fn_inputs", targets, datum.target_claims, is_blank)
         for span, start, claim, sequence in found:
-            if not isinstance(claim, types.SampledProvenanceSpan):
-                continue
-            if targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids):
+            if isinstance(claim, types.PromptProvenanceSpan) or (
+                targets is not None and not self._has_context(span, start, claim, sequence, datum.input_ids)
+            ):
                 continue
             place = slice(start, start + claim.length)
             sampled[place] = 1
             logprobs[place] = sequence.sampled.rollout_logprobs[claim.offset : claim.offset + claim.length]
             if targets is not None:
-                self._counts["proven"] += claim.length
-                self._compare_logprobs(datum.inputs, start, sequence, claim.offset, claim.length)
+                self._count("proven", inputs, start, sequence, claim.offset, claim.length)
         self._counts["unproven"] += number if targets is None else 0
-        self._counts["unsampled_trained"] += 0 if used is None else int(((used != 0) & (sampled == 0)).sum())
-        return {"logprobs": logprobs, _SAMPLED: sampled}
+        self._counts["unsampled_trained"] += int(((used != 0) & (sampled == 0)).sum()) if is_right else 0
+        return {"logprobs": logprobs, SAMPLED: sampled}
 
     def _find_true(
         self, where: str, ids: NDArray[Any] | None, claims: Sequence[ProvenanceClaim], is_blank: NDArray[np.bool_]
@@ -130,26 +110,40 @@ class ProvenanceCheck:
         """Check the spans of one field, whose `ids` are None if there are several a position. Yields those that are
         true, each with its name and its start. Where `is_blank`, a span of a prompt says nothing of the id.
         """
-        covered, start = sum(claim.length for claim in claims), 0
+        covered, stop = sum(claim.length for claim in claims), 0
         if covered != len(is_blank):
-            self._refuse(
-                f"{where}: provenance spans must cover the field's {len(is_blank)} positions exactly, got {covered}"
-            )
+            rule = f"provenance spans must cover the field's {len(is_blank)} positions exactly"
+            self._refuse(f"{where}: {rule}, got {covered}")
             return
         for number, claim in enumerate(claims):
-            span, place = f"{where}, span {number}", slice(start, start + claim.length)
-            if claim.sequence_id not in self._known:
-                self._known[claim.sequence_id] = self._store.find_sequence(claim.sequence_id, owner=self._owner)
-            if (sequence := self._known[claim.sequence_id]) is None:
+            span, start, stop, name = f"{where}, span {number}", stop, stop + claim.length, claim.sequence_id
+            if name not in self._known:
+                self._known[name] = self._store.find_sequence(name, owner=self._run.owner)
+            if (sequence := self._known[name]) is None:
                 self._refuse(
-                    f"{span}: this server has sampled no sequence {claim.sequence_id[:200]!r} for this key, or removed "
-                    f"it after {self._store.keep_days:g} days (--tinker-keep-days)"
+                    f"{span}: this server has sampled no sequence {name[:200]!r} for this key, or removed it after "
+                    f"{self._store.keep_days:g} days (--tinker-keep-days)"
                 )
-            elif problem := _find_problem(sequence, claim, ids, start, is_blank[place]):
-                self._refuse(f"{span}{problem}")
+                continue
+            is_sampled = isinstance(claim, types.SampledProvenanceSpan)
+            of, source = ("sampled", sequence.sampled.completion_ids) if is_sampled else ("prompt", sequence.prompt_ids)
+            wanted = source[claim.offset : claim.offset + claim.length]
+            if len(wanted) < claim.length:
+                self._refuse(
+                    f"{span}: the {of} ids of {name!r} have {len(source)} positions, and the span claims "
+                    f"{claim.length} from {claim.offset}"
+                )
+                continue
+            given = wanted if ids is None else ids[start:stop]
+            wrong = np.flatnonzero((wanted != given) & (~is_blank[start:stop] | is_sampled)).tolist()
+            if wrong:
+                self._refuse(
+                    f"{span}, position {start + wrong[0]}: the {of} ids of {name!r} have id {wanted[wrong[0]]} at "
+                    f"{claim.offset + wrong[0]}, and id {given[wrong[0]]} was given ({len(wrong)} of the span's "
+                    f"{claim.length} ids differ)"
+                )
             elif claim.length:
                 yield span, start, claim, sequence
-            start += claim.length
 
     def _has_context(
         self, span: str, start: int, claim: ProvenanceClaim, sequence: RecordedSequence, ids: TokenIds
@@ -186,56 +180,27 @@ class ProvenanceCheck:
         targets, number = datum.targets, 0
         if targets is not None and targets.ndim == 1:
             content = hash_content(datum.input_ids, targets[-1:])
-            found = self._store.find_by_content(content, owner=self._owner)
+            found = self._store.find_by_content(content, owner=self._run.owner)
             ids = found[0].sampled.completion_ids if len(found) == 1 else targets[:0]
-            number = min(len(ids), len(targets))
-            if number and np.array_equal(ids[-number:], targets[-number:]):
-                self._compare_logprobs(datum.inputs, len(targets) - number, found[0], len(ids) - number, number)
-            else:
-                number = 0
-        self._counts["matched"] += number
+            start, offset = max(len(targets) - len(ids), 0), max(len(ids) - len(targets), 0)
+            if len(ids) and np.array_equal(ids[offset:], targets[start:]):
+                number = len(targets) - start
+                self._count("matched", datum.inputs, start, found[0], offset, number)
         self._counts["unproven"] += len(datum.input_ids) - number
 
-    def _compare_logprobs(
-        self, inputs: Mapping[str, NDArray[Any]], start: int, sequence: RecordedSequence, offset: int, length: int
+    def _count(
+        self, name: str, inputs: Mapping[str, NDArray[Any]], start: int, of: RecordedSequence, offset: int, length: int
     ) -> None:
-        """Compare the logprobs of sampled targets with those of the sampling, and look at their versions."""
+        """Count sampled targets, compare their logprobs with those of the sampling, and look at their versions."""
+        self._counts[name] += length
         given, place = inputs.get("logprobs"), slice(offset, offset + length)
         if given is not None and given.ndim == 1 and start + length <= len(given):
-            difference = np.abs(given[start : start + length] - sequence.sampled.rollout_logprobs[place])
+            difference = np.abs(given[start : start + length] - of.sampled.rollout_logprobs[place])
             self._counts["logprobs_changed"] += int((difference > 0).sum())
             self._difference = max(self._difference, float(difference.max(initial=0)))
-        if sequence.model_id != self._model_id:
+        if of.model_id != self._run.model_id:
             self._counts["other_model"] += length
             return
-        for each in sequence.sampled.version_spans:
+        for each in of.sampled.version_spans:
             if (number := min(each.stop, offset + length) - max(each.start, offset)) > 0:
-                self._lags[self._version - each.policy_version] += number
-
-
-def _find_problem(
-    sequence: RecordedSequence, claim: ProvenanceClaim, ids: NDArray[Any] | None, start: int, blank: NDArray[np.bool_]
-) -> str:
-    """What is not true of a span that begins at `start` of a field; empty if it is true."""
-    is_sampled = isinstance(claim, types.SampledProvenanceSpan)
-    what, source = "prompt ids", sequence.prompt_ids
-    if is_sampled:
-        what, source = "sampled ids", sequence.sampled.completion_ids
-    wanted = source[claim.offset : claim.offset + claim.length]
-    if len(wanted) < claim.length:
-        return (
-            f": the {what} of {claim.sequence_id!r} have {len(source)} positions, and the span claims {claim.length} "
-            f"from {claim.offset}"
-        )
-    if ids is None:
-        return ""
-    given = ids[start : start + claim.length]
-    wrong = np.flatnonzero((wanted != given) & (~blank | is_sampled))
-    if not len(wrong):
-        return ""
-    place = int(wrong[0])
-    return (
-        f", position {start + place}: the {what} of {claim.sequence_id!r} have id {int(wanted[place])} at "
-        f"{claim.offset + place}, and id {int(given[place])} was given ({len(wrong)} of the span's {claim.length} ids "
-        "differ)"
-    )
+                self._lags[self._run.version - each.policy_version] += number

@@ -20,12 +20,12 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from unbroken.engines.base import Engine
-from unbroken.engines.checks import require_scoring, require_updatable
+from unbroken.engines.checks import check_vocabulary, require_scoring, require_updatable
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.tinker.wire import check_vocabulary, write_tops
+from unbroken.tinker.wire import write_tops
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
@@ -190,13 +190,7 @@ async def sample(
     body: types.SampleRequest,
     prompt: RequestPrompt,
 ) -> tuple[list[SampledSequence], messages.SampleResponse]:
-    """Sample completions of a request, whose prompt is placed, and score the prompt, under the same weights. The answer
-    has the scores alone.
-
-    Raises:
-        InvalidInputError: what is asked for is not valid, or this server does not compute it.
-        EngineError: the engine failed, or the request was aborted.
-    """
+    """Sample completions of a prompt, and score it under the same weights: the answer has the scores alone."""
     engine, ids = context.service.engine, prompt.token_ids
     _check(body, len(ids))
     targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
@@ -259,7 +253,7 @@ def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None
             f"{_MAX_SCORES} are computed"
         )
     ids = np.array(given.data, np.int64).reshape(rows, width)
-    check_vocabulary(np.maximum(ids, 0), vocab_size, name="target_prompt_logprobs")
+    check_vocabulary(np.maximum(ids, 0), vocab_size=vocab_size, name="target_prompt_logprobs")
     return ids
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,16 +24,11 @@ from unbroken.server.process import serve
 from unbroken.tinker.api import Answer, TinkerApi
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.sessions import Promise
-from unbroken.tinker.store import TinkerStore
+from unbroken.tinker.store import CallResult, TinkerStore
+from unbroken.tinker.wire import PROTOBUF
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
-_CALLS = (
-    "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights", "load_weights",
-    "save_weights_for_sampler", "create_sampling_session", "join_sampling_session", "asample", "retrieve_future",
-    "retrieve_futures", "cancel_future", "weights_info",
-)  # fmt: skip
-"""What is called by POST: the method of this name takes the body, of the type that it says."""
 _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("GET", "get_server_capabilities"): TinkerApi.describe_server,
     ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
@@ -43,7 +40,7 @@ _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("DELETE", "training_runs/{model_id}/checkpoints/{kind}/{name}"): TinkerApi.delete_checkpoint,
     ("GET", "checkpoints"): TinkerApi.list_checkpoints,
 }
-"""What is called without a body."""
+"""What is called without a body. Methods that take one are called by POST, by their names."""
 _FIXED: Mapping[str, dict[str, Any]] = {
     "client/config": {"sample_join_sampling_session": True, "sample_use_retrieve_futures": True},
     "client/dynamic_config": {"sample_cancel_enabled": True},
@@ -53,29 +50,21 @@ _FIXED: Mapping[str, dict[str, Any]] = {
 
 
 def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
-    """Serve a model, with the Tinker API, until a signal. Returns the exit status.
-
-    Raises:
-        InvalidInputError: an option is invalid.
-        StoreError: the store cannot be opened.
-    """
+    """Serve a model, with the Tinker API, until a signal. Returns the exit status."""
     from unbroken.tinker.models import Models, TrainerProcess
 
+    model, device, keep_days = options.model, tinker.tinker_device, tinker.tinker_keep_days
+    open_backend = partial(Models, model) if device is None else partial(TrainerProcess, model, device)
     store = TinkerStore(
-        tinker.tinker_store,
-        files=tinker.tinker_files,
-        keep_days=tinker.tinker_keep_days,
-        sessions=tinker.tinker_sessions,
+        tinker.tinker_store, files=tinker.tinker_files, keep_days=keep_days, sessions=tinker.tinker_sessions
     )
     make_api = partial(
         TinkerApi,
         store=store,
         options=tinker,
-        model=options.model,
-        tokenizer=options.tokenizer or options.model,
-        open_backend=partial(Models, options.model)
-        if tinker.tinker_device is None
-        else partial(TrainerProcess, options.model, tinker.tinker_device),
+        model=model,
+        tokenizer=options.tokenizer or model,
+        open_backend=open_backend,
     )
     make_app = partial(create_tinker_app, make_api, tinker.read_keys())
     try:
@@ -120,8 +109,9 @@ def make_routes() -> list[Routes]:
     open_routes.add_api_route(f"{PREFIX}/healthz", partial(_answer_fixed, {"status": "ok"}), name="healthz")
     for name, fixed in _FIXED.items():
         routes.add_api_route(f"{PREFIX}/{name}", partial(_answer_fixed, fixed), methods=["POST"], name=name)
-    for name in _CALLS:
-        routes.add_api_route(f"{PREFIX}/{name}", _make_call(name), methods=["POST"], name=name)
+    for name, call in inspect.getmembers(TinkerApi, inspect.iscoroutinefunction):
+        if not name.startswith("_") and issubclass(get_type_hints(call).get("body", bytes), BaseModel):
+            routes.add_api_route(f"{PREFIX}/{name}", _make_call(call), methods=["POST"], name=name)
     routes.add_api_route(f"{PREFIX}/forward_backward", _forward_backward, methods=["POST"])
     for (method, path), look in _LOOKS.items():
         routes.add_api_route(f"{PREFIX}/{path}", partial(_look, look), methods=[method], name=path)
@@ -142,8 +132,8 @@ def _respond(answer: Answer) -> Response:
         model_id = None if answer.sequence_ids else answer.request_id.rpartition(":")[0]
         fields = {"request_id": answer.request_id, "model_id": model_id}
         return json_response({**fields, "sample_sequence_ids": answer.sequence_ids or None})
-    if isinstance(answer, Response):
-        return answer
+    if isinstance(answer, CallResult):
+        return Response(answer.answer, media_type=PROTOBUF if answer.is_protobuf else "application/json")
     return Response(status_code=204) if answer is None else json_response(answer)
 
 
@@ -151,14 +141,13 @@ async def _answer_fixed(answer: dict[str, Any], request: Request) -> Response:
     return json_response(answer)
 
 
-def _make_call(name: str) -> Callable[..., Awaitable[Response]]:
-    call = getattr(TinkerApi, name)
+def _make_call(call: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Response]]:
     takes = get_type_hints(call)
 
     async def handle(request: Request, given: dict[str, Any]) -> Response:
         api, owner = _find(request)
         if "run" in takes:
-            return _respond(await api.submit(owner, name, given, takes["body"]))
+            return _respond(await api.submit(owner, call.__name__, given, takes["body"]))
         return _respond(await call(api, owner, takes["body"].model_validate(given, extra="ignore")))
 
     return handle

@@ -1,6 +1,6 @@
-"""What outlives the server's process: sampled sequences, models and checkpoints.
+"""What outlives the server's process: results of calls, sampled sequences, models and checkpoints.
 
-    FOLDER/tinker.sqlite3                    rows of all that follows, and of each sampled sequence; or in PostgreSQL
+    FOLDER/tinker.sqlite3                    rows of all of them; or in PostgreSQL
     FOLDER/weights/RUN/NAME-HEX/             a checkpoint: the model's own files, and in sampler/ what engines take
     FOLDER/sampler_weights/RUN/NAME-HEX/     weights for sampling alone
     FOLDER/temporary/                        those without a name, which end with their session
@@ -10,7 +10,6 @@ A file is whole before its row is written, and a row is on the disk before its r
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import time
@@ -32,6 +31,7 @@ from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")
 _FILES = Path("runs/tinker")
+ANSWERS_KEPT_S = 3600.0
 _VERSION_1 = (
     "CREATE TABLE IF NOT EXISTS prompts (id TEXT PRIMARY KEY, ids {blob} NOT NULL)",
     """CREATE TABLE IF NOT EXISTS sequences (
@@ -55,6 +55,21 @@ _VERSION_2 = (
     "CREATE TABLE store (name TEXT NOT NULL)",
     "INSERT INTO store VALUES ('')",
 )
+_VERSION_3 = (
+    """CREATE TABLE results (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, digest {blob} NOT NULL, answer {blob}, is_protobuf {integer} NOT NULL,
+    ended {float} NOT NULL)""",
+    "CREATE INDEX results_by_time ON results (ended)",
+    "CREATE INDEX answers_by_time ON results (ended) WHERE answer IS NOT NULL",
+)
+"""`whole` of sequences is not used since then."""
+_INSERT_SEQUENCE = (
+    "INSERT INTO sequences (id, prompt, owner, model, ids, logprobs, versions, content, made, finish) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_OLD_ANSWERS = "id IN (SELECT id FROM results WHERE answer IS NOT NULL AND ended < ? ORDER BY ended LIMIT ?)"
+_OLD_RESULTS = "id IN (SELECT id FROM results WHERE ended < ? ORDER BY ended LIMIT ?)"
+_OLD_SEQUENCES = "id IN (SELECT id FROM sequences WHERE made < ? ORDER BY made LIMIT ?)"
 TINKER_TABLES = Tables(
     content="sampled sequences",
     program="Tinker server",
@@ -62,7 +77,7 @@ TINKER_TABLES = Tables(
     schema="unbroken_tinker",
     locks=0x756E7469,
     is_shared=False,
-    migrations=(_VERSION_1, _VERSION_2),
+    migrations=(_VERSION_1, _VERSION_2, _VERSION_3),
     revision="SELECT (SELECT MAX(made) FROM sequences), (SELECT MAX(made) FROM steps), (SELECT COUNT(*) FROM models), "
     "(SELECT MAX(used) FROM models), COUNT(*), MAX(made) FROM checkpoints",
 )
@@ -79,8 +94,16 @@ class RecordedSequence:
     prompt_ids: TokenIds
     sampled: SampledSequence
     """Its versions are those of the model, which rise with each change of the weights."""
-    is_whole: bool = True
-    """Whether its call asked for nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """What a call is answered with, and what it sampled."""
+
+    answer: bytes | None
+    """JSON or protobuf; None once it is not kept any more."""
+    is_protobuf: bool = False
+    sequences: Sequence[RecordedSequence] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +121,8 @@ class ModelFacts:
     """Why its model is gone; None if it is not."""
 
     def describe(self, owner: str, saved: Sequence[Checkpoint]) -> dict[str, Any]:
-        """A `TrainingRun` of the API, with its checkpoints, the newest first."""
-        last = {each.is_for_training: each.describe() for each in reversed(saved)}
+        """A `TrainingRun` of the API, with the newest of its checkpoints."""
+        last = {each.is_for_training: each.describe() for each in reversed(saved) if each.model_id == self.model_id}
         return {
             "training_run_id": self.model_id,
             "base_model": self.base_model,
@@ -167,6 +190,12 @@ def _to_bytes(ids: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
 
 
+def select(cursor: Cursor, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    """The rows of a query."""
+    cursor.execute(query, values)
+    return cursor.fetch_all()
+
+
 def decode_sampled(ids: bytes, logprobs: bytes, versions: str, finish: str) -> SampledSequence:
     """What was sampled, of the columns of these names."""
     return SampledSequence(
@@ -191,14 +220,8 @@ class TinkerStore:
     def __init__(
         self, location: str | Path, *, files: Path | None = None, keep_days: float = 30, sessions: str | None = None
     ) -> None:
-        """Open a folder, or a database, whose checkpoints have their files in a folder of its name in `files`.
-
-        `keep_days` is how long a sequence is kept at least. `sessions` is where a gateway stores its sessions, whose
-        turns are then sequences too, of every owner.
-
-        Raises:
-            InvalidInputError: the location is not valid, or a folder cannot be written.
-            StoreError: another server uses it, or it cannot be connected to, or is damaged.
+        """Open a folder, or a database, whose checkpoints have their files in a folder of its name in `files`. Turns of
+        the sessions that a gateway stores at `sessions` are sequences too, of every owner.
         """
         self.keep_days = keep_days
         self._sessions = sessions
@@ -242,45 +265,45 @@ class TinkerStore:
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         if not all(value.isprintable() for value in values if isinstance(value, str)):
             return []  # databases refuse some characters with errors
+        return self._database.read(lambda cursor: select(cursor, query, *values))
 
-        def select(cursor: Cursor) -> list[tuple[Any, ...]]:
-            cursor.execute(query, values)
-            return cursor.fetch_all()
-
-        return self._database.read(select)
-
-    def add_sequences(self, sequences: Sequence[RecordedSequence]) -> None:
-        """Record the completions of one call, and remove up to twice as many that were kept long enough."""
-        first, now = sequences[0], time.time()
+    def put_result(self, request_id: str, digest: bytes, result: CallResult, *, owner: str) -> None:
+        """Record the result of a call, and what it sampled; and remove a few of those that were kept long enough."""
+        now = time.time()
+        hour_ago, kept_from, few = now - ANSWERS_KEPT_S, now - self.keep_days * 86400, 2 + 2 * len(result.sequences)
+        prompts = [(request_id, _to_bytes(each.prompt_ids)) for each in result.sequences[:1]]
         rows = [
             (
-                each.sequence_id, first.sequence_id, each.owner, each.model_id, _to_bytes(each.sampled.completion_ids),
+                each.sequence_id, request_id, owner, each.model_id, _to_bytes(each.sampled.completion_ids),
                 each.sampled.rollout_logprobs.tobytes(), json.dumps(list(map(astuple, each.sampled.version_spans))),
                 hash_content(each.prompt_ids, each.sampled.completion_ids), now, each.sampled.finish_reason.value,
-                int(each.is_whole),
             )
-            for each in sequences
+            for each in result.sequences
         ]  # fmt: skip
-        old = "SELECT id FROM sequences WHERE made < ? ORDER BY made LIMIT ?"
 
-        def add(cursor: Cursor) -> None:
-            cursor.execute("INSERT INTO prompts VALUES (?, ?)", (first.sequence_id, _to_bytes(first.prompt_ids)))
-            cursor.execute_many(f"INSERT INTO sequences VALUES ({', '.join('?' * len(rows[0]))})", rows)
-            values = now - self.keep_days * 86400, 2 * len(rows)
-            cursor.execute(f"DELETE FROM sequences WHERE id IN ({old}) RETURNING prompt", values)
+        def put(cursor: Cursor) -> None:
+            values = request_id, owner, digest, result.answer, int(result.is_protobuf), now
+            cursor.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?)", values)
+            cursor.execute_many("INSERT INTO prompts VALUES (?, ?)", prompts)
+            cursor.execute_many(_INSERT_SEQUENCE, rows)
+            cursor.execute(f"UPDATE results SET answer = NULL WHERE {_OLD_ANSWERS}", (hour_ago, few))
+            cursor.execute(f"DELETE FROM results WHERE {_OLD_RESULTS}", (kept_from, few))
+            cursor.execute(f"DELETE FROM sequences WHERE {_OLD_SEQUENCES} RETURNING prompt", (kept_from, few))
             cursor.execute_many("DELETE FROM prompts WHERE id = ?", cursor.fetch_all())
 
-        self._write(add)
+        self._write(put)
+
+    def find_result(self, request_id: str, *, owner: str) -> tuple[bytes, CallResult] | None:
+        """The digest and the result of a call that has ended."""
+        query = "SELECT digest, answer, is_protobuf FROM results WHERE id = ? AND owner = ?"
+        for digest, answer, is_protobuf in self._read(query, request_id, owner):
+            return bytes(digest), CallResult(answer=answer, is_protobuf=bool(is_protobuf))
+        return None
 
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
         """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
         found = self._find_sequences("s.id", sequence_id, owner)
         return found[0] if found else self._find_turn(sequence_id, owner)
-
-    def find_call(self, request_id: str, *, owner: str) -> list[RecordedSequence]:
-        """The completions of a sampling call: all that it had, or none."""
-        found = (self._find_sequences("s.id", f"{request_id}:{number}", owner) for number in itertools.count())
-        return [sequence for (sequence,) in itertools.takewhile(bool, found)]
 
     def _find_turn(self, sequence_id: str, owner: str) -> RecordedSequence | None:
         """A turn by its name, read from the gateway's store, which is not changed."""
@@ -304,7 +327,7 @@ class TinkerStore:
 
     def _find_sequences(self, column: str, value: Any, owner: str) -> list[RecordedSequence]:
         rows = self._read(
-            "SELECT s.id, s.model, s.whole, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s "
+            "SELECT s.id, s.model, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s "
             f"JOIN prompts p ON p.id = s.prompt WHERE {column} = ? AND s.owner = ? LIMIT 2",
             value,
             owner,
@@ -316,15 +339,21 @@ class TinkerStore:
                 model_id=model,
                 prompt_ids=np.frombuffer(prompt, np.int32),
                 sampled=decode_sampled(*columns),
-                is_whole=bool(whole),
             )
-            for name, model, whole, prompt, *columns in rows
+            for name, model, prompt, *columns in rows
         ]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:
-        """Record that a training run begins."""
+        """Record that a training run begins; and remove those that ended long enough ago without a checkpoint."""
         values = facts.model_id, owner, json.dumps(asdict(facts)), facts.used
-        self._write(lambda cursor: cursor.execute("INSERT INTO models VALUES (?, ?, ?, ?, NULL)", values))
+        old = "ended IS NOT NULL AND used < ? AND id NOT IN (SELECT model FROM checkpoints)"
+
+        def put(cursor: Cursor) -> None:
+            cursor.execute("INSERT INTO models VALUES (?, ?, ?, ?, NULL)", values)
+            cursor.execute(f"DELETE FROM models WHERE {old} RETURNING id", (time.time() - self.keep_days * 86400,))
+            cursor.execute_many("DELETE FROM steps WHERE model = ?", cursor.fetch_all())
+
+        self._write(put)
 
     def end_model(self, model_id: str, reason: str) -> None:
         """Record why a training run's model is gone."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -12,28 +12,18 @@ from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
+from unbroken.engines.checks import check_vocabulary
 from unbroken.errors import InvalidInputError
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import ImageIntake, RequestPrompt
-from unbroken.tinker.data import Datum, Output
+from unbroken.tinker.losses import Datum, Output, ProvenanceClaim
 from unbroken.types import FinishReason, SampledSequence, TopLogprobs
 
-ProvenanceClaim: TypeAlias = types.PromptProvenanceSpan | types.SampledProvenanceSpan
-"""A span of a datum: its next `length` positions are those from `offset` of a prompt or of what was sampled."""
 PROTOBUF = "application/x-protobuf"
 _MAX_CELLS = 2**24
-"""Most targets of a request with several a position: all positions times the most targets of one."""
+"""Most values of all tensors of a request, which may be sparse."""
 _EMPTY_LOGPROB = -99999.0
 _DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messages.DType.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimedDatum:
-    """A datum as it came: what is trained, and what is claimed of where it is from."""
-
-    datum: Datum
-    input_claims: tuple[ProvenanceClaim, ...]
-    target_claims: tuple[ProvenanceClaim, ...]
 
 
 def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> messages.ForwardBackwardRequest:
@@ -52,19 +42,8 @@ def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> mes
     return message
 
 
-def read_loss_config(message: messages.ForwardBackwardRequest) -> dict[str, float | str]:
-    """The values of `loss_fn_config`."""
-    given = message.loss_fn_config_v2.items()
-    return {name: value.text if value.WhichOneof("value") == "text" else value.number for name, value in given}
-
-
-def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context_length: int) -> list[ClaimedDatum]:
-    """Read the data of `forward_backward`.
-
-    Raises:
-        InvalidInputError: ids outside the vocabulary, a wrong dtype or shape, values that are not finite, or chunks
-            that are no ids; the message names the datum.
-    """
+def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context_length: int) -> list[Datum]:
+    """Read the data of `forward_backward`; `InvalidInputError`, which names the datum, for what is wrong."""
     if not message.data:
         raise InvalidInputError("data must have at least one datum, got none")
     _check_shapes(message, vocab_size)
@@ -78,27 +57,21 @@ def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context
 
 
 def _check_shapes(message: messages.ForwardBackwardRequest, vocab_size: int) -> None:
-    """Check the shapes of all data, before any sparse tensor becomes dense and rows are padded to the widest."""
-    num_rows, widest = 0, 1
+    """Check the shapes of all data, before any sparse tensor becomes dense."""
+    num_cells = 0
     for index, datum in enumerate(message.data):
-        shapes = {name: tuple(tensor.shape) for name, tensor in datum.loss_fn_inputs.items()}
-        for name, shape in shapes.items():
+        for name, shape in ((name, tuple(tensor.shape)) for name, tensor in datum.loss_fn_inputs.items()):
             if len(shape) > 2 or min(shape, default=0) < 0 or max(shape[1:], default=1) > vocab_size:
                 raise InvalidInputError(
                     f"data[{index}]: loss_fn_inputs[{name!r}] must have a shape [T], or [T, K] with K at most "
                     f"{vocab_size} (the vocabulary), got {list(shape[:9])}"
                 )
-            widest = max([widest, *shape[1:]])
-        num_ids = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
-        num_rows += max([num_ids, *(shape[0] for shape in shapes.values() if shape)])
-    if widest > 1 and num_rows * widest > _MAX_CELLS:
-        raise InvalidInputError(
-            f"data with several targets a position must have at most {_MAX_CELLS} of them, {num_rows} positions times "
-            f"the most of one, got {widest}"
-        )
+            num_cells += math.prod(shape)
+    if num_cells > _MAX_CELLS:
+        raise InvalidInputError(f"loss_fn_inputs of all data must have at most {_MAX_CELLS} values, got {num_cells}")
 
 
-def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> ClaimedDatum:
+def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> Datum:
     parts = []
     for number, chunk in enumerate(given.model_input):
         name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
@@ -108,7 +81,7 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
     input_ids = np.concatenate([np.zeros(0, np.int32), *parts])
     if not 1 <= len(input_ids) <= context_length:
         raise InvalidInputError(f"model_input must have 1 to {context_length} ids (the context), got {len(input_ids)}")
-    check_vocabulary(input_ids, vocab_size, name="model_input")
+    check_vocabulary(input_ids, vocab_size=vocab_size, name="model_input")
     arrays = {name: _read_tensor(tensor, name) for name, tensor in sorted(given.loss_fn_inputs.items())}
     targets = arrays.pop("target_tokens", None)
     if targets is not None:
@@ -119,29 +92,20 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
                 f"target_tokens must have shape [{len(input_ids)}] or [{len(input_ids)}, K], as model_input has "
                 f"{len(input_ids)} ids, got {list(targets.shape)}"
             )
-        check_vocabulary(targets, vocab_size, name="target_tokens")
+        check_vocabulary(targets, vocab_size=vocab_size, name="target_tokens")
     for name, array in arrays.items():
         arrays[name] = array.astype(np.float32)
         if (arrays[name] != array).any():
             raise InvalidInputError(
                 f"loss_fn_inputs[{name!r}] must be float32, got int64 values that float32 cannot hold"
             )
-    return ClaimedDatum(
-        datum=Datum(input_ids=input_ids, targets=targets, inputs=arrays),
+    return Datum(
+        input_ids=input_ids,
+        targets=targets,
+        inputs=arrays,
         input_claims=tuple(map(_read_claim, given.model_input_spans)),
         target_claims=tuple(map(_read_claim, given.loss_fn_input_spans)),
     )
-
-
-def check_vocabulary(ids: NDArray[Any], vocab_size: int, *, name: str) -> None:
-    """Raise `InvalidInputError`, which names the position, for an id outside the vocabulary."""
-    wrong = np.argwhere((ids < 0) | (ids >= vocab_size))
-    if len(wrong):
-        place = wrong[0].tolist()
-        raise InvalidInputError(
-            f"{name}{''.join(f'[{each}]' for each in place)} must be an id in [0, {vocab_size}), got "
-            f"{ids[tuple(place)]}"
-        )
 
 
 def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
@@ -187,12 +151,7 @@ def encode_forward_backward(output: Output, metrics: Mapping[str, float]) -> byt
 
 
 async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:
-    """The prompt's ids, with those of its images among them.
-
-    Raises:
-        InvalidInputError: chunks that are neither, ids outside the vocabulary, an image that cannot be used, or one
-            that has another number of ids than the client expects.
-    """
+    """The prompt's ids, with those of its images among them; `InvalidInputError` if it cannot be used."""
     parts, images = [np.zeros(0, np.int64)], []
     for number, chunk in enumerate(prompt.chunks):
         if isinstance(chunk, types.EncodedTextChunk):
@@ -203,7 +162,7 @@ async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIn
         else:
             raise InvalidInputError(f"prompt.chunks[{number}] must be ids (encoded_text) or an image, got {chunk.type}")
     ids: NDArray[Any] = np.concatenate(parts)
-    check_vocabulary(ids, vocab_size, name="prompt")
+    check_vocabulary(ids, vocab_size=vocab_size, name="prompt")
     sources, settings = [chunk.data for _, chunk in images], intake.encode_settings(None)
     (placed,) = await intake.place([ids.astype(np.int32)], [sources], settings, names=lambda _: "images of prompt")
     for (name, chunk), span in zip(images, placed.images, strict=True):

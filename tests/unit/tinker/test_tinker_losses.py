@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.tinker.data import Datum
-from unbroken.tinker.losses import LOSSES, check_datum, find_loss, find_used
+from unbroken.tinker.losses import LOSSES, Datum, check_datum, find_loss, find_used
 
 
 def make_datum(**inputs) -> Datum:

@@ -19,23 +19,22 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI, Request
-from starlette.responses import Response
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from support.tinker_loops import record
+from support.tinker_loops import add_sequences, record
 from unbroken.errors import EngineError, InvalidInputError, StoreError, TrainingError
 from unbroken.server.http.errors import HttpError
-from unbroken.server.http.json import json_response
+from unbroken.threads import DaemonThreads
 from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi, check_finite
-from unbroken.tinker.data import Datum
+from unbroken.tinker.losses import Datum, ProvenanceClaim
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
 from unbroken.tinker.sessions import Promises, TrainingRun
-from unbroken.tinker.store import Checkpoint, ModelFacts, TinkerStore
-from unbroken.tinker.wire import ClaimedDatum, ProvenanceClaim, read_data
+from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, TinkerStore
+from unbroken.tinker.wire import read_data
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
@@ -57,44 +56,46 @@ def claimed(
     targets: list[ProvenanceClaim],
     ids: tuple[int, ...] = (5, 6, 7, 8, 9, 2),
     **given: Any,
-) -> ClaimedDatum:
+) -> Datum:
     arrays = {name: np.array(values, np.float32) for name, values in given.items()}
-    datum = Datum(input_ids=np.array(ids[:-1], np.int32), targets=np.array(ids[1:], np.int64), inputs=arrays)
-    return ClaimedDatum(datum=datum, input_claims=tuple(inputs), target_claims=tuple(targets))
+    input_ids, target_ids = np.array(ids[:-1], np.int32), np.array(ids[1:], np.int64)
+    return Datum(input_ids=input_ids, targets=target_ids, inputs=arrays, input_claims=inputs, target_claims=targets)
 
 
 INPUTS, TARGETS = [prompt(3), sampled(2)], [prompt(2, 1), sampled(3)]
 
 
-async def succeed() -> Response:
-    return json_response({"done": True})
+async def succeed() -> dict[str, Any]:
+    return {"done": True}
+
+
+def open_promises(store: TinkerStore) -> Promises:
+    return Promises(store, DaemonThreads(1), "me")
 
 
 async def make_run(promises: Promises) -> TrainingRun:
     """A run whose model is made."""
     run = TrainingRun(FACTS, owner="me", promises=promises)
-    await run.submit(0, "create_model", succeed, b"").wait()
+    await (await run.submit(0, "create_model", succeed, b"")).wait()
     return run
 
 
 @pytest.fixture
 def store(open_store: Callable[..., TinkerStore]) -> TinkerStore:
     store = open_store()
-    store.add_sequences([SEQUENCE])
+    add_sequences(store, [SEQUENCE])
     return store
 
 
-def check(
-    store: TinkerStore, data: list[ClaimedDatum], policy: str = "refuse", loss: str = "ppo", owner: str = "me"
-) -> Any:
-    made = ProvenanceCheck(store, ProvenancePolicy(policy), owner=owner, model_id="run", version=5, loss=loss)
-    return made.check(data)
+def check(store: TinkerStore, data: list[Datum], policy: str = "refuse", loss: str = "ppo", owner: str = "me") -> Any:
+    run: Any = SimpleNamespace(owner=owner, model_id="run", version=5)
+    return ProvenanceCheck(store, ProvenancePolicy(policy), run, loss=loss).check(data)
 
 
 def test_true_spans_are_proven_and_versions_and_logprobs_compared(store):
     data = [claimed(INPUTS, TARGETS, logprobs=[0, 0, -0.1, -0.2, -0.5], advantages=[0, 1, 1, 1, 1])]
     (datum,), metrics = check(store, data)
-    assert datum is data[0].datum
+    assert datum is data[0]
     assert metrics["provenance_proven:sum"] == 3
     assert metrics["provenance_logprobs_changed:sum"] == 1
     assert metrics["provenance_logprobs_difference:max"] == pytest.approx(0.2)
@@ -163,9 +164,13 @@ OTHERS = (
     ],
 )  # fmt: skip
 def test_sampled_targets_must_come_after_what_they_were_sampled_after(store, ids, targets, inputs, claims, problem):
-    store.add_sequences([OTHERS[0]]), store.add_sequences([OTHERS[1]])
-    datum = Datum(input_ids=np.array(ids, np.int32), targets=np.array(targets, np.int64))
-    data = ClaimedDatum(datum=datum, input_claims=tuple(inputs), target_claims=tuple(claims))
+    add_sequences(store, [OTHERS[0]]), add_sequences(store, [OTHERS[1]])
+    data = Datum(
+        input_ids=np.array(ids, np.int32),
+        targets=np.array(targets, np.int64),
+        input_claims=inputs,
+        target_claims=claims,
+    )
     with pytest.raises(InvalidInputError, match=rf"data\[0\].loss_fn_inputs, {problem}"):
         check(store, [data])
     metrics = check(store, [data], "count")[1]
@@ -175,7 +180,7 @@ def test_sampled_targets_must_come_after_what_they_were_sampled_after(store, ids
 
 
 def test_turns_whose_prompts_extend_each_other_are_proven_in_one_datum(store):
-    store.add_sequences([OTHERS[2]])
+    add_sequences(store, [OTHERS[2]])
     prompt_2, sampled_2 = prompt(2, 6, name="s4"), sampled(2, name="s4")
     inputs, ids = [*INPUTS[:1], sampled(3), prompt_2, sampled(1, name="s4")], (5, 6, 7, 8, 9, 2, 1, 1, 3, 4)
     data = claimed(inputs, [*TARGETS, prompt_2, sampled_2], ids=ids)
@@ -189,25 +194,25 @@ def test_turns_whose_prompts_extend_each_other_are_proven_in_one_datum(store):
 def test_targets_of_a_prompt_may_be_blank_where_the_loss_does_not_use_them(store):
     """As cookbook's rl_loop writes them."""
     data = claimed(INPUTS, TARGETS, advantages=[0, 0, 1, 1, 1])
-    data.datum.targets[:2] = 0
+    data.targets[:2] = 0
     assert check(store, [data])[1]["provenance_proven:sum"] == 3
-    data.datum.inputs["advantages"][1] = 1
+    data.inputs["advantages"][1] = 1
     with pytest.raises(InvalidInputError, match=r"loss_fn_inputs, span 0, position 1: .* have id 7 at 2, and id 0 was"):
         check(store, [data])
-    data.datum.inputs["advantages"][1] = 0
+    data.inputs["advantages"][1] = 0
     with pytest.raises(InvalidInputError, match=r"span 0, position 0: .* have id 6 at 1, and id 0 was"):
         check(store, [data], loss="dro")  # it trains them all the same
     assert check(store, [claimed(INPUTS, TARGETS, advantages=[0] * 5)], loss="dro")[1][
         "provenance_unsampled_trained:sum"
     ] == 2  # fmt: skip
-    data.datum.inputs["weights"] = np.array([0, 0, 1, 1, 1], np.float32)
+    data.inputs["weights"] = np.array([0, 0, 1, 1, 1], np.float32)
     assert check(store, [data], loss="dro")[1]["provenance_proven:sum"] == 3
     last = claimed(INPUTS, TARGETS, advantages=[0, 0, 1, 1, 0])
-    last.datum.targets[4] = 0
+    last.targets[4] = 0
     with pytest.raises(InvalidInputError, match=r"span 1, position 4: the sampled ids .* have id 2 at 2, and id 0 was"):
         check(store, [last])
     plain = claimed([], [])
-    plain.datum.targets[:2] = 0
+    plain.targets[:2] = 0
     assert check(store, [plain])[1]["provenance_matched:sum"] == 3
 
 
@@ -215,7 +220,7 @@ def test_data_without_spans_are_found_by_their_ids_if_only_one_sequence_has_them
     assert check(store, [claimed([], [])])[1]["provenance_matched:sum"] == 3
     assert check(store, [claimed([], [], ids=(5, 6, 7, 8, 9, 3))])[1]["provenance_unproven:sum"] == 5
     assert check(store, [claimed([], [])], owner="other")[1]["provenance_unproven:sum"] == 5
-    store.add_sequences([replace(SEQUENCE, sequence_id="s2")])
+    add_sequences(store, [replace(SEQUENCE, sequence_id="s2")])
     assert check(store, [claimed([], [])])[1]["provenance_unproven:sum"] == 5
 
 
@@ -235,7 +240,7 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
     csr = tensor.sparse_csr
     csr.values, csr.col_indices = np.array([7, 8, 9]).tobytes(), np.array([0, 2, 1]).tobytes()
     csr.crow_indices = np.array([0, 2, 3]).tobytes()
-    assert read_data(message, 10, 100)[0].datum.targets.tolist() == [[7, 0, 8], [0, 9, 0]]
+    assert read_data(message, 10, 100)[0].targets.tolist() == [[7, 0, 8], [0, 9, 0]]
     for rows, columns in (
         ([0, 2, 4], [0, 2, 1]), ([0, 3], [0, 2, 1]), ([0, 2, 3], [0, 3, 1]), ([0, 2, 1], [0, 1, 2]),
         ([0, 2, 3], [2, 2, 1]),
@@ -253,17 +258,15 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
         read_data(message, 10, 100)
 
 
-def test_a_request_has_one_budget_of_targets_before_any_are_dense(monkeypatch):
-    """Also of rows with one target a position, which are padded to the widest."""
+def test_a_request_has_one_budget_of_values_before_any_are_dense(monkeypatch):
     message = messages.ForwardBackwardRequest()
-    for shape in ([2, 2**21], [9], [5, 1]):
+    for shape in ([4, 2**21], [4, 2**21], [5, 1]):
         message.data.add().loss_fn_inputs["target_tokens"].shape.extend(shape)
-    message.data.add().model_input.add().encoded_text.tokens = bytes(4 * 100)  # whose tensors have no shapes
     monkeypatch.setattr("unbroken.tinker.wire._read_datum", lambda *_: pytest.fail("read"))
-    with pytest.raises(InvalidInputError, match=r"at most 16777216 of them, 116 positions times .*, got 2097152"):
+    with pytest.raises(InvalidInputError, match=r"all data must have at most 16777216 values, got 16777221"):
         read_data(message, 2**22, 100)
     message.data[1].loss_fn_inputs["target_tokens"].shape[0] = -9
-    with pytest.raises(InvalidInputError, match=r"data\[1\]: .* got \[-9\]"):
+    with pytest.raises(InvalidInputError, match=r"data\[1\]: .* got \[-9, 2097152\]"):
         read_data(message, 2**22, 100)
 
 
@@ -274,9 +277,17 @@ class Call:
         self.answer = answer
         self.may_end = asyncio.Event()
 
-    async def __call__(self) -> Response:
+    async def __call__(self) -> Any:
         await self.may_end.wait()
-        return json_response(self.answer)
+        return self.answer
+
+
+async def start(promises: Promises, request_id: str, call: Any, body: bytes = b"") -> Any:
+    """A call like a sampler's."""
+    promise = await promises.start(request_id, "sample", body)
+    if promise.task is None and promise.result is None:
+        promise.task = asyncio.create_task(promises.run(promise, call))
+    return promise
 
 
 async def end(promise: Any, call: Call) -> Any:
@@ -284,57 +295,55 @@ async def end(promise: Any, call: Call) -> Any:
     return await promise.wait()
 
 
-def start(promises: Promises, request_id: str, call: Call) -> Any:
-    return promises.start(request_id, "sample", b"", call)
-
-
-async def test_open_promises_of_a_key_are_bounded_and_results_forgotten(monkeypatch):
-    promises = Promises()
+async def test_open_promises_of_a_key_are_bounded_and_results_are_in_the_store(store, monkeypatch):
+    promises = open_promises(store)
     monkeypatch.setattr(sessions, "MAX_OPEN", 3)
     calls = [Call({"number": number}) for number in range(3)]
-    held = [start(promises, str(number), call) for number, call in enumerate(calls)]
+    held = [await start(promises, str(number), call) for number, call in enumerate(calls)]
     with pytest.raises(HttpError, match="3 calls of 0 bytes that are not answered yet"):
-        start(promises, "4", Call())
-    assert (await end(held[0], calls[0])).body == b'{"number":0}'
-    assert promises.find("0") is held[0]
-    monkeypatch.setattr(sessions, "_KEPT_S", 0)
-    await end(held[1], calls[1])
-    assert promises.find("0") is None
-    assert promises.find("1") is not None
+        await start(promises, "4", Call())
+    assert (await end(held[0], calls[0])).answer == b'{"number":0}'
+    assert list(promises._open) == ["1", "2"]
+    for at in (promises, open_promises(store)):  # also the next server's
+        found = await at.find("0")
+        assert (await found.wait()).answer == b'{"number":0}'
+    assert await Promises(store, DaemonThreads(1), "other").find("0") is None
 
 
-async def test_results_of_a_key_make_room_once_they_were_sent(monkeypatch):
-    monkeypatch.setattr(sessions, "_MAX_KEPT_BYTES", 30)
+async def test_a_number_is_its_call_s_also_after_its_answer_is_forgotten(store, monkeypatch):
+    promises = open_promises(store)
+    first = await start(promises, "1", succeed, b"body")
+    await first.wait()
+    monkeypatch.setattr("unbroken.tinker.store.ANSWERS_KEPT_S", -1)
+    await (await start(promises, "2", succeed)).wait()
+    assert (await (await start(promises, "1", succeed, b"body")).wait()).answer == sessions.FORGOTTEN.answer
+    with pytest.raises(HttpError, match="call 1 came again as sample, or with another body"):
+        await start(promises, "1", succeed, b"other")
 
-    async def fill(promises: Promises, *, sends: bool) -> list[Any]:
-        calls = [Call({"number": 123}) for _ in range(3)]
-        held = [start(promises, str(number), call) for number, call in enumerate(calls)]
-        for promise, call in zip(held, calls, strict=True):
-            assert len((await end(promise, call)).body) == 14
-            if sends and promise is held[0]:
-                promise.is_sent = True
-        return held
 
-    promises, others = Promises(), Promises()
-    held = await fill(promises, sends=True)
-    assert [promises.find(each.request_id) for each in held] == [None, *held[1:]]
-    start(promises, "3", Call())
-    held = await fill(others, sends=False)
-    assert [others.find(each.request_id) for each in held] == held
-    with pytest.raises(HttpError, match="42 bytes of results that it has not asked for"):
-        start(others, "3", Call())
-    held[1].is_sent = True
-    start(others, "3", Call())
+async def test_a_result_that_cannot_be_stored_is_kept_in_memory_and_what_was_sampled_fails(store, monkeypatch):
+    promises, lose = open_promises(store), Mock(side_effect=StoreError("the database is gone"))
+    monkeypatch.setattr(store, "put_result", lose)
+    trained = await start(promises, "1", succeed)
+
+    async def sample() -> CallResult:
+        return CallResult(answer=b"ids", is_protobuf=True, sequences=[SEQUENCE])
+
+    sampled = await start(promises, "2", sample)
+    assert (await trained.wait()).answer == b'{"done":true}'
+    assert json.loads((await sampled.wait()).answer) == {"error": "the database is gone", "category": "server"}
+    assert await start(promises, "1", succeed) is trained
+    assert [name for _, name in await promises.wait_for_samples("", 0, after=0, timeout_s=0)] == ["1", "2"]
 
 
 async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
     api = make_api(store, monkeypatch)
     session, model_id = await make_model(api)
-    assert json.loads((await api.retrieve_future("me", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))).body)
+    assert json.loads((await api.retrieve_future("me", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))).answer)
     unknown = await api.retrieve_future("other", types.FutureRetrieveRequest(request_id=f"{model_id}:0"))
     assert "is not known" in unknown["error"]
     monkeypatch.setattr(sessions, "MAX_OPEN", 1)
-    start(api._promises["me"], "open", Call())
+    await start(api._promises_of("me"), "open", Call())
     for owner, own in (("me", session), ("other", (await make_model(api, owner="other"))[0])):
         request = make_sample(await make_sampler(api, own, owner))
         if owner == "me":
@@ -344,10 +353,10 @@ async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
             await (await api.asample(owner, request)).wait()
 
 
-async def test_ended_samples_are_named_once_by_a_cursor_and_to_each_clone_its_own():
-    promises, calls = Promises(), [Call() for _ in range(4)]
+async def test_ended_samples_are_named_once_by_a_cursor_and_to_each_clone_its_own(store):
+    promises, calls = open_promises(store), [Call({}) for _ in range(4)]
     names = ["s:sample:0:1", "s:sample:0:2", "s:sample:0:1000000001", "s:sample:1:1"]
-    held = [start(promises, name, call) for name, call in zip(names, calls, strict=True)]
+    held = [await start(promises, name, call) for name, call in zip(names, calls, strict=True)]
 
     async def ask(after: int = 0, clone: int = 0, timeout_s: float = 0) -> list[Any]:
         return await promises.wait_for_samples("s:sample:0", clone, after=after, timeout_s=timeout_s)
@@ -358,91 +367,96 @@ async def test_ended_samples_are_named_once_by_a_cursor_and_to_each_clone_its_ow
         await asyncio.sleep(0.01)
         assert not asked.done()
         await end(held[number], calls[number])
-    assert await asked == [held[1]]
-    assert await ask(clone=1) == [held[2]]
+    ((second, name),) = await asked
+    assert name == names[1]
+    assert [name for _, name in await ask(clone=1)] == [names[2]]
     await end(held[0], calls[0])
-    assert await ask() == [held[1], held[0]]
-    assert await ask(after=held[1].ended_ns) == [held[0]]
-    assert await ask(after=held[0].ended_ns) == []
+    assert [name for _, name in await ask()] == [names[1], names[0]]
+    ((last, name),) = await ask(after=second)
+    assert name == names[0]
+    assert await ask(after=last) == []
 
 
-async def test_a_run_keeps_the_order_and_goes_on_after_a_failure():
-    promises, done = Promises(), []
+async def test_a_run_keeps_the_order_and_goes_on_after_a_failure(store):
+    promises, done = open_promises(store), []
     run = await make_run(promises)
 
     def work(number: int) -> Any:
-        async def act() -> Response:
+        async def act() -> dict[str, Any]:
             await asyncio.sleep(0)
             done.append(number)
             if number == 2:
                 raise InvalidInputError("two is wrong")
-            return json_response({"number": number})
+            return {"number": number}
 
         return act
 
-    held = [run.submit(number, "optim_step", work(number), b"") for number in (3, 2, 4, 2, 1, 1)]
+    held = [await run.submit(number, "optim_step", work(number), b"") for number in (3, 2, 4, 2, 1, 1)]
     for each in held:
         await each.wait()
     assert done == [1, 2, 3, 4]
-    assert json.loads(held[1].result.body) == {"error": "two is wrong", "category": "user"}
-    waiting = run.submit(6, "optim_step", work(6), b"")
+    assert json.loads(held[1].result.answer) == {"error": "two is wrong", "category": "user"}
+    waiting = await run.submit(6, "optim_step", work(6), b"")
     await run.end("the end")
-    assert b"model run is gone: the end" in (await waiting.wait()).body
+    assert b"model run is gone: the end" in (await waiting.wait()).answer
 
 
-async def test_a_number_that_comes_again_with_another_body_is_refused():
-    run = await make_run(Promises())
-    first = run.submit(1, "optim_step", succeed, b'{"learning_rate": 1}')
-    assert run.submit(1, "optim_step", succeed, b'{"learning_rate": 1}') is first
-    for kind, body in (("optim_step", b'{"learning_rate": 2}'), ("forward", b'{"learning_rate": 1}')):
-        with pytest.raises(HttpError, match="run:1 was optim_step, and came again") as refused:
-            run.submit(1, kind, succeed, body)
-        assert refused.value.status == 400  # the SDK sends a call again for ever that is answered by 409
+async def test_a_number_that_comes_again_with_another_body_is_refused(store):
+    run, body = await make_run(open_promises(store)), b'{"learning_rate": 1}'
+    first = await run.submit(1, "optim_step", succeed, body)
+    assert await run.submit(1, "optim_step", succeed, body) is first
+    for _ in range(2):  # also when the result is in the store
+        for kind, other in (("optim_step", b'{"learning_rate": 2}'), ("forward", body)):
+            with pytest.raises(HttpError, match=f"run:1 came again as {kind}, or with another body") as refused:
+                await run.submit(1, kind, succeed, other)
+            assert refused.value.status == 400  # the SDK sends a call again for ever that is answered by 409
+        await first.wait()
+    assert (await (await run.submit(1, "optim_step", succeed, body)).wait()) == first.result
 
 
-async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait_for_is_taken(monkeypatch):
+async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait_for_is_taken(store, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_OPEN_BYTES", 100)
-    run, act = await make_run(Promises()), Call()
-    run.submit(2, "forward", act, bytes(60))
+    run, act = await make_run(open_promises(store)), Call({})
+    await run.submit(2, "forward", act, bytes(60))
     with pytest.raises(HttpError, match="1 calls of 60 bytes that are not answered yet") as refused:
-        run.submit(3, "forward", act, bytes(60))
+        await run.submit(3, "forward", act, bytes(60))
     assert refused.value.status == 429
-    run.submit(1, "forward", act, bytes(60))
+    await run.submit(1, "forward", act, bytes(60))
     act.may_end.set()
-    await run.submit(2, "forward", act, bytes(60)).wait()
-    await asyncio.wait_for(run.submit(3, "forward", act, bytes(60)).wait(), 5)
+    await (await run.submit(2, "forward", act, bytes(60))).wait()
+    await asyncio.wait_for((await run.submit(3, "forward", act, bytes(60))).wait(), 5)
 
 
-async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(monkeypatch):
+async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(store, monkeypatch):
     monkeypatch.setattr(sessions, "_MISSING_S", 0.1)
-    run, done = await make_run(Promises()), []
+    run, done = await make_run(open_promises(store)), []
 
-    async def act() -> Response:
+    async def act() -> dict[str, Any]:
         done.append(1)
         return await succeed()
 
-    late = [run.submit(number, "optim_step", act, b"") for number in (2, 3)]
+    late = [await run.submit(number, "optim_step", act, b"") for number in (2, 3)]
     await asyncio.wait_for(asyncio.gather(*(each.wait() for each in late)), 5)
-    assert all(b"call 1 of model run never arrived" in each.result.body for each in late)
-    assert all(b'"user"' in each.result.body for each in late)
+    assert all(b"call 1 of model run never arrived" in each.result.answer for each in late)
+    assert all(b'"user"' in each.result.answer for each in late)
     with pytest.raises(HttpError, match=r"must lie in \[4, "):
-        run.submit(1, "optim_step", act, b"")
-    await asyncio.wait_for(run.submit(4, "optim_step", act, b"").wait(), 5)
-    waiting = run.submit(6, "optim_step", act, b"")
+        await run.submit(1, "optim_step", act, b"")
+    await asyncio.wait_for((await run.submit(4, "optim_step", act, b"")).wait(), 5)
+    waiting = await run.submit(6, "optim_step", act, b"")
     await asyncio.sleep(0.01)
-    run.submit(5, "optim_step", act, b"")
+    await run.submit(5, "optim_step", act, b"")
     await asyncio.wait_for(waiting.wait(), 5)
     assert done == [1, 1, 1]
 
 
-async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(monkeypatch):
+async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(store, monkeypatch):
     """The SDK sends it last."""
     monkeypatch.setattr(sessions, "_MISSING_S", 1.0)
-    run, held = await make_run(Promises()), []
+    run, held = await make_run(open_promises(store)), []
     for number in (2, 3, 1):
-        held.append(run.submit(number, "forward_backward", succeed, b""))
+        held.append(await run.submit(number, "forward_backward", succeed, b""))
         await asyncio.sleep(0.6)
-    assert all(each.result.body == b'{"done":true}' for each in held)
+    assert all(each.result.answer == b'{"done":true}' for each in held)
 
 
 class CountedEngine:
@@ -584,7 +598,7 @@ async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store
         await make_model(api, 0, session, rank=8)
     sampler = await make_sampler(api, session)
     first = await api.asample("me", make_sample(sampler, seed=1))
-    assert await api.asample("me", make_sample(sampler, seed=1)) is first
+    assert (await api.asample("me", make_sample(sampler, seed=1))).request_id == first.request_id
     with pytest.raises(HttpError, match="came again as sample"):
         await api.asample("me", make_sample(sampler, seed=2))
     await first.wait()
@@ -602,17 +616,17 @@ async def test_models_are_freed_and_steps_acknowledged_whatever_fails_beside_the
     await make_model(api, 1, session)
     given = {"session_id": session, "model_seq_id": 2, "path": path, "optimizer": False}
     failed = await api.submit("me", "load_weights", given, types.LoadWeightsRequest)
-    assert b"is for sampling alone" in (await failed.wait()).body
+    assert b"is for sampling alone" in (await failed.wait()).answer
     assert api._backend.models == {model_id, f"{session}:train:1"}
 
     def lose(*_: Any, **__: Any) -> None:
         raise StoreError("the database is gone")
 
-    for name in ("add_step", "put_model", "end_model"):
+    for name in ("add_step", "put_model", "put_result", "end_model"):
         monkeypatch.setattr(store, name, lose)
     step = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
     made = await api.submit("me", "optim_step", step, types.OptimStepRequest)
-    assert json.loads((await made.wait()).body) == {"metrics": {"grad_norm": 0.0}}
+    assert json.loads((await made.wait()).answer) == {"metrics": {"grad_norm": 0.0}}
     create = types.CreateModelRequest(
         session_id=session, model_seq_id=3, base_model="tiny", lora_config=types.LoraConfig(rank=4)
     )
@@ -632,7 +646,7 @@ async def test_a_run_stays_with_the_process_of_its_model_and_ends_with_it(store,
     for each in (model_id, other_id):
         step = {"model_id": each, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
         calls.append(await api.submit("me", "optim_step", step, types.OptimStepRequest))
-    found = [json.loads((await each.wait()).body) for each in calls]
+    found = [json.loads((await each.wait()).answer) for each in calls]
     assert found == [{"error": "the engine cannot answer: the process has ended", "category": "server"}] * 2
     await asyncio.gather(*api._ending)
     assert not api._sessions.keys() & {session, other}
@@ -640,28 +654,36 @@ async def test_a_run_stays_with_the_process_of_its_model_and_ends_with_it(store,
     assert [each.models for each in opened] == [{model_id, other_id}, {next_id}]
 
 
-async def test_a_sampling_call_whose_result_is_gone_is_answered_from_what_was_recorded(store, monkeypatch):
-    """Also by the next server; and it is not sampled again under the same names."""
-    api = make_api(store, monkeypatch)
+async def test_a_sampling_call_is_answered_again_also_by_the_next_server(store, monkeypatch):
+    """And is not sampled again under the same names."""
+    api, calls = make_api(store, monkeypatch), []
     sampler = await make_sampler(api, await make_session(api))
-    for number, is_whole in enumerate((True, False)):
-        made = [replace(SEQUENCE, sequence_id=f"{sampler}:{number}:{index}", is_whole=is_whole) for index in range(2)]
-        store.add_sequences(made)
 
-    async def retrieve(at: TinkerApi, number: int, owner: str = "me") -> Any:
-        return await at.retrieve_future(owner, types.FutureRetrieveRequest(request_id=f"{sampler}:{number}"))
+    async def sample(*given: Any) -> CallResult:
+        calls.append(given)
+        made = [replace(SEQUENCE, sequence_id=name) for name in given[-1]]
+        return CallResult(answer=f"answer {len(calls)}".encode(), is_protobuf=True, sequences=made)
 
-    again = [await (await api.asample("me", make_sample(sampler, number, 2))).wait() for number in range(2)]
+    monkeypatch.setattr(api, "_sample", sample)
+    first = await (await api.asample("me", make_sample(sampler, 0, 2))).wait()
+    assert first.answer == b"answer 1"
+    assert store.find_sequence(f"{sampler}:0:1", owner="me") is not None
     after = make_api(store, monkeypatch)
-    for given in (await retrieve(api, 0), await retrieve(after, 0), again[0]):
-        answer = messages.SampleResponse.FromString(given.body)
-        assert [np.frombuffer(each.tokens, np.int32).tolist() for each in answer.sequences] == [[8, 9, 2]] * 2
-        logprobs = np.frombuffer(answer.sequences[0].logprobs, np.float32)
-        np.testing.assert_array_equal(logprobs, SEQUENCE.sampled.rollout_logprobs)
-        assert answer.sequences[0].stop_reason == messages.STOP_REASON_STOP
-    assert (await retrieve(after, 1)).body == again[1].body == sessions.FORGOTTEN.body
-    assert "is not known" in (await retrieve(after, 2))["error"]
-    assert "is not known" in (await retrieve(after, 0, owner="other"))["error"]
+    request = types.FutureRetrieveRequest(request_id=f"{sampler}:0")
+    again = await api.asample("me", make_sample(sampler, 0, 2))
+    assert again.sequence_ids == [f"{sampler}:0:0", f"{sampler}:0:1"]
+    for found in (
+        await again.wait(),
+        await api.retrieve_future("me", request),
+        await after.retrieve_future("me", request),
+    ):
+        assert (found.answer, found.is_protobuf) == (b"answer 1", True)
+    assert len(calls) == 1
+    with pytest.raises(HttpError, match="came again as sample, or with another body"):
+        await api.asample("me", make_sample(sampler, 0, 3))
+    assert "is not known" in (await after.retrieve_future("other", request))["error"]
+    unknown = types.FutureRetrieveRequest(request_id=f"{sampler}:2")
+    assert "is not known" in (await after.retrieve_future("me", unknown))["error"]
 
 
 async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypatch):
@@ -674,7 +696,7 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
         )
         promise = await api.submit("me", "save_weights_for_sampler", body.model_dump(), type(body))
         await promise.wait()
-        made.append(json.loads(promise.result.body)["sampling_session_id"])
+        made.append(json.loads(promise.result.answer)["sampling_session_id"])
     folders = {each.name for each in (store.temporary_folder / session).iterdir()}
     assert folders == {str(number) for number in (*range(3, sessions.MAX_SNAPSHOTS + 3), len(made))}
     for name in made[:2]:
@@ -734,7 +756,7 @@ async def test_a_checkpoint_that_is_replaced_is_whole_until_the_new_one_is_recor
         given = {"model_id": model_id, "seq_id": next(calls), "path": "a", **fields}
         promise = await api.submit("me", call, given, kind)
         await promise.wait()
-        return promise.result.body.decode()
+        return promise.result.answer.decode()
 
     def find() -> Path:
         found = store.find_checkpoint(f"tinker://{model_id}/weights/a", owner="me")

@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.tinker_loops import record
+from support.tinker_loops import add_sequences, record
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.store import Cursor, open_snapshots
 from unbroken.tinker import store as store_module
 from unbroken.tinker.options import TinkerOptions
-from unbroken.tinker.store import TINKER_TABLES, Checkpoint, ModelFacts, RecordedSequence, TinkerStore, hash_content
+from unbroken.tinker.store import (
+    TINKER_TABLES,
+    CallResult,
+    Checkpoint,
+    ModelFacts,
+    RecordedSequence,
+    TinkerStore,
+    hash_content,
+)
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None, user_metadata={"a": "\0\ud800"})
 SAVED = Checkpoint(
@@ -31,7 +39,7 @@ SAVED = Checkpoint(
 
 
 def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSequence]:
-    return [record(f"{name}:{index}", [5, 6, 7], [8, index], is_whole=number > 1) for index in range(number)]
+    return [record(f"{name}:{index}", [5, 6, 7], [8, index]) for index in range(number)]
 
 
 def select(location: str, query: str) -> list[Any]:
@@ -78,36 +86,79 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(open_store):
     assert not store.folder_of(SAVED).exists()
 
 
-def test_completions_of_a_call_are_found_by_their_names_call_and_ids(open_store):
+def test_completions_of_a_call_are_found_by_their_names_and_ids(open_store):
     store, call = open_store(), make_call(number=12)
-    store.add_sequences(call)
-    for found, given in zip(store.find_call("s:sample:0:1", owner="me"), call, strict=True):
+    add_sequences(store, call)
+    for given in call:
+        found = store.find_sequence(given.sequence_id, owner="me")
         np.testing.assert_equal(asdict(found), asdict(given))
     (by_content,) = store.find_by_content(hash_content(call[3].prompt_ids, call[3].sampled.completion_ids), owner="me")
     assert by_content.sequence_id == call[3].sequence_id
-    assert store.find_call("s:sample:0:1", owner="other") == store.find_call("s:sample:0", owner="me") == []
+    assert store.find_sequence(call[3].sequence_id, owner="other") is None
     for name in ("nobody", "\0", "\ud800", ""):
         assert store.find_sequence(name, owner="me") is None
+        assert store.find_result(name, owner="me") is None
     with pytest.raises(StoreError):  # what was answered does not change
-        store.add_sequences(call)
+        add_sequences(store, call)
+
+
+def test_a_result_is_found_with_its_digest_and_its_answer_forgotten_before_it(open_store, location, monkeypatch):
+    store, clock = open_store(keep_days=1), [1000.0]
+    monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+    given = CallResult(answer=b"\x00a", is_protobuf=True)
+    store.put_result("call", b"digest", given, owner="me")
+    assert store.find_result("call", owner="me") == (b"digest", given)
+    assert store.find_result("call", owner="other") is None
+    with pytest.raises(StoreError):
+        store.put_result("call", b"digest", given, owner="me")
+    store.close()
+    store = open_store(keep_days=1)
+    assert store.find_result("call", owner="me") == (b"digest", given)
+    clock[0] += store_module.ANSWERS_KEPT_S + 1
+    store.put_result("next", b"", given, owner="me")
+    assert store.find_result("call", owner="me") == (b"digest", replace(given, answer=None))
+    assert store.find_result("next", owner="me") == (b"", given)
+    clock[0] += 86401
+    store.put_result("last", b"", given, owner="me")
+    assert select(location, "SELECT id FROM results") == [("last",)]
 
 
 def test_sequences_are_removed_after_their_time_a_few_with_each_call(open_store, location, monkeypatch):
     store = open_store(keep_days=2)
     clock = [1000.0]
     monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+
+    def find(name: str) -> list[Any]:
+        return [each for n in range(2) if (each := store.find_sequence(f"{name}:{n}", owner="me"))]
+
     for number in range(6):
-        store.add_sequences(make_call(f"old:{number}"))
+        add_sequences(store, make_call(f"old:{number}"))
     clock[0] += 2 * 86400 - 1
-    store.add_sequences(make_call("new:0"))
-    assert store.find_call("old:0", owner="me")
+    add_sequences(store, make_call("new:0"))
+    assert find("old:0")
     clock[0] += 2
-    for number, left in ((1, 4), (2, 2), (3, 0), (4, 0)):
-        store.add_sequences(make_call(f"new:{number}"))
-        names = [f"old:{each}" for each in range(6)]
-        assert len([name for name in names if store.find_call(name, owner="me")]) == left
-    assert all(store.find_call(f"new:{each}", owner="me") for each in range(5))
-    assert [len(select(location, f"SELECT * FROM {table}")) for table in ("sequences", "prompts")] == [10, 5]
+    for number, left in ((1, 6), (2, 0), (3, 0)):
+        add_sequences(store, make_call(f"new:{number}"))
+        assert len([each for number in range(6) for each in find(f"old:{number}")]) == left
+    assert all(len(find(f"new:{each}")) == 2 for each in range(4))
+    assert [len(select(location, f"SELECT * FROM {table}")) for table in ("sequences", "prompts")] == [8, 4]
+
+
+def test_training_runs_that_ended_are_removed_with_their_steps_unless_they_have_checkpoints(
+    open_store, location, monkeypatch
+):
+    store, clock = open_store(keep_days=2), [1000.0]
+    monkeypatch.setattr(store_module.time, "time", lambda: clock[0])
+    for name in ("run", "gone", "works"):
+        store.put_model(replace(FACTS, model_id=name, used=clock[0]), owner="me")
+        store.add_step(name, 1, {})
+    store.put_checkpoint(SAVED, owner="me")
+    for name in ("run", "gone"):
+        store.end_model(name, "the end")
+    clock[0] += 2 * 86400 + 1
+    store.put_model(replace(FACTS, model_id="new", used=clock[0]), owner="me")
+    assert {each.model_id for each in store.list_models(owner="me")} == {"run", "works", "new"}
+    assert sorted(select(location, "SELECT model FROM steps")) == [("run",), ("works",)]
 
 
 def test_a_reader_sees_steps_and_changes(open_store, location):
@@ -117,7 +168,7 @@ def test_a_reader_sees_steps_and_changes(open_store, location):
     for change in (
         lambda: store.add_step("run", 1, {"loss:sum": 0.5}),
         lambda: store.put_model(FACTS, owner="me"),
-        lambda: store.add_sequences(make_call()),
+        lambda: add_sequences(store, make_call()),
     ):
         change()
         revisions.append(snapshots.find_revision())
@@ -139,7 +190,7 @@ def test_a_folder_of_before_versions_opens(tmp_path):
     before.close()
     store = TinkerStore(tmp_path)
     found = store.find_sequence("s", owner="me")
-    assert (found.sampled.completion_ids.tolist(), found.is_whole) == ([8, 9], False)
+    assert found.sampled.completion_ids.tolist() == [8, 9]
 
 
 @pytest.mark.parametrize("location", ["postgres"], indirect=True)
@@ -152,14 +203,14 @@ def test_a_connection_that_is_lost_is_made_again_and_an_error_names_the_database
     store.end_model("run", "the end")
     postgres.stop()
     try:
-        for call in (lambda: store.find_model("run", owner="me"), lambda: store.add_sequences(make_call())):
+        for call in (lambda: store.find_model("run", owner="me"), lambda: add_sequences(store, make_call())):
             with pytest.raises(StoreError, match=r"the PostgreSQL database 'postgres' on .* cannot be used"):
                 call()
     finally:
         postgres.start()
-    store.add_sequences(make_call())
+    add_sequences(store, make_call())
     assert store.find_model("run", owner="me").ended == "the end"
-    assert len(store.find_call("s:sample:0:1", owner="me")) == 2
+    assert store.find_sequence("s:sample:0:1:1", owner="me")
 
 
 @pytest.mark.parametrize("location", ["postgres"], indirect=True)
@@ -171,8 +222,8 @@ def test_a_server_that_was_cut_off_writes_nothing_after_another_began(postgres, 
     second = open_store()
     assert second.find_model("run", owner="me").ended == "the server stopped"
     with pytest.raises(StoreError, match=r"owner 1 of the sampled sequences in .* is another process now"):
-        first.add_sequences(make_call())
-    second.add_sequences(make_call())
+        add_sequences(first, make_call())
+    add_sequences(second, make_call())
     first.close()
     with pytest.raises(StoreError, match="that no other process uses"):
         open_store()

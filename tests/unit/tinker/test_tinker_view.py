@@ -10,7 +10,7 @@ import pytest
 from support.recorded_sessions import write_tokenizer
 from support.servers import server_tokenizer
 from support.sessions import open_later_store
-from support.tinker_loops import record
+from support.tinker_loops import add_sequences, record
 from unbroken.errors import StoreError
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.types import FinishReason
@@ -33,8 +33,8 @@ def fill(store: TinkerStore) -> None:
     store.put_checkpoint(SAVED, owner="other")
     store.end_model("s:train:0", "its client has finished")
     for number in range(101):
-        store.add_sequences([make_sequence(f"s:sample:0:{number}:0", f"sampled as number {number}")])
-    store.add_sequences([make_sequence(f"s:sample:9:0:{number}", model_id="") for number in range(11)])
+        add_sequences(store, [make_sequence(f"s:sample:0:{number}:0", f"sampled as number {number}")])
+    add_sequences(store, [make_sequence(f"s:sample:9:0:{number}", model_id="") for number in range(11)])
     store.add_step("s:train:0", 1, {"loss:sum": 2.5, "provenance_proven:sum": 7.0})
     store.add_step("s:train:0", 2, {"loss:sum": 1.5})
 
