@@ -7,7 +7,7 @@ README := $(VENV)/.installed-readme
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test e2e fuzz coverage clients agents check extras bench templates fields clean
+.PHONY: help setup demo quick test e2e fuzz coverage clients agents check extras bench templates fields docs clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -78,9 +78,21 @@ $(VENV)/clients/tinker-cookbook/.installed: tests/e2e/clients/requirements/tinke
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-clients: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym tinker-cookbook)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/e2e/test_clients.py tests/e2e/test_train_verifiers.py \
-		tests/e2e/test_train_other_environments.py tests/e2e/test_tinker_cookbook.py
+# Installs each of $(1), then runs each file of $(2); goes on after a failure, and names all of them at the end.
+define TRY_EACH
+@failed=; \
+for name in $(1); do \
+	$(MAKE) --no-print-directory $(VENV)/clients/$$name/.installed || failed="$$failed\n  install $$name"; \
+done; \
+for file in $(2); do \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/$$file || failed="$$failed\n  tests/e2e/$$file"; \
+done; \
+[ -z "$$failed" ] || { printf "$@ failed:$$failed\n"; exit 1; }
+endef
+
+clients: $(ALL)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB); names what failed
+	$(call TRY_EACH,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym tinker-cookbook,test_clients.py \
+		test_train_verifiers.py test_train_other_environments.py test_tinker_cookbook.py)
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)
@@ -94,8 +106,8 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< && touch $@; \
 	else rm -rf $(@D); echo "Python 3.12 is not installed: Harbor is left out"; fi
 
-agents: $(ALL) $(patsubst %,$(VENV)/clients/%/.installed,agents harbor langchain mini-swe-agent openai-agents npm)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m clients tests/e2e/test_agents_in_sessions.py tests/e2e/test_terminal_tasks.py
+agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
+	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_terminal_tasks.py)
 
 check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/ruff format --check src tests bench recipes tools
@@ -116,6 +128,14 @@ templates: $(ALL)  ## write docs/templates.md: what we do with each chat templat
 
 fields: $(ALL)  ## write the tables of fields in docs/protocols.md: what is followed, refused, or ignored, and why
 	$(BIN)/python tools/write_field_tables.py
+
+$(VENV)/docs/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs/.installed  ## build the documentation as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict
 
 clean:  ## remove the virtual environment and what was built
 	rm -rf $(VENV) build dist runs .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

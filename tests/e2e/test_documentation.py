@@ -30,6 +30,7 @@ from typing import Any
 
 import pytest
 
+import unbroken
 from unbroken.cli import _parser, main
 from unbroken.demo.model import build_model, build_tokenizer
 from unbroken.runs.recipe import load_recipe
@@ -133,6 +134,9 @@ NOT_RUN = {
         "docs/protocols.md",
         "unbroken serve path/to/model --served-model-name tiny",
     ): "as in the README, whose request is run",
+    ("docs/getting-started.md", "pip install"): "`make extras` installs each extra",
+    ("docs/getting-started.md", "step 0 (1 of 20)"): OUTPUT,
+    ("docs/getting-started.md", "unbroken demo --steps 10"): "tests/e2e/test_demo.py runs the demo, and takes minutes",
     ("docs/protocols.md", "POST /v1/sample"): WIRE,
     ("docs/protocols.md", '8 bytes   "UNBRKN"'): DIAGRAM,
     ("docs/protocols.md", 'POST {"token_ids"'): WIRE,
@@ -374,9 +378,9 @@ def test_the_rollout_of_the_readme_runs(workplace: Path, capsys: pytest.CaptureF
 
 def test_the_requests_of_the_readme_are_answered_as_shown(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers depend on the model; their names and lengths do not."""
-    shell, _, shown = block("README.md", "$ curl -s http://127.0.0.1:8000/v1/sample").rstrip().rpartition("\n")
+    shell, _, shown = block("README.md", "$ curl -s http://127.0.0.1:8000/v1/sample").rstrip().partition("\n{")
     answer = json.loads(run_shell(shell.removeprefix("$ ").replace("http://127.0.0.1:8000", server)))
-    (ours,), (theirs,) = (each["results"][0]["sequences"] for each in (answer, json.loads(shown)))
+    (ours,), (theirs,) = (each["results"][0]["sequences"] for each in (answer, json.loads("{" + shown)))
     assert ours.keys() == theirs.keys()
     assert len(ours["completion_ids"]) == len(theirs["completion_ids"])
     for page in ("README.md", "docs/clients.md"):
@@ -384,6 +388,11 @@ def test_the_requests_of_the_readme_are_answered_as_shown(server: str, capsys: p
         assert text == block("docs/clients.md", "from unbroken import Client, SamplingParams"), page
         run_python(text.replace("http://127.0.0.1:8000", server))
         assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_no_line_of_the_readme_is_longer_than_a_page_is_wide() -> None:
+    long = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if len(line) > 120]
+    assert not long, "\n".join(long)
 
 
 def test_the_audits_of_the_pages_print_what_they_show(workplace: Path) -> None:
@@ -453,6 +462,42 @@ def test_the_blocks_of_training_rollouts_and_environments_run(
     assert correct([" 23", "2"], ["23", "23"]) == [1.0, 0.0]
     (workplace / "env.py").write_text(block("docs/environments.md", "import random"))
     assert main(["train", "--env", "env.py:Sum", "--model=path/to/model", "--output=runs/env", *SMALL]) == 0
+
+
+def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: Path) -> None:
+    """The model of `unbroken demo` is replaced by one that is not warmed up."""
+    folder = workplace / "first"
+    folder.mkdir()
+    (folder / "runs" / "demo").mkdir(parents=True)
+    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    (folder / "make_data.py").write_text(block("docs/getting-started.md", "import json\nimport random"))
+    (folder / "tools.py").write_text(block("docs/getting-started.md", "import json\nfrom pathlib import Path"))
+    (folder / "rewards.py").write_text(block("docs/getting-started.md", "def correct(completions, answer):"))
+    (folder / "task.toml").write_text(block("docs/getting-started.md", 'model = "runs/demo/model"'))
+    shell = block("docs/getting-started.md", "python make_data.py && unbroken train task.toml").replace(
+        "task.toml", f"task.toml {shlex.join(SMALL)}"
+    )
+    run_shell(f"cd first; ({shell}) 2> log")
+    assert (folder / "runs" / "first" / "final" / "model.safetensors").exists()
+    correct = run_python(block("docs/getting-started.md", "def correct(completions, answer):"))["correct"]
+    assert correct(['Answer: "zavi"', "zavi"], ["zavi", "zavi"]) == [1.0, 0.0]
+
+
+async def test_the_mcp_server_of_environments_answers(tmp_path: Path) -> None:
+    pytest.importorskip("mcp_types", reason="needs mcp 2", exc_type=ModuleNotFoundError)
+    from unbroken.integrations.mcp import McpServer, McpSession
+
+    (tmp_path / "server.py").write_text(block("docs/environments.md", "from mcp.server.mcpserver import MCPServer"))
+    async with McpSession(McpServer(command=(sys.executable, str(tmp_path / "server.py")))) as session:
+        outcome = await session.tools[0].call({"a": 17, "b": 6})
+    assert outcome.content == "23"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(
+        r"^::: unbroken\.(\w+)$", (ROOT / "docs/reference/api.md").read_text("utf-8"), flags=re.MULTILINE
+    )
+    assert sorted(named) == sorted(unbroken.__all__)
 
 
 def test_the_small_blocks_run(workplace: Path) -> None:

@@ -1,0 +1,112 @@
+"""The files around the package: they name what exists, and say the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import unbroken
+from unbroken.cli import _parser
+from unbroken.runs.recipe import load_recipe
+from unbroken.runs.settings import read_options
+from unbroken.server.options import name_model
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_extras_of_the_dockerfile_exist() -> None:
+    installed = re.findall(r"\.whl\)\[([\w,-]+)\]", (ROOT / "Dockerfile").read_text("utf-8"))
+    assert len(installed) == 2
+    for extras in installed:
+        assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_commands_of_the_compose_file_have_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text("utf-8"))["services"]
+    parser = _parser()
+    assert parser.parse_known_args(name_model(services["server"]["command"]))[1] == []
+    (shell,) = services["gateway"]["command"]
+    assert parser.parse_known_args(shlex.split(shell)[1:])[1] == []
+    command, recipe, *options = services["trainer"]["command"]
+    assert (command, recipe) == ("train", "/work/task.toml")
+    values = read_options(options, load_recipe(None).section)
+    assert values["engine.urls"] == ("http://server:8000",)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_the_workflows_run_targets_and_tools_that_exist(path: Path) -> None:
+    jobs = yaml.safe_load(path.read_text("utf-8"))["jobs"]
+    targets = set(re.findall(r"^([a-z0-9]+):.*##", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE))
+    for job in jobs.values():
+        steps = [step["run"] for step in job["steps"] if "run" in step]
+        for matrix in [job["strategy"]["matrix"]] if "strategy" in job else []:
+            assert set(matrix.get("target", ())) <= targets
+        for text in steps:
+            assert set(re.findall(r"\bmake ([a-z0-9]+)", text)) <= targets
+            assert all((ROOT / tool).exists() for tool in re.findall(r"python (tools/\w+\.py)", text))
+
+
+def test_a_release_has_absolute_images_and_the_publishers_addresses(tmp_path: Path) -> None:
+    tool = load_tool("prepare_release")
+    for name in (*tool.PLACES, "README.md", "CHANGELOG.md", "src/unbroken/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    tag = f"v{unbroken.__version__}"
+    words = [sys.executable, str(ROOT / "tools/prepare_release.py"), "--owner=somebody", f"--root={tmp_path}"]
+
+    def run(tag: str) -> str:
+        return subprocess.run(
+            [*words, f"--tag={tag}", f"--notes={tmp_path / 'notes'}"], check=False, capture_output=True, text=True
+        ).stderr
+
+    assert f"--tag must be {tag}" in run("v9.9.9")
+    changelog = tmp_path / "CHANGELOG.md"
+    heading = f"## {unbroken.__version__} (2026-01-01)\n"
+    changelog.write_text(f"# Changelog\n\n{heading}- One.\n\n## 0.0.1 (2025-01-01)\n- Two.\n")
+    assert run(tag) == ""
+    assert (tmp_path / "notes").read_text() == "- One.\n"
+    readme = (tmp_path / "README.md").read_text("utf-8")
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
+    assert len(images) >= 2
+    assert all(each.startswith(f"https://raw.githubusercontent.com/somebody/unbroken/{tag}/docs/") for each in images)
+    assert not re.findall(r"\]\((?!https://|#)[^)]+\)", readme)
+    for place in tool.PLACES:
+        assert "OWNER" not in (tmp_path / place).read_text("utf-8")
+
+
+def test_a_changelog_that_is_unreleased_is_no_release(tmp_path: Path) -> None:
+    tool = load_tool("prepare_release")
+    for name in ("CITATION.cff", "src/unbroken/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text(f"## {unbroken.__version__} (unreleased)\n- One.\n")
+    with pytest.raises(ValueError, match="which is not called unreleased"):
+        tool.prepare(tmp_path, "somebody", f"v{unbroken.__version__}", None)
+
+
+def test_the_package_has_the_metadata_that_an_index_shows() -> None:
+    assert PROJECT["authors"] == [{"name": "The unbroken authors"}]
+    assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= PROJECT["urls"].keys()
+    for version in ("3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
