@@ -212,10 +212,11 @@ def test_every_block_is_run_or_listed_with_a_reason() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub names them."""
+    """The anchors of a page: its headings, as GitHub names them, and those that it names itself."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    names = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return names | set(re.findall(r'<a id="([^"]+)"', text))
 
 
 def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
