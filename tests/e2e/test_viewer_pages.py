@@ -223,7 +223,7 @@ def test_a_rollout_shows_the_expected_answer_its_row_and_whether_it_was_trained(
     browser.open(f"{table.url}#rollout/0/1/0")
     assert "sampled by policy version 3 · trained from policy version 1" in read(browser, ".head")
     browser.open(f"{table.url}#rollout/0/2@more%20%26%20math/0")
-    assert "2-0/0 of more & math after 2 steps" in read(browser, "main h1")
+    assert "2-0/0 of evaluation more & math after 2 steps" in read(browser, "main h1")
 
 
 def test_the_head_of_a_step_is_the_step_and_not_what_was_kept_of_it(browser, table):

@@ -7,6 +7,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from unbroken.errors import InvalidInputError
+
 _EPILOG = """\
 unbroken view runs/lookup                        prints a URL: open it in a browser on this machine
 unbroken view runs/lookup runs/lookup-rloo       two to four runs, their curves in the same charts
@@ -34,6 +36,13 @@ def add_view_parser(commands: Any) -> None:
         help="output folder of a run, or the store of a gateway or Tinker server: folder or postgresql:// URL; up to 4",
     )
     view.add_argument("--export", type=Path, metavar="FOLDER", help="write the pages into a folder, and serve nothing")
+    view.add_argument(
+        "--max-rollouts",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="rollouts of each run that an export has whole, evenly spread over its steps (default: 2000)",
+    )
     view.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
     view.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="where the ids have their text from (default: the run's model)"
@@ -53,7 +62,9 @@ def run_view(arguments: argparse.Namespace) -> int:
 
     resources = open_runs(arguments.runs, tokenizer=arguments.tokenizer)
     if arguments.export is not None:
-        num_files = export_page(resources, arguments.export)
+        if arguments.max_rollouts < 1:
+            raise InvalidInputError(f"--max-rollouts must be >= 1, got {arguments.max_rollouts}")
+        num_files = export_page(resources, arguments.export, max_rollouts=arguments.max_rollouts)
         print(f"{num_files} files in {arguments.export}: open {arguments.export / 'index.html'}")
         return 0
     with ViewerServer(resources, port=arguments.port) as server, contextlib.suppress(KeyboardInterrupt):

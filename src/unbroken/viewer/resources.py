@@ -14,6 +14,7 @@ A gateway's store is a run too: its sessions are the rollouts, and a step is a h
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from unbroken.errors import InvalidInputError, NoStoreError, TemplateError
 from unbroken.ledger.store import is_postgres_url
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.limited_process import LimitedProcess, ProcessLimits
+from unbroken.runs.records.files import spread
 from unbroken.tinker.store import TINKER_TABLES
 from unbroken.viewer.sources.retokenised import TemplateSource, retokenise_recorded, retokenise_trajectory
 from unbroken.viewer.sources.runs import RunReader
@@ -123,12 +125,14 @@ class Resources:
             raise LookupError(f"there is no image {path}")
         return self._find_run(int(match[1])).read_image(match[2])
 
-    def list_paths(self) -> Iterator[str]:
-        """The paths of all objects."""
+    def list_paths(self, *, max_rollouts: int = sys.maxsize) -> Iterator[str]:
+        """The paths of all objects, but of each run only so many rollouts, evenly spread over its steps."""
         yield "index"
         for number, run in enumerate(self._runs):
             yield f"run/{number}"
-            for step in run.list_steps():
+            steps = run.list_steps()
+            quota = max(1, max_rollouts // max(1, len(steps)))
+            for step in steps:
                 try:
                     listed = run.read_step(step)["trajectories"]
                 except LookupError:  # it was deleted meanwhile
@@ -136,7 +140,7 @@ class Resources:
                 yield f"run/{number}/step/{step}"
                 if isinstance(run, RunReader):
                     yield f"run/{number}/lines/{step}"
-                for each in listed:
+                for each in spread(listed, quota):
                     rollout = f"run/{number}/step/{step}/rollout/{each['index']}"
                     yield from (rollout, f"{rollout}/retokenised")
 

@@ -141,8 +141,10 @@ def find_image_type(data: bytes) -> str:
     return next((kind for start, kind in _IMAGE_TYPES.items() if data.startswith(start)), "application/octet-stream")
 
 
-def export_page(resources: Resources, folder: Path) -> int:
+def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.maxsize) -> int:
     """Write the page into `folder`, in place of an earlier export; returns how many files it has.
+
+    Of each run it has the lines of all rollouts, and `max_rollouts` of them whole, evenly spread over the steps.
 
     Raises:
         InvalidInputError: the folder holds other files, or cannot be written.
@@ -152,12 +154,12 @@ def export_page(resources: Resources, folder: Path) -> int:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
         raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
     try:
-        return _write(resources, folder)
+        return _write(resources, folder, max_rollouts)
     except OSError as error:
         raise InvalidInputError(f"--export {folder} cannot be written: {error}") from error
 
 
-def _write(resources: Resources, folder: Path) -> int:
+def _write(resources: Resources, folder: Path, max_rollouts: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARK).write_text('{"format": 1}\n', "utf-8")
     for part in ("data", "images"):
@@ -165,7 +167,7 @@ def _write(resources: Resources, folder: Path) -> int:
     num_files = len(ASSETS)
     for name in ASSETS:
         (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
-    for path in resources.list_paths():
+    for path in resources.list_paths(max_rollouts=max_rollouts):
         with suppress(LookupError, InvalidInputError):  # a run or a gateway that goes on may delete what was listed
             _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
             num_files += 1

@@ -113,12 +113,22 @@ def test_an_export_has_every_object_as_ascii_and_can_be_made_again(tmp_path, cap
     assert not (page / "data/run/0/step/0.js").exists()
 
 
+def test_an_export_of_a_large_run_has_all_lines_and_some_rollouts_of_each_step(tmp_path, capsys):
+    run, page = write_run(tmp_path / "run"), tmp_path / "page"
+    assert main(["view", str(run), "--export", str(page), "--max-rollouts", "2"]) == 0
+    places = sorted(str(path.relative_to(page / "data/run/0")) for path in (page / "data/run/0").rglob("*.js"))
+    whole = [f"step/{step}/rollout/0{end}.js" for step in (0, 1) for end in ("", "/retokenised")]
+    assert places == sorted([*whole, *(f"{kind}/{step}.js" for kind in ("lines", "step") for step in (0, 1))])
+    assert main(["view", str(run), "--export", str(page), "--max-rollouts", "0"]) == 1
+    assert "--max-rollouts must be >= 1, got 0" in capsys.readouterr().err
+
+
 def test_an_export_of_a_live_run_leaves_out_what_is_deleted_meanwhile(tmp_path):
     run = tmp_path / "run"
 
     class Deleting(Resources):
-        def list_paths(self):
-            yield from super().list_paths()
+        def list_paths(self, **options):
+            yield from super().list_paths(**options)
             yield "run/0/step/7"
 
     resources = Deleting([RunReader(write_run(run))])

@@ -14,11 +14,12 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.untrusted import open_inside, read_json
 
+_T = TypeVar("_T")
 FOLDER = "rollouts"
 FORMAT = 1
 _IMAGES = "images"
@@ -115,6 +116,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         if number == 0 and (found := record.get("format")) != FORMAT:
             raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
         yield record
+
+
+def spread(items: Sequence[_T], number: int | None) -> list[_T]:
+    """Up to `number` of the items, evenly spread; all for None."""
+    if number is None or number >= len(items):
+        return list(items)
+    return [items[k * len(items) // number] for k in range(number)]
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
-from unbroken.runs.records.files import find_records
+from unbroken.runs.records.files import find_records, spread
 from unbroken.runs.records.record import RecordedRow, describe_groups, write_groups
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.observer import StepRollouts
@@ -196,13 +196,6 @@ def make_table(
         ]
         for member in members
     ]
-
-
-def spread(items: Sequence[_T], number: int | None) -> list[_T]:
-    """Up to `number` of the items, evenly spread; all for None."""
-    if number is None or number >= len(items):
-        return list(items)
-    return [items[k * len(items) // number] for k in range(number)]
 
 
 def _key(row: TrainingSample) -> tuple[bytes, bytes]:

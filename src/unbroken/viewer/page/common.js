@@ -63,7 +63,7 @@ function loadScript(path) {
     const script = el('script', { src: `data/${path.replaceAll("%", "%25")}.js` });
     const end = () => { waiting.delete(path); script.remove(); };
     waiting.set(path, (value) => { end(); resolve(value); });
-    script.addEventListener('error', () => { end(); reject(new Error(`the export has no ${path}`)); });
+    script.addEventListener('error', () => { end(); reject(new Error(`the export has no ${path}${path.includes('/rollout/') ? ': it has all lines, but not all rollouts (--max-rollouts)' : ''}`)); });
     script.addEventListener('load', () => setTimeout(() => { end(); reject(new Error(`${path} is damaged`)); }, 0));
     document.head.append(script);
   });

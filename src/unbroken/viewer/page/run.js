@@ -20,10 +20,10 @@ async function showRun(index) {
   const sections = CHARTS.map(([title, charts]) => makeSection(title, charts.map(([name, text]) => metricChart(runs, name, text))));
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics.values)))].filter((name) => !shown.has(name)).sort();
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
-  return el('div', {}, makeRunTable(runs),
+  return el('div', {}, makeRunTable(runs), runs.length > 1 ? makeSettings(runs) : null,
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
     hasNumbers || runs.every((run) => run.kind in NOUNS) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
-    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), makeSettings(runs), makeOthers(runs, names));
+    runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
 }
 
 /* Charts that can be folded: on a narrow page only the first section is open. */
@@ -42,7 +42,7 @@ function makeFold(title, isOpen, make) {
 function makeSettings(runs) {
   const known = runs.filter((run) => run.settings && Object.keys(run.settings).length);
   if (!known.length) return null;
-  const show = (run, name) => makeVisible(name in run.settings ? JSON.stringify(run.settings[name]) : '–');
+  const show = (run, name) => { const value = run.settings[name] ?? null; return makeVisible(value === null ? '–' : typeof value === 'string' ? value : JSON.stringify(value)); };
   const all = [...new Set(known.flatMap((run) => Object.keys(run.settings)))].sort();
   const names = known.length > 1 ? all.filter((name) => name !== 'output' && new Set(known.map((run) => show(run, name))).size > 1) : all;
   const title = known.length > 1 ? `${plural(names.length, 'setting')} in which the runs differ` : 'Settings';

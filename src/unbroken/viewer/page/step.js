@@ -18,7 +18,8 @@ async function showStep(index, run, step) {
 /* A step or an evaluation in words. */
 function nameStep(step) {
   const [number, set] = String(step).split('@');
-  return set === undefined ? `step ${number}` : `${decodeURIComponent(set)} after ${plural(Number(number), 'step')}`;
+  if (set === undefined) return `step ${number}`;
+  return `evaluation ${set === 'evaluation' ? '' : `${decodeURIComponent(set)} `}after ${plural(Number(number), 'step')}`;
 }
 
 function makeStepHead(index, run, step, numbers, summary) {
@@ -29,7 +30,7 @@ function makeStepHead(index, run, step, numbers, summary) {
   const numRollouts = sum((head) => head.num_rollouts) || summary.trajectories.length;
   const facts = [`policy version ${versions || '–'}`, `${plural(numRollouts, 'rollout')} in ${plural(all, 'group')}`, kept < all && `${plural(summary.trajectories.length, 'rollout')} in ${plural(kept, 'group')} kept`,
     describeRewards(numbers, step, summary)];
-  return el('section', { class: 'head' }, el('h1', {}, makeVisible(nameStep(step).replace(/^s/, 'S')), el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)),
+  return el('section', { class: 'head' }, el('h1', {}, makeVisible(nameStep(step).replace(/^./, (letter) => letter.toUpperCase())), el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)),
     el('p', {}, makeVisible(facts.filter(Boolean).join(' · '))), makeScrubber(run, numbers, step),
     summary.problems.map((problem) => el('p', { class: 'problem' }, makeVisible(problem))));
 }
@@ -60,12 +61,13 @@ function makeScrubber(run, numbers, current) {
     const step = steps[slider.value];
     const reward = numbers.metrics.values['reward/mean']?.[numbers.metrics.steps.indexOf(step)];
     slider.setAttribute('aria-valuetext', nameStep(step));
-    place.replaceChildren(link(['step', run, step], makeVisible(nameStep(step))), el('span', { class: 'soft' }, ` of ${steps[steps.length - 1]}${isNumber(reward) ? ` · reward ${format(reward, 3)}` : ''}`));
+    place.replaceChildren(link(['step', run, step], makeVisible(nameStep(step))), el('span', { class: 'soft' }, ` of ${Number.parseInt(steps[steps.length - 1], 10)}${isNumber(reward) ? ` · reward ${format(reward, 3)}` : ''}`));
   };
   const slider = el('input', { type: 'range', id: `scrubber-${run}`, min: 0, max: steps.length - 1, value: start, 'aria-label': 'step', input: draw,
     change: () => current !== undefined && go(slider.value), keydown: (event) => event.key === 'Enter' && go(slider.value) });
   slider.value = start;
   draw();
+  if (steps.length === 1) return current === undefined ? place : null;
   return el('nav', { class: 'scrubber' }, button('‹', 'the step before', () => go(Number(slider.value) - 1)), slider, button('›', 'the next step', () => go(Number(slider.value) + 1)), place);
 }
 
@@ -90,7 +92,7 @@ function findRewardBounds(trajectories) {
 /* Of many groups the lines are folded: a strip is enough to choose by. */
 function drawGroups(run, summary, groups, found, bounds) {
   const isFolded = found.size > (isNarrow() ? 20 : 100);
-  return [...groups].map(([group, members]) => {
+  const drawn = [...groups].map(([group, members]) => {
     const shown = members.filter((each) => found.has(each));
     if (!shown.length) return null;
     const rewards = members.map((each) => each.reward).filter(isNumber);
@@ -100,6 +102,7 @@ function drawGroups(run, summary, groups, found, bounds) {
       el('h2', {}, `Group ${makeVisible(group)} `, el('span', { class: 'soft' }, `reward ${format(mean(rewards), 3)}, ${spread > 1e-9 ? `± ${format(spread, 3)}` : 'no variance'}`)),
       makeStrip(run, summary.step, members, found, bounds), isFolded ? el('details', {}, el('summary', {}, plural(shown.length, 'rollout')), lines) : lines);
   }).filter(Boolean);
+  return el('div', { class: isFolded ? 'folded' : null }, drawn);
 }
 
 /* A bar for each member of a group, as high as its reward. */

@@ -265,7 +265,7 @@ function makeTable(state, rows) {
 
 /* The end of a text on a line: that is where an answer is. */
 function makeCell(text, size) {
-  const line = (text ?? '–').replace(/\s+/g, ' ');
+  const line = (text || '–').replace(/\s+/g, ' ');
   return makeVisible(line.length > size ? `… ${line.slice(-size)}` : line);
 }
 

@@ -23,8 +23,8 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
-from unbroken.runs.records.files import find_records, read_records, write_records
-from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, spread
+from unbroken.runs.records.files import find_records, read_records, spread, write_records
+from unbroken.runs.records.recorder import _estimate_bytes, choose_groups
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 from unbroken.viewer.sources.rollouts import check_record
 
