@@ -1,4 +1,4 @@
-"""Take the pictures of the viewer for README.md from a run: its curves, and the ids of one rollout.
+"""Take the pictures of the viewer for README.md from a run: its curves, all its rollouts, and the ids of one.
 
     unbroken train recipes/lookup.py --output runs/lookup
     python tools/take_screenshots.py runs/lookup
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -23,15 +23,16 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.browser import Browser, open_browser  # noqa: E402  # of the tests
 from unbroken.viewer.resources import Resources, open_runs  # noqa: E402
-from unbroken.viewer.server import export_page  # noqa: E402
+from unbroken.viewer.server import ViewerServer  # noqa: E402
 
-WIDTH, RUN_HEIGHT, ROLLOUT_HEIGHT = 1280, 860, 780
+WIDTH, RUN_HEIGHT, TABLE_HEIGHT, ROLLOUT_HEIGHT = 1280, 860, 620, 780
+TABLE = "table/0?reward=..0.5&sort=-ids"
 MAX_BYTES = 150_000
 NUM_COLORS = 64
 
 
 def main() -> None:
-    """Take both pictures, wide for the README; `--narrow FOLDER` also takes them 400 pixels wide, to look at."""
+    """Take all pictures, wide for the README; `--narrow FOLDER` also takes them 400 pixels wide, to look at."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="output folder of a run with rollouts")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures")
@@ -39,29 +40,34 @@ def main() -> None:
     arguments = parser.parse_args()
     resources = open_runs([arguments.run])
     step, rollout = choose_rollout(resources)
-    places = {"viewer-run": "run", "viewer": f"rollout/0/{step}/{rollout}/0"}
-    with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
-        export_page(resources, Path(folder))
-        page = (Path(folder) / "index.html").as_uri()
+    places = {"viewer-run": "run", "viewer-table": TABLE, "viewer": f"rollout/0/{step}/{rollout}/0"}
+    with ViewerServer(resources) as server, open_browser() as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, place in places.items():
-            height = RUN_HEIGHT if place == "run" else ROLLOUT_HEIGHT
-            take(browser, f"{page}#{place}", arguments.output / f"{name}.png", width=WIDTH, height=height)
+            height = RUN_HEIGHT if place == "run" else TABLE_HEIGHT if place == TABLE else ROLLOUT_HEIGHT
+            take(browser, f"{server.url}#{place}", arguments.output / f"{name}.png", width=WIDTH, height=height)
             if arguments.narrow is not None:
                 arguments.narrow.mkdir(parents=True, exist_ok=True)
-                take(browser, f"{page}#{place}", arguments.narrow / f"{name}.png", width=400, height=900)
+                take(browser, f"{server.url}#{place}", arguments.narrow / f"{name}.png", width=400, height=900)
 
 
 def choose_rollout(resources: Resources) -> tuple[int, int]:
-    """The last step's rollout with most turns, of those that were trained."""
-    step = resources.get("run/0")["recorded_steps"][-1]
-    members = resources.get(f"run/0/step/{step}")["trajectories"]
-    best = max(members, key=lambda each: (each["is_trained"], each["num_turns"], -each["index"]))
-    return step, best["index"]
+    """The rollout with most turns of those that were scored and trained, in the last step that has any."""
+    steps = [step for step in resources.get("run/0")["recorded_steps"] if isinstance(step, int)]
+    for step in reversed(steps):
+        members = resources.get(f"run/0/step/{step}")["trajectories"]
+        if found := [each for each in members if each["is_trained"] and each["max_abs"] is not None]:
+            return step, max(found, key=lambda each: (each["num_turns"], -each["index"]))["index"]
+    raise SystemExit("the run must have rollouts that were scored and trained")
 
 
 def take(browser: Browser, url: str, file: Path, *, width: int, height: int) -> None:
     """Take one picture; in that of a rollout the first id of the second turn is chosen."""
     browser.open(url, width=width, height=height)
+    if "#table" in url:
+        browser.wait(
+            "document.querySelector('.rows') !== null && !document.querySelector('#count').innerText.includes('read')"
+        )
     if "#rollout" in url:
         browser.wait("document.querySelector('.grid .cell') !== null")
         browser.press("j")

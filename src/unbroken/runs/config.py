@@ -331,7 +331,7 @@ class RolloutLogConfig:
     trainer_logprobs: bool = True
     """Whether the trainer scores `scored_groups` before the step, which costs a forward pass over them."""
     scored_groups: int | None = 1
-    """Groups of those that are kept, evenly spread, which have the trainer's logprobs; none: all."""
+    """Groups of those that are kept which have the trainer's logprobs, first those whose rewards differ; none: all."""
 
     def __post_init__(self) -> None:
         if self.groups is not None and self.groups < 0:

@@ -65,7 +65,7 @@ class Recorder:
         groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=self._find_room(rollouts.step))
         scored = [
             (member.trajectory_id, row)
-            for group in spread(groups, self.config.scored_groups)
+            for group in choose_scored(groups, self.config.scored_groups)
             for member in group.trajectories
             for row in export_samples(member.tree, 0.0)
         ]
@@ -157,6 +157,12 @@ def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> lis
     sizes = itertools.accumulate(_estimate_bytes(groups[k]) for k in order)
     number = max(1, sum(size <= max_bytes for size in sizes))
     return [groups[k] for k in sorted(order[:number])]
+
+
+def choose_scored(groups: Sequence[TrajectoryGroup], number: int | None) -> list[TrajectoryGroup]:
+    """Up to `number` of the groups, of those whose rewards differ if there are as many: these are trained."""
+    varied = [group for group in groups if len(set(group.rewards) - {None}) > 1]
+    return spread(varied if number is not None and len(varied) >= number else groups, number)
 
 
 def _scatter(items: Sequence[int]) -> list[int]:

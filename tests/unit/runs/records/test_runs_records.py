@@ -24,7 +24,7 @@ from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
 from unbroken.runs.records.files import find_records, read_records, spread, write_records
-from unbroken.runs.records.recorder import _estimate_bytes, choose_groups
+from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 from unbroken.viewer.sources.rollouts import check_record
 
@@ -204,6 +204,8 @@ def test_without_room_groups_with_variance_failures_and_extremes_come_first():
     (size,) = {_estimate_bytes(group) for group in groups}
     chosen = [[each.group_id for each in choose_groups(groups, max_bytes=n * size)] for n in (0, 1, 2, 3, 5)]
     assert chosen == [["1"], ["1"], ["1", "4"], ["0", "1", "4"], ["0", "1", "2", "3", "4"]]
+    scored = [[each.group_id for each in choose_scored(groups, number)] for number in (0, 1, 2, None)]
+    assert scored == [[], ["1"], ["0", "2"], ["0", "1", "2", "3", "4"]]
 
 
 def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp_path, model):
