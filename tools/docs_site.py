@@ -23,7 +23,7 @@ PAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """Replace `folder/*` in the navigation by the folder's pages."""
+    """Replace `folder/*` and `name*` in the navigation by the pages that there are."""
     config.nav = _expand(config.nav)
     return config
 
@@ -35,7 +35,7 @@ def _expand(nav: Any) -> Any:
         return nav
     found: list[Any] = []
     for each in nav:
-        if isinstance(each, str) and each.endswith("/*"):
+        if isinstance(each, str) and each.endswith("*"):
             found += sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob(each + ".md"))
         else:
             found.append(_expand(each))

@@ -1,5 +1,5 @@
-"""The blocks of README.md and docs/*.md: each is run here, with a tiny model in place of the hub's, or listed with the
-reason why not.
+"""The blocks of README.md and docs/*.md, and the notebooks: each is run here, with a tiny model in place of the hub's,
+or listed with the reason why not.
 
 - A block of TOML is read as `unbroken train` reads it (tests/unit/runs/test_runs_docs.py).
 - A block of commands `unbroken ...` alone is parsed: subcommands, options, their values, and recipes exist.
@@ -482,6 +482,38 @@ def test_the_own_task_of_getting_started_is_trained_as_its_page_says(workplace: 
     assert (folder / "runs" / "first" / "final" / "model.safetensors").exists()
     correct = run_python(block("docs/getting-started.md", "def correct(completions, answer):"))["correct"]
     assert correct(['Answer: "zavi"', "zavi"], ["zavi", "zavi"]) == [1.0, 0.0]
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_cells_of_the_notebooks_run(path: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fewer steps, with a model that is not warmed up; `!COMMAND` and `%%writefile FILE` do what Jupyter does."""
+    folder = workplace / path.stem
+    (folder / "runs" / "demo").mkdir(parents=True)
+    (folder / "runs" / "demo" / "model").symlink_to(workplace / "path" / "to" / "model")
+    monkeypatch.chdir(folder)
+    shorter = {
+        "unbroken demo --steps 1 > demo.log 2>&1; tail -2 demo.log": "true",
+        "unbroken train task.toml": f"unbroken train task.toml {shlex.join(SMALL)}",
+        "unbroken drift --conversations 32": "unbroken drift --conversations 2 --model runs/demo/model --max-tokens 16",
+    }
+    names: dict[str, Any] = {"__name__": "a_notebook"}
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            continue
+        assert cell["outputs"] == []
+        if text.startswith("%%writefile "):
+            name, _, content = text.removeprefix("%%writefile ").partition("\n")
+            Path(name).write_text(content + "\n")
+        elif text.startswith("!"):
+            for words, replacement in shorter.items():
+                text = text.replace(words, replacement)
+            run_shell(text.removeprefix("!"))
+        else:
+            exec(compile(text, path.name, "exec"), names)
 
 
 async def test_the_mcp_server_of_environments_answers(tmp_path: Path) -> None:

