@@ -47,11 +47,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
-from unbroken.demo.model import CONTEXT_LENGTH, build_model, build_tokenizer, warm_up
+from unbroken.demo.model import build_model, build_tokenizer, warm_up
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.ledger.export import export_samples
@@ -116,8 +116,8 @@ KINDS = {
 SHAPES: dict[str, dict[str, int] | None] = {
     "demo": None,
     "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "intermediate_size": 128,
+        "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "intermediate_size": 512,
     },
     "110m": {
         "hidden_size": 1024, "num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -128,39 +128,37 @@ SHAPES: dict[str, dict[str, int] | None] = {
 
 
 def write_model(folder: Path, arguments: argparse.Namespace, *, seed: int, learning_rate: float | None) -> None:
-    """Warm up a model on the task's demonstrations, and write it with `success.txt`, the share of tasks that it solves.
+    """Warm up a model, and write it with `success.txt`, the share of tasks that it solves.
 
-    With `--spellings`, the tokenizer leaves out this share of its merges (BPE dropout) in what is demonstrated, so that
-    the model samples the same text in several spellings; what is written is the tokenizer without it.
+    The demo's model is warmed up as in the demo. A larger one is grown from it (`grow_model`), and trained on more
+    demonstrations with all of its parameters. With `--spellings`, the tokenizer leaves out this share of its merges in
+    these (BPE dropout), so that the model samples the same text in several spellings; what is written does not.
     """
     started = time.monotonic()
     tokenizer = build_tokenizer()
+    model: Any = build_model(tokenizer, seed=seed)
+
+    def show(stage: str) -> None:
+        print(f"{stage} at {time.monotonic() - started:.0f} s", flush=True)
+
     shape = SHAPES[arguments.shape]
-    if shape is None:
-        model: Any = build_model(tokenizer, seed=seed)
+    dropout = arguments.spellings or None
+    tokenizer.backend_tokenizer.model.dropout = dropout if shape is None else None
+    if arguments.small_model is None:
+        warm_up(model, tokenizer, WarmUpConfig(**json.loads(arguments.warm_up_options)), seed=seed, on_stage=show)
     else:
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            **shape,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=CONTEXT_LENGTH,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        model = Qwen3ForCausalLM(config)
-    model.to(arguments.device)
-    print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} million parameters", flush=True)
-    options: dict[str, Any] = json.loads(arguments.warm_up_options)
-    rate = {} if learning_rate is None else {"learning_rate": learning_rate}
-    tokenizer.backend_tokenizer.model.dropout = arguments.spellings or None
-    is_half = arguments.device == "cuda"
-    with torch.device(arguments.device), torch.autocast("cuda", torch.bfloat16) if is_half else nullcontext():
-        warm_up(
-            model, tokenizer, WarmUpConfig(**{**options, **rate}), seed=seed,
-            on_stage=lambda name: print(f"{name} at {time.monotonic() - started:.0f} s", flush=True),
+        model = AutoModelForCausalLM.from_pretrained(arguments.small_model, dtype=torch.float32)
+    if shape is not None:
+        model = grow_model(model, shape, seed=seed).to(arguments.device)
+        print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} million parameters", flush=True)
+        tokenizer.backend_tokenizer.model.dropout = dropout
+        more = WarmUpConfig(
+            learning_rate=learning_rate or 1e-4, max_drill_steps=0, num_demo_steps=arguments.grown_steps,
+            demo_batch_size=32, decay_share=1.0,
         )  # fmt: skip
+        is_cuda = arguments.device == "cuda"
+        with torch.device(arguments.device), torch.autocast("cuda", torch.bfloat16) if is_cuda else nullcontext():
+            warm_up(model, tokenizer, more, seed=seed + 1000, on_stage=show)
     tokenizer.backend_tokenizer.model.dropout = None
     with atomic_folder(folder) as part:
         model.save_pretrained(part)
@@ -168,6 +166,63 @@ def write_model(folder: Path, arguments: argparse.Namespace, *, seed: int, learn
     success = asyncio.run(measure_success(model, tokenizer, arguments, seed=seed))
     print(f"warmed up in {time.monotonic() - started:.0f} s, solves {success:.3f}", flush=True)
     (folder / "success.txt").write_text(str(success))
+
+
+def grow_model(small: Any, shape: Mapping[str, int], *, seed: int) -> Any:
+    """Make a model of `shape`, with heads of 64, that computes what the demo's `small` one does, up to rounding.
+
+    The small one's weights are a part of each matrix; the rest is random where it reads and zero where it writes
+    (`o_proj`, `down_proj`, further layers and further columns of the embedding), and is trained from there. Norms
+    divide by a mean over more numbers, so their weights are smaller. A rotary pair of a head of 16 has the frequency of
+    every fourth one of a head of 64.
+    """
+    torch.manual_seed(seed)
+    narrow = small.config
+    width, size = narrow.hidden_size, narrow.head_dim
+    changed = {
+        **shape,
+        "layer_types": ["full_attention"] * shape["num_hidden_layers"],
+        "rms_norm_eps": narrow.rms_norm_eps * width / shape["hidden_size"],
+        "initializer_range": 0.02,
+    }
+    config = Qwen3Config(**{**narrow.to_dict(), **changed})
+    model = Qwen3ForCausalLM(config)
+    stride = config.head_dim // size
+    assert stride * size == config.head_dim, "rotary pairs of the small heads must be among those of the large ones"
+    half = torch.arange(size // 2) * stride
+    dims = torch.cat([half, half + config.head_dim // 2])
+    scale = (width / config.hidden_size) ** 0.5
+
+    def heads(number: int) -> torch.Tensor:
+        rows: torch.Tensor = torch.arange(number)[:, None] * config.head_dim + dims
+        return rows.flatten()
+
+    queries, values = heads(narrow.num_attention_heads), heads(narrow.num_key_value_heads)
+    inner = torch.arange(narrow.intermediate_size)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0 if "q_norm" in name or "k_norm" in name else scale)
+            elif any(part in name for part in ("o_proj", "down_proj", "embed_tokens")):
+                weight.zero_()
+        model.model.embed_tokens.weight[:, :width] = small.model.embed_tokens.weight
+        model.model.norm.weight[:width] = small.model.norm.weight * scale
+        for large, own in zip(model.model.layers, small.model.layers, strict=False):
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                getattr(large, name).weight[:width] = getattr(own, name).weight * scale
+            wide, own_attention = large.self_attn, own.self_attn
+            wide.q_proj.weight[: narrow.num_attention_heads * config.head_dim] = 0.0
+            wide.k_proj.weight[: narrow.num_key_value_heads * config.head_dim] = 0.0
+            for name, rows in (("q_proj", queries), ("k_proj", values), ("v_proj", values)):
+                getattr(wide, name).weight[rows, :width] = getattr(own_attention, name).weight
+            wide.o_proj.weight[:width, queries] = own_attention.o_proj.weight
+            # norms of a head, and the scores' divisor, which is the root of its size
+            wide.q_norm.weight[dims] = own_attention.q_norm.weight
+            wide.k_norm.weight[dims] = own_attention.k_norm.weight / stride**0.5
+            for name in ("gate_proj", "up_proj"):
+                getattr(large.mlp, name).weight[inner, :width] = getattr(own.mlp, name).weight
+            large.mlp.down_proj.weight[:width, inner] = own.mlp.down_proj.weight
+    return model
 
 
 async def measure_success(model: Any, tokenizer: Any, arguments: argparse.Namespace, *, seed: int) -> float:
@@ -608,7 +663,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--warmup-updates", type=int, default=10)
     parser.add_argument("--warm-up-options", default="{}", help="of `WarmUpConfig`, as JSON")
-    parser.add_argument("--warm-up-rates", default="", help="learning rates of the warm-up to try, side by side")
+    parser.add_argument("--warm-up-rates", default="", help="learning rates of these to try, side by side")
+    parser.add_argument("--small-model", type=Path, help="a warmed-up model of the demo's shape, from another run")
+    parser.add_argument("--grown-steps", type=int, default=200, help="of the warm-up, after a larger model is grown")
     parser.add_argument("--micro-batch", type=int, help="ids of a pass of the trainer; none: as many as fit")
     parser.add_argument("--spellings", type=float, default=0.0, help="share of merges left out in demonstrations")
     parser.add_argument("--shared-model", action="store_true", help="one warm-up for all seeds")
