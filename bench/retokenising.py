@@ -21,7 +21,7 @@ one ratio, and log-ratios are cut at 20.
 
 Each run is a process. `steps.jsonl` of a run has a line for each step; `table.md` and `table.json` are written after
 each run. Finished runs stay in `--output`, so the same command goes on. `differ` is the share of rows with other ids.
-A run has collapsed if the mean reward of five steps falls below half of an earlier five's.
+A run has collapsed if a step's mean reward falls below half of what five steps before it had.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = 8
 """Parts of a run whose mean rewards are in the table."""
 WINDOW = 5
-"""Steps of a mean that says whether a run has collapsed."""
+"""Steps of the mean that a later step is compared with, to say whether a run has collapsed."""
 SAMPLER_COLUMNS = ("reward/mean", "rollout/num_sampled_tokens", "seconds/collect", "seconds/train", "seconds/step")
 COLUMNS = (
     *SAMPLER_COLUMNS, "train/grad_norm", "train/clip_fraction", "train/corrected_fraction", "train/k3", "train/entropy",
@@ -492,9 +492,9 @@ def read_rewards(output: Path) -> list[float]:
 
 
 def has_collapsed(rewards: Sequence[float]) -> bool:
-    """Whether the mean of `WINDOW` steps falls below half of an earlier one."""
-    means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), mode="valid") if len(rewards) >= WINDOW else np.zeros(0)
-    return bool(len(means) and (means < np.maximum.accumulate(means) / 2).any())
+    """Whether a step's mean reward falls below half of the mean of `WINDOW` steps before it."""
+    means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), mode="valid")[:-1]
+    return len(rewards) > WINDOW and bool((np.asarray(rewards[WINDOW:]) < np.maximum.accumulate(means) / 2).any())
 
 
 def summarize(name: str, outputs: Sequence[Path]) -> dict[str, Any]:
