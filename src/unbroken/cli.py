@@ -26,7 +26,7 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
-from unbroken.runs.command import add_numerics_parser, add_sampler_parser, add_train_parser
+from unbroken.runs.command import add_eval_parser, add_numerics_parser, add_sampler_parser, add_train_parser
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
@@ -135,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_demo_parser(commands)
     add_train_parser(commands)
+    add_eval_parser(commands)
     add_sampler_parser(commands)
     add_cluster_parser(commands)
     add_export_parser(commands)

@@ -62,6 +62,101 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.set_defaults(run=run_sampler, parser=sampler)
 
 
+_EVAL_EPILOG = """\
+unbroken eval recipe.toml                                          the recipe's own model, on its evaluation's problems
+unbroken eval recipe.toml --model runs/sums --model Qwen/Qwen2.5-0.5B-Instruct --samples 4
+unbroken eval recipe.toml --model http://127.0.0.1:8000            a server of this package, or vLLM
+unbroken eval tasks.jsonl --reward rewards.py:correct --model MODEL
+unbroken eval tasks.jsonl --agent.function agent.py:solve --model MODEL
+unbroken eval guess.py:GuessEnv --model MODEL --problems 200"""
+
+
+def add_eval_parser(commands: Any) -> None:
+    """Add the command's parser to `commands`."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate models on the problems of a recipe, a data set or an environment, without training",
+        description="Evaluate models, without training: rewards, pass@k, tokens and time with intervals, and all "
+        "rollouts in files that `unbroken view` reads. `unbroken eval TASK --help` lists all settings of a task.",
+        epilog=_EVAL_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    evaluate.add_argument(
+        "task",
+        metavar="TASK",
+        help="a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or an environment "
+        "(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER)",
+    )
+    evaluate.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="--FIELD VALUE",
+        help="settings of the task, e.g. --rollouts.sampling.temperature 0.6; --output FOLDER gets the rollouts",
+    )
+    _add_eval_options(evaluate)
+    evaluate.set_defaults(run=run_eval, parser=evaluate)
+
+
+def _add_eval_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        action="append",
+        dest="models",
+        metavar="MODEL",
+        help="a model's folder, a run or its checkpoint, a hub's name, or the URL of a server; can be repeated: the "
+        "others are compared with the first (default: the task's own)",
+    )
+    add("--problems", type=int, metavar="N", help="problems of each set (default: the task's; else all, or 100)")
+    add("--samples", type=int, metavar="K", help="rollouts of each problem, for pass@1 to pass@K (default: the task's)")
+    add("--reward", action="append", metavar="FILE.py:NAME", help="a reward function; can be repeated, they are added")
+    add("--tokenizer", metavar="FOLDER", help="of a server's model, if the server does not say where it is")
+    add("--json", action="store_true", help="print the report as JSON; it is in OUTPUT/report.json too")
+
+
+def run_eval(arguments: argparse.Namespace) -> int:
+    """Evaluate, and print the report; returns the exit status."""
+    own = argparse.ArgumentParser(prog="unbroken eval TASK", add_help=False, allow_abbrev=False)
+    _add_eval_options(own)
+    arguments, options = own.parse_known_args(arguments.options, arguments)
+    try:
+        from rich.console import Console
+
+        from unbroken.runs.evaluate import EvaluationOrder, evaluate_task, open_task, print_report
+        from unbroken.runs.settings import format_help
+
+        if {"-h", "--help"} & set(options):
+            recipe, _ = open_task(arguments.task)
+            command = f"unbroken eval {arguments.task}"
+            _print_text(own.format_help() + "\n" + format_help(recipe.section, recipe.values, command=command, doc=""))
+            return 0
+        if arguments.reward:
+            options += [
+                "--rewards",
+                f"[{', '.join(f'{{function = {json.dumps(each)}}}' for each in arguments.reward)}]",
+            ]
+        order = EvaluationOrder(
+            task=arguments.task,
+            options=options,
+            models=arguments.models or (),
+            tokenizer=arguments.tokenizer,
+            num_problems=arguments.problems,
+            num_samples=arguments.samples,
+        )
+
+        def work() -> None:
+            report = evaluate_task(order, Console(stderr=True, markup=False))
+            if arguments.json:
+                print(json.dumps(report, indent=1, allow_nan=False))
+            else:
+                print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
+
+        return run_command(work, advice="models that are done are in the output folder")
+    except ModuleNotFoundError as error:  # of the user's own modules it is another error
+        raise missing_extra(error, "evaluation needs the train extra", "train") from error
+
+
 def add_numerics_parser(commands: Any) -> None:
     """Add the command's parser to `commands`."""
     numerics = commands.add_parser(

@@ -97,8 +97,11 @@ async def open_engine(
     records_routing: bool = False,
     numerics: Numerics = Numerics.FAST,
     name: str = "engine",
+    is_trained: bool = True,
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
+
+    A model that is not trained is the embedded engine's own, without a copy; for other engines it may be None.
 
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
@@ -111,10 +114,11 @@ async def open_engine(
     """
     own_folder = output / ("weights" if name == "engine" else "weights-of-evaluation")
     weights = own_folder if config.weights_dir is None else config.weights_dir
-    vocab_size = len(model.get_input_embeddings().weight)
+    vocab_size = None if model is None else len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
-            engine = _make_embedded(config.embedded, model, device, image_processor, records_routing, numerics)
+            own = copy.deepcopy(model) if is_trained else model
+            engine = _make_embedded(config.embedded, own, device, image_processor, records_routing, numerics)
             stack.push_async_callback(engine.close)
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
@@ -131,7 +135,8 @@ async def open_engine(
                 )
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, name, vocab_size))
-        check_vocabulary(found.engine, vocab_size)
+        if vocab_size is not None:
+            check_vocabulary(found.engine, vocab_size)
         _check_numerics(found.engine, numerics, name)
         yield found
 
@@ -159,7 +164,7 @@ def _make_embedded(
         numerics=config.numerics if numerics is Numerics.FAST else numerics,
     )
     try:
-        own = copy.deepcopy(model).to(device)
+        own = model.to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
             own.set_attn_implementation("eager")
         return TransformersEngine(own, config=config, image_processor=image_processor)
@@ -235,7 +240,7 @@ async def _connect(
     rank: Rank,
     device: Any,
     name: str,
-    vocab_size: int,
+    vocab_size: int | None,
 ) -> AsyncIterator[RunEngine]:
     try:
         from unbroken.client import AsyncClient

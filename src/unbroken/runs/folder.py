@@ -30,11 +30,11 @@ TRACEBACK = "traceback.txt"
 """Of an exception in the user's code that ended the run."""
 _FILES_OF_A_RUN = (
     *("metrics", "checkpoints", _EVALUATIONS, "final", "best", "models", "rollouts", "profiles"),
-    *("sessions", "agents", "samplers", "timeline", TRACEBACK),
+    *("sessions", "agents", "samplers", "timeline", "evaluations", TRACEBACK),
 )
 """What an earlier run of a recipe left."""
 _BEFORE_A_STEP = frozenset(
-    {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", _EVALUATIONS}
+    {_FILE, _PART, _LOCK, "metrics", "server.log", "weights", "timeline", "rollouts", "evaluations", _EVALUATIONS}
     | {_CLUSTER, "sessions", "agents", "samplers", TRACEBACK}
 )
 _MAY_CHANGE = (

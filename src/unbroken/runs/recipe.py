@@ -69,8 +69,8 @@ class SamplerRole:
     ends_with_parent: bool = False
 
 
-class SamplerEnded(BaseException):
-    """The trainer that a sampler sampled for has ended."""
+class NotTrained(BaseException):
+    """`train_model` has sampled for a trainer, which ended, or evaluated: the recipe's code after it is not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,8 @@ class OpenRecipe:
     """Of a command line that opens it again."""
     sampler: SamplerRole | None = None
     """None in a trainer's process."""
+    evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
+    """With `unbroken eval`: called in the place of training, with the arguments of `train_model`."""
 
 
 open_recipe: ContextVar[OpenRecipe | None] = ContextVar("open_recipe", default=None)
@@ -125,15 +127,24 @@ def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) ->
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
-    before = open_recipe.set(OpenRecipe(name=recipe.name, words=(), sampler=role))
-    run = asyncio.run if role.ends_with_parent else run_until_terminated
+    opened = OpenRecipe(name=recipe.name, words=(), sampler=role)
+    run_without_training(recipe, config, opened, run=asyncio.run if role.ends_with_parent else run_until_terminated)
+
+
+def run_without_training(
+    recipe: Recipe, config: RunConfig, opened: OpenRecipe, *, run: Callable[..., Any] = run_until_terminated
+) -> None:
+    """Run a recipe whose `train_model` samples or evaluates; raises `InvalidInputError` if it is not called."""
+    before = open_recipe.set(opened)
     try:
         run(recipe.run(config))
-    except SamplerEnded:
+    except NotTrained:
         return
     finally:
         open_recipe.reset(before)
-    raise InvalidInputError(f"{recipe.name} must call train_model, which samples in a sampler, and has not")
+    raise InvalidInputError(
+        f"{recipe.name} must call train_model, which samples in a sampler and evaluates in `unbroken eval`, and has not"
+    )
 
 
 def _explain_failure(error: Exception, path: Path) -> None:

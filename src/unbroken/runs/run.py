@@ -264,7 +264,13 @@ async def _train(
         records = _open_records(stack, config, run)
         evaluations = Evaluations(
             evaluators=make_evaluators(
-                sets, config.evaluation, run.evaluation_sampler, seed=config.seed, output=output, rank=run.rank
+                sets,
+                config.evaluation,
+                run.evaluation_sampler,
+                seed=config.seed,
+                output=output,
+                rank=run.rank,
+                source=run.source,
             ),
             config=config.evaluation,
             models=models,

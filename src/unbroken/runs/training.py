@@ -14,7 +14,7 @@ from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.collector import EvaluationSet, MakeCurriculum, Problems
 from unbroken.runs.config import RunConfig
-from unbroken.runs.recipe import SamplerEnded, open_recipe
+from unbroken.runs.recipe import NotTrained, open_recipe
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -47,6 +47,7 @@ async def train_model(
 
         metrics/metrics.jsonl    a line for each step (with TensorBoard's events next to it)
         evaluation.jsonl         a line for each evaluation of a set of problems
+        evaluations/             all rollouts of each evaluation
         rollouts/                a sample of each step's rollouts
         timeline/                what each process did when, for https://ui.perfetto.dev
         profiles/                traces of the steps in `config.profile_steps`
@@ -57,7 +58,8 @@ async def train_model(
 
     `curriculum` chooses the problems, instead of `config.curriculum`.
 
-    In a sampler (`unbroken sampler`) this samples for the trainer, and does not return.
+    In a sampler (`unbroken sampler`) this samples for the trainer, and in `unbroken eval` it evaluates: it does not
+    return.
 
     `accelerator` is for a certain device, such as `Accelerator(cpu=True)`; otherwise it is made from the config.
     """
@@ -67,7 +69,10 @@ async def train_model(
         from unbroken.runs.samplers import run_as_sampler
 
         await run_as_sampler(config, recipe.sampler, model=model, train_on=train_on, sets=sets)
-        raise SamplerEnded
+        raise NotTrained
+    if recipe is not None and recipe.evaluate is not None:
+        await recipe.evaluate(config, model=model, sets=sets)
+        raise NotTrained
     from unbroken.runs.run import run  # torch and transformers
 
     done, rollouts = await run(

@@ -428,6 +428,7 @@ class LoopConfig:
     """How long to train, and which rollouts are recent enough."""
 
     num_steps: int
+    """With 0, a run evaluates and trains nothing."""
     max_lag: int = 0
     """Maximum policy versions between the weights that sampled an id and the trainer's. Rollouts with older ids are
     sampled again: they come from an engine that was restarted and has its first weights."""
@@ -461,7 +462,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            num_steps=(self.num_steps >= 1, ">= 1"),
+            num_steps=(self.num_steps >= 0, ">= 0"),
             max_lag=(
                 self.max_lag >= 0 and (self.max_lag == 0 or self.max_staleness == 0),
                 ">= 0, and 0 with max_staleness, which takes its place",

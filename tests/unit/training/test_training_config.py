@@ -63,7 +63,7 @@ from unbroken.training.objective.policy_gradient import PolicyGradient
         (TrainerConfig, "kl_weight", -0.1),
         (TrainerConfig, "kl_weight", math.inf),
         (TrainerConfig, "correction", Correction(kind=CorrectionKind.TOKEN_MASK)),
-        (LoopConfig, "num_steps", 0),
+        (LoopConfig, "num_steps", -1),
     ],
 )
 def test_a_value_out_of_range_is_named(config, field, value):

@@ -19,13 +19,18 @@ from unbroken.errors import (
     RolloutError,
     ServerUnreachableError,
 )
+from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import DEFAULT_SET, Sampler
 from unbroken.runs.processes import Rank
+from unbroken.runs.records.files import FORMAT, find_records, write_records
+from unbroken.runs.records.record import RecordedRow, find_images, make_record
 from unbroken.training.model.sharding import fail_together
 
 _FILE = "evaluation.jsonl"
+FOLDER = "evaluations"
+"""All rollouts of evaluations, in a folder for each set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,8 @@ class Evaluator:
     output: Path
     rank: Rank
     name: str = DEFAULT_SET
+    source: str | None = None
+    """The model that is evaluated, whose tokenizer makes the ids."""
 
     async def evaluate(self, step: int, *, num_lost: int = 0) -> Evaluation | None:
         """Evaluate the policy after `step` steps, or read the numbers from the file if they are there.
@@ -114,9 +121,29 @@ class Evaluator:
         found = summarize(samples, pass_reward=self.pass_reward)
         new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": num_lost}
         with fail_together():
+            self._write_rollouts(step, groups)
             if self.rank.index == 0:
                 _write(self.output / _FILE, [*read_evaluations(self.output), new])
         return Evaluation(numbers=new, groups=tuple(groups))
+
+    def _write_rollouts(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write all rollouts of this process, in the format of those of a step."""
+        head = {
+            "kind": "step", "format": FORMAT, "step": step, "set": self.name, "rank": self.rank.index,
+            "num_processes": self.rank.num_processes, "policy_version": self.sampler.engine.policy_version,
+            "model": self.source, "num_groups": len(groups), "num_kept": len(groups), "counters": {},
+        }  # fmt: skip
+        records, images = [], {}
+        for group in groups:
+            for member in group.trajectories:
+                rows, paths = export_samples(member.tree, 0.0), find_trained_paths(member.tree)
+                recorded = [
+                    RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
+                    for path, row in zip(paths, rows, strict=True)
+                ]
+                records.append(make_record(group.group_id, member, recorded))
+                images |= find_images(member, rows)
+        write_records(self.output / FOLDER / self.name, step, self.rank.index, [head, *records], images=images)
 
     def find_last_step(self) -> int:
         """After how many steps the last evaluation in the file began; 0 for an empty file."""
@@ -140,7 +167,11 @@ def read_evaluations(output: Path) -> list[dict[str, Any]]:
 
 
 def cut_evaluations(output: Path, last_step: int) -> None:
-    """Remove the evaluations after more steps than this."""
+    """Remove the evaluations after more steps than this, with their rollouts."""
+    for folder in (output / FOLDER).glob("*"):
+        for (step, _), path in find_records(folder).items():
+            if step > last_step:
+                path.unlink()
     lines = read_evaluations(output)
     if any(line["step"] > last_step for line in lines):
         _write(output / _FILE, [line for line in lines if line["step"] <= last_step])
@@ -255,7 +286,7 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
         "reward/mean": float(np.mean([reward for of_problem in scored for reward in of_problem])) if scored else 0.0,
         "reward/standard_error": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
     }
-    for k in _choose_ks(max(map(len, scored), default=0)):
+    for k in choose_ks(max(map(len, scored), default=0)):
         chances = [
             pass_at_k(len(of_problem), sum(reward >= pass_reward for reward in of_problem), k)
             for of_problem in scored
@@ -290,6 +321,7 @@ def tracked(line: Mapping[str, object], *, set_name: str, default: str) -> dict[
     }
 
 
-def _choose_ks(num_samples: int) -> list[int]:
+def choose_ks(num_samples: int) -> list[int]:
+    """The k of pass@k: powers of 2, and all samples."""
     powers = [2**n for n in range(num_samples.bit_length()) if 2**n <= num_samples]
     return sorted({*powers, num_samples} - {0})
