@@ -1,0 +1,530 @@
+"""Rollouts of a run or of a gateway's store as rows for other tools, one for each branch that can be trained.
+
+The prompt 1 2, the sampled 3 4, the bridge 5 and the sampled 6 become, in the form
+
+    rows    token_ids 1 2 3 4 5 6    sampled_mask 0 0 1 1 0 1    rollout_logprobs - - -.1 -.2 - -.3 (- is null)
+    trl     prompt_ids 1 2   completion_ids 3 4 5 6   env_mask 1 1 0 1        logprobs -.1 -.2 nan -.3
+    verl    prompt_ids 1 2   response_ids 3 4 5 6     response_mask 1 1 0 1   response_logprobs -.1 -.2 0 -.3
+
+One rollout after the other is read and written: the size of a run takes no memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from unbroken.errors import ExportError, InvalidInputError, missing_extra
+from unbroken.ledger.export import export_samples, find_trained_paths
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.records import StoredSession
+from unbroken.ledger.store import is_postgres_url, open_store_reader
+from unbroken.ledger.store.sqlite import DATABASE_FILE
+from unbroken.ledger.tree import TokenTree
+from unbroken.runs.records.files import FOLDER, find_records, read_records
+from unbroken.runs.records.paths import cut_path, describe_path, find_runs
+
+TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
+EVALUATIONS = "evaluations"
+FILES = (".parquet", ".jsonl", ".eval")
+"""What rows are written to; a target with another name is a folder of `datasets`."""
+_NUM_BUFFERED, _NUM_IDS_BUFFERED = 500, 1_000_000
+"""Rows, and ids in them, that are written together."""
+_PAGE = 100
+_ANSWERS = ("ground_truth", "answer", "target", "solution", "expected")
+
+
+class RowForm(StrEnum):
+    """Whose rows."""
+
+    ROWS = "rows"
+    TRL = "trl"
+    VERL = "verl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A rollout as docs/rollouts.md describes it, and where it was found."""
+
+    kind: str
+    """`training`, `session`, or the name of an evaluation's set."""
+    head: Mapping[str, Any]
+    """The first line of its file."""
+    record: Mapping[str, Any]
+
+
+def export_rows(
+    source: str, target: Path, *, form: RowForm, steps: range | None = None, kind: str | None = None
+) -> Counter[str]:
+    """Write the rollouts of a run's folder or a gateway's store into a new file or folder; returns what was counted.
+
+    Raises:
+        InvalidInputError: there are no such rollouts, the target is there already, or a rollout does not fit the form.
+        StoreError: the store cannot be read.
+        ExportError: the target cannot be written.
+    """
+    if target.exists():
+        raise InvalidInputError(f"TARGET must be new, and {target} is there already")
+    if target.suffix == ".eval" and form is not RowForm.ROWS:
+        raise InvalidInputError(f"--form must be left out with a target .eval, which is Inspect's format, got {form}")
+    counts: Counter[str] = Counter()
+    rollouts = _count(find_rollouts(source, steps=steps, kind=kind), counts)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == ".eval":
+            _write_inspect(part, rollouts, name=Path(source).name if "://" not in source else "sessions")
+        else:
+            rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
+            _WRITERS.get(target.suffix, _write_folder)(part, rows, form)
+        if counts["rollouts"] == 0:
+            raise InvalidInputError(f"{source} has no rollouts of these steps")
+        part.replace(target)
+    except OSError as error:
+        raise ExportError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+    return counts
+
+
+def _count(rollouts: Iterable[Rollout], counts: Counter[str]) -> Iterator[Rollout]:
+    for rollout in rollouts:
+        counts["rollouts"] += 1
+        yield rollout
+
+
+def find_rollouts(source: str, *, steps: range | None = None, kind: str | None = None) -> Iterator[Rollout]:
+    """Read the rollouts of a run or a store, in the order of steps or of creation.
+
+    `kind` is `training`, `evaluation` or the name of an evaluation's set; without it, those of training, and of a
+    folder that has none those of evaluations.
+    """
+    if is_postgres_url(source) or (Path(source) / DATABASE_FILE).is_file():
+        if steps is not None or kind is not None:
+            raise InvalidInputError("--steps and --kind must be left out for a store, whose sessions have neither")
+        return _read_store(source)
+    folder = Path(source)
+    sets = {TRAINING: folder / FOLDER}
+    sets |= {each.name: each for each in sorted((folder / EVALUATIONS).glob("*")) if find_records(each)}
+    chosen = [TRAINING] if kind == TRAINING or (kind is None and find_records(sets[TRAINING])) else list(sets)[1:]
+    chosen = [name for name in chosen if kind in (None, TRAINING, EVALUATION, name)]
+    if not any(find_records(sets[name]) for name in chosen):
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{EVALUATIONS}"))
+        where = f": {', '.join(inside)} in it have some" if inside else ""
+        raise InvalidInputError(
+            f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
+            f"({DATABASE_FILE}), got {source}{where}"
+        )
+    return itertools.chain.from_iterable(_read_files(name, sets[name], steps) for name in chosen)
+
+
+def _read_files(kind: str, folder: Path, steps: range | None) -> Iterator[Rollout]:
+    for (step, _), path in find_records(folder).items():
+        if steps is None or step in steps:
+            records = read_records(path)
+            head = next(records)
+            yield from (Rollout(kind=kind, head=head, record=record) for record in records)
+
+
+def _read_store(location: str) -> Iterator[Rollout]:
+    reader = open_store_reader(location)
+    numbers = [number for number, _ in reader.list_numbers()]
+    for first in range(0, len(numbers), _PAGE):
+        page = numbers[first : first + _PAGE]
+        for listed in reader.list_sessions(page[0], page[-1]):
+            if (stored := reader.load(listed.session_id)) is not None:
+                settings = stored.record.settings
+                head = {"model": settings.get("tokenizer") or settings.get("model")}
+                yield Rollout(kind=SESSION, head=head, record=describe_session(stored))
+
+
+def describe_session(stored: StoredSession) -> dict[str, Any]:
+    """A session as the record of a rollout, with the rows that a trainer would get of it."""
+    record, turns, tree = stored.record, stored.turns, TokenTree()
+    turn_of_node = {}
+    for turn in turns:
+        if (given := turn.given) is not None:
+            tree.add_given(given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices)
+        turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = turn
+    rows = []
+    for path, row in zip(find_trained_paths(tree), export_samples(tree, 0.0), strict=True):
+        cut = cut_path(path, len(row.token_ids))
+        last = next(each.node for each in reversed(cut.segments) if each.origin is Origin.SAMPLED)
+        node: int | None = turn_of_node[last].reply_node
+        messages: list[int] = []
+        while node is not None:
+            messages.insert(0, node)
+            node = stored.messages[node].parent
+        loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
+        rows.append({**describe_path(cut), "loss": loss, "temperature": row.temperature, "messages": messages})
+    outcome = record.outcome or {}
+    return {
+        "group": None,
+        "trajectory": record.session_id,
+        "status": outcome.get("status") or record.status.value,
+        "reward": outcome.get("reward"),
+        "reward_parts": outcome.get("metrics") or {},
+        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
+        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
+        "messages": [message.message for message in stored.messages],
+        "turns": [{"finish_reason": turn.sequence.finish_reason.value} for turn in turns],
+        "rows": rows,
+        "data": record.settings.get("metadata") or None,
+    }
+
+
+def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a rollout; one that sampled nothing has one without ids in the form `rows`, and none in others."""
+    branches = list(enumerate(rollout.record["rows"]))
+    if not branches and form is RowForm.ROWS:
+        branches = [(0, {"token_ids": [], "segments": [], "rollout_logprobs": []})]
+    for number, row in branches:
+        counts["rows"] += 1
+        yield _FORMS[form](rollout, number, row)
+
+
+def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a branch with all that is known of it; lists have an entry for each id, null where there is none."""
+    head, record, length = rollout.head, rollout.record, len(row["token_ids"])
+    sampled = _get_sampled(row)
+    return {
+        "kind": rollout.kind,
+        "step": head.get("step"),
+        "rank": head.get("rank"),
+        "tokenizer": head.get("model"),
+        **{name: record.get(name) for name in ("group", "trajectory", "status", "error", "reward", "wall_time_s")},
+        "branch": number,
+        "num_turns": len(record["turns"]),
+        "finish_reasons": [turn["finish_reason"] for turn in record["turns"]],
+        "temperature": row.get("temperature"),
+        "is_trained": row.get("is_trained"),
+        "token_ids": row["token_ids"],
+        "sampled_mask": sampled,
+        "loss_mask": _expand(((*span[:2], True) for span in row.get("loss") or ()), length, False),
+        "rollout_logprobs": _place(row["rollout_logprobs"], sampled),
+        "trainer_logprobs": _place(row.get("trainer_logprobs"), sampled),
+        "policy_versions": _expand(row.get("policy_versions") or (), length, None),
+        "advantages": _expand(row.get("advantages") or (), length, None),
+        "reward_parts": record.get("reward_parts") or {},
+        "images": row.get("images") or [],
+        "messages": _get_messages(record, row),
+        "tools": list(record.get("tools") or ()),
+        "data": record.get("data"),
+    }
+
+
+def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's: a conversational prompt and completion, the ids of a `rollout_func`, and those of a tokenised data set.
+
+    SFTTrainer takes `input_ids` with `assistant_masks` as they are.
+    """
+    whole, start, messages = _split(rollout, number, row)
+    loss = [int(each) for each in whole["loss_mask"]]
+    first = _find_answer(messages)
+    return {
+        "prompt": messages[:first],
+        "completion": messages[first:],
+        "tools": json.dumps(whole["tools"]) if whole["tools"] else None,
+        "prompt_ids": whole["token_ids"][:start],
+        "completion_ids": whole["token_ids"][start:],
+        "env_mask": loss[start:],
+        "logprobs": [math.nan if each is None else each for each in whole["rollout_logprobs"][start:]],
+        "input_ids": whole["token_ids"],
+        "assistant_masks": loss,
+        **{name: whole[name] for name in ("reward", "step", "group", "trajectory", "branch", "tokenizer")},
+    }
+
+
+def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's: a row of its RLHFDataset, `messages` for its multi-turn SFT, and the fields of an `AgentLoopOutput`."""
+    whole, start, messages = _split(rollout, number, row)
+    names = ("step", "group", "trajectory", "branch", "tokenizer")
+    return {
+        "data_source": rollout.kind,
+        "prompt": messages[: _find_answer(messages)],
+        "ability": "",
+        "reward_model": {"style": "rule", "ground_truth": find_answer(whole["data"])},
+        "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}},
+        "messages": messages,
+        "prompt_ids": whole["token_ids"][:start],
+        "response_ids": whole["token_ids"][start:],
+        "response_mask": [int(each) for each in whole["loss_mask"][start:]],
+        "response_logprobs": [each or 0.0 for each in whole["rollout_logprobs"][start:]],
+        "reward_score": whole["reward"],
+        "num_turns": sum(message["role"] != "system" for message in messages),
+    }
+
+
+def find_answer(data: Any) -> str:
+    """The expected answer in a data set's row: its column `ground_truth` or `answer`, ...; else the row as JSON."""
+    if not isinstance(data, Mapping):
+        return "" if data is None else str(data)
+    found = next((data[name] for name in _ANSWERS if data.get(name) is not None), data)
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def _split(rollout: Rollout, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
+    """The row, its first sampled id, and its messages as text, for forms that have no images."""
+    whole = make_row(rollout, number, row)
+    if whole["images"]:
+        raise InvalidInputError(
+            f"--form must be rows for rollouts with images, got {whole['trajectory']}: TRL and verl process images anew"
+        )
+    return whole, whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
+
+
+def _get_sampled(row: Mapping[str, Any]) -> list[bool]:
+    spans = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
+    return _expand(spans, len(row["token_ids"]), False)
+
+
+def _expand(spans: Iterable[Sequence[Any]], length: int, missing: Any) -> list[Any]:
+    """[T] of spans `[start, stop, value]`."""
+    values = [missing] * length
+    for start, stop, value in spans:
+        values[start:stop] = [value] * (stop - start)
+    return values
+
+
+def _place(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[float | None] | None:
+    """[T] of values of the sampled ids."""
+    rest = iter(values or ())
+    return None if values is None else [next(rest) if is_sampled else None for is_sampled in sampled]
+
+
+def _get_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Any]:
+    numbers = row.get("messages")
+    return list(record["messages"]) if numbers is None else [record["messages"][number] for number in numbers]
+
+
+def _find_answer(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of messages before the first answer."""
+    return next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+
+
+def _to_text(content: Any) -> str:
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _to_text_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of one shape, as Arrow's columns need: arguments of calls are JSON, as in OpenAI's form."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": text}})
+    names = ("name", "tool_call_id", "reasoning_content")
+    found = {"role": message["role"], "content": _to_text(message.get("content"))}
+    return {**found, **{name: message.get(name) for name in names}, "tool_calls": calls or None}
+
+
+_FORMS: dict[RowForm, Callable[[Rollout, int, Mapping[str, Any]], dict[str, Any]]] = {
+    RowForm.ROWS: make_row, RowForm.TRL: make_trl_row, RowForm.VERL: make_verl_row
+}  # fmt: skip
+_JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"})
+"""Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
+
+
+def _make_schema(form: RowForm) -> Any:
+    import pyarrow as pa
+
+    text, whole, real, flag = pa.string(), pa.int64(), pa.float32(), pa.bool_()
+    ids, numbers, flags, bits = pa.list_(pa.int32()), pa.list_(real), pa.list_(flag), pa.list_(pa.int8())
+    function = pa.struct({"name": text, "arguments": text})
+    call = pa.struct({"id": text, "type": text, "function": function})
+    names = ("role", "content", "name", "tool_call_id", "reasoning_content")
+    messages = pa.list_(pa.struct({**dict.fromkeys(names, text), "tool_calls": pa.list_(call)}))
+    origin = {"step": whole, "group": text, "trajectory": text, "branch": whole, "tokenizer": text}
+    match form:
+        case RowForm.ROWS:
+            fields = dict.fromkeys(
+                ("kind", "step", "rank", "tokenizer", "group", "trajectory", "status", "error"), text
+            )
+            fields |= {"step": whole, "rank": whole, "reward": pa.float64(), "wall_time_s": pa.float64()}
+            fields |= {
+                "branch": whole,
+                "num_turns": whole,
+                "finish_reasons": pa.list_(text),
+                "temperature": pa.float64(),
+            }
+            fields |= {"is_trained": flag, "token_ids": ids, "sampled_mask": flags, "loss_mask": flags}
+            fields |= {"rollout_logprobs": numbers, "trainer_logprobs": numbers, "policy_versions": ids}
+            fields |= {"advantages": numbers, **dict.fromkeys(sorted(_JSON_COLUMNS), text)}
+        case RowForm.TRL:
+            fields = {"prompt": messages, "completion": messages, "tools": text, "prompt_ids": ids}
+            fields |= {"completion_ids": ids, "env_mask": bits, "logprobs": numbers, "input_ids": ids}
+            fields |= {"assistant_masks": bits, "reward": pa.float64(), **origin}
+        case RowForm.VERL:
+            model = pa.struct({"style": text, "ground_truth": text})
+            fields = {"data_source": text, "prompt": messages, "ability": text, "reward_model": model}
+            fields |= {"extra_info": pa.struct({"split": text, **origin}), "messages": messages, "prompt_ids": ids}
+            fields |= {"response_ids": ids, "response_mask": bits, "response_logprobs": numbers}
+            fields |= {"reward_score": pa.float64(), "num_turns": whole}
+    return pa.schema(fields)
+
+
+def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "Parquet files need the train extra", "train") from error
+    schema, batch, num_ids = _make_schema(form), [], 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for row in rows:
+            if form is RowForm.ROWS:
+                row |= {name: json.dumps(row[name], ensure_ascii=False) for name in _JSON_COLUMNS}
+            batch.append(row)
+            num_ids += len(row.get("token_ids") or row.get("response_ids") or row.get("input_ids") or ())
+            if len(batch) >= _NUM_BUFFERED or num_ids >= _NUM_IDS_BUFFERED:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+                batch, num_ids = [], 0
+        if batch:
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+
+
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+    with path.open("w", encoding="utf-8", errors="replace") as file:
+        for row in rows:
+            if form is RowForm.TRL:  # JSON has no NaN
+                row["logprobs"] = [None if math.isnan(each) else each for each in row["logprobs"]]
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _write_folder(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+    """A folder for `datasets.load_from_disk`, by way of a Parquet file."""
+    with tempfile.TemporaryDirectory(prefix=".rows-", dir=path.parent) as folder:
+        _write_parquet(Path(folder) / "rows.parquet", rows, form)
+        import datasets
+
+        datasets.load_dataset(
+            "parquet", data_files=str(Path(folder) / "rows.parquet"), split="train", cache_dir=f"{folder}/cache"
+        ).save_to_disk(path)
+
+
+_WRITERS: dict[str, Callable[[Path, Iterable[dict[str, Any]], RowForm], None]] = {
+    ".parquet": _write_parquet, ".jsonl": _write_lines
+}  # fmt: skip
+
+
+def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> None:
+    """A log of Inspect (version 2, a ZIP file): a sample for each rollout, and its ids in the sample's metadata."""
+    members: Counter[str] = Counter()
+    summaries, sums, models = [], Counter[str](), dict[str, None]()
+    numbers: Counter[str] = Counter()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as log:
+        for rollout in rollouts:
+            problem = _name_problem(rollout)
+            members[problem] += 1
+            sample = make_inspect_sample(rollout, problem, members[problem])
+            models[str(rollout.head.get("model"))] = None
+            for score, each in sample["scores"].items():
+                sums[score] += each["value"]
+                numbers[score] += 1
+            _add(log, f"samples/{problem}_epoch_{members[problem]}.json", sample)
+            kept = ("id", "epoch", "input", "target", "scores", "total_time")
+            summary = {**{key: sample[key] for key in kept}, "completed": True}
+            summaries.append(
+                {**summary, "input": _to_text(sample["input"][-1:] and sample["input"][-1]["content"])[:200]}
+            )
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        spec = {
+            "created": now, "task": name, "task_id": name, "run_id": name, "eval_id": name, "model": ", ".join(models),
+            "dataset": {"name": name, "samples": len(members)}, "config": {"epochs": max(members.values(), default=1)},
+        }  # fmt: skip
+        scores = [
+            {"name": score, "scorer": score, "scored_samples": numbers[score],
+             "metrics": {"mean": {"name": "mean", "value": sums[score] / numbers[score]}}}
+            for score in sums
+        ]  # fmt: skip
+        results = {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
+        start = {"version": 2, "eval": spec, "plan": {"name": "plan", "steps": []}}
+        _add(log, "_journal/start.json", start)
+        _add(log, "summaries.json", summaries)
+        stats = {"started_at": now, "completed_at": now}
+        _add(log, "header.json", {**start, "status": "success", "results": results, "stats": stats})
+
+
+def _add(log: zipfile.ZipFile, name: str, value: Any) -> None:
+    log.writestr(name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+
+
+def _name_problem(rollout: Rollout) -> str:
+    group = rollout.record.get("group") or rollout.record["trajectory"]
+    step = rollout.head.get("step")
+    name = group if step is None else f"{rollout.kind}-{step}-{group}"
+    return str(name).replace("/", "-")
+
+
+_STOPS = {"stop": "stop", "length": "max_tokens"}
+
+
+def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str, Any]:
+    """A rollout as a sample of Inspect: problems are its ids, and siblings its epochs."""
+    record = rollout.record
+    messages = [_to_inspect_message(message, n) for n, message in enumerate(record["messages"])]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    reasons = [turn["finish_reason"] for turn in record["turns"]]
+    scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
+    rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
+    left_out = {"messages", "tools", "data", "reward", "reward_parts", "kind", "step", "rank"}
+    model = str(rollout.head.get("model"))
+    choice = (
+        {"message": answers[-1], "stop_reason": _STOPS.get(reasons[-1], "unknown")} if answers and reasons else None
+    )
+    names = ("status", "error", "trajectory", "group", "tools", "data")
+    return {
+        "id": problem,
+        "epoch": epoch,
+        "input": messages[: _find_answer(messages)],
+        "target": find_answer(record.get("data")),
+        "messages": messages,
+        "output": {"model": model, "choices": [choice] if choice else []},
+        "scores": {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))},
+        "metadata": {
+            "kind": rollout.kind,
+            "step": rollout.head.get("step"),
+            **{name: record.get(name) for name in names},
+            "rows": [{name: value for name, value in row.items() if name not in left_out} for row in rows],
+        },
+        "total_time": record.get("wall_time_s"),
+    }
+
+
+def _to_inspect_message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    plain = _to_text_message(message)
+    role = plain["role"] if plain["role"] in ("system", "user", "assistant", "tool") else "system"
+    found: dict[str, Any] = {"id": str(number), "role": role, "content": plain["content"]}
+    if (thought := plain["reasoning_content"]) is not None:
+        found["content"] = [{"type": "reasoning", "reasoning": thought}, {"type": "text", "text": plain["content"]}]
+    if role == "tool":
+        found |= {"tool_call_id": plain["tool_call_id"], "function": plain["name"]}
+    if plain["tool_calls"]:
+        calls = enumerate(plain["tool_calls"])
+        found["tool_calls"] = [
+            {"id": call["id"] or f"call-{number}-{n}", "function": call["function"]["name"], "type": "function",
+             **_parse_arguments(call["function"]["arguments"])}
+            for n, call in calls
+        ]  # fmt: skip
+    return found
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        return {"arguments": {}, "parse_error": f"{error}: {text}"}
+    return {"arguments": arguments if isinstance(arguments, dict) else {"value": arguments}}
