@@ -89,6 +89,8 @@ class StoredSettings(SessionSettings):
 
     model: str | None = None
     """The served model, whose tokenizer made the ids; null in sessions of releases that did not store it."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer that made the ids; null likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,9 +85,11 @@ class Sessions:
             key_digest=_digest(api_key),
             created_s=now_s,
             expires_s=now_s + (self._config.ttl_s if ttl_s is None else ttl_s),
-            settings=StoredSettings(**settings.model_dump(), model=self._context.config.model_name).model_dump(
-                mode="json"
-            ),
+            settings=StoredSettings(
+                **settings.model_dump(),
+                model=self._context.config.model_name,
+                tokenizer=self._context.config.tokenizer,
+            ).model_dump(mode="json"),
         )
         self._num_creating += 1
         try:

@@ -123,7 +123,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from unbroken.runs.evaluate import EvaluationOrder, evaluate_task, open_task, print_report
+        from unbroken.runs.evaluate import evaluate_task, open_task, print_report
         from unbroken.runs.settings import format_help
 
         if {"-h", "--help"} & set(options):
@@ -136,17 +136,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
                 "--rewards",
                 f"[{', '.join(f'{{function = {json.dumps(each)}}}' for each in arguments.reward)}]",
             ]
-        order = EvaluationOrder(
-            task=arguments.task,
-            options=options,
-            models=arguments.models or (),
-            tokenizer=arguments.tokenizer,
-            num_problems=arguments.problems,
-            num_samples=arguments.samples,
-        )
 
         def work() -> None:
-            report = evaluate_task(order, Console(stderr=True, markup=False))
+            report = evaluate_task(
+                arguments.task, options, Console(stderr=True, markup=False), models=arguments.models or (),
+                tokenizer=arguments.tokenizer, num_problems=arguments.problems, num_samples=arguments.samples,
+            )  # fmt: skip
             if arguments.json:
                 print(json.dumps(report, indent=1, allow_nan=False))
             else:

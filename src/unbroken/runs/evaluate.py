@@ -2,13 +2,12 @@
 
 the recipe's train_model ── for each model: engine ── sampler ── evaluation, as in training ── numbers ── a table
 
-Each number has an interval of 95 %. A problem's samples are not independent, so problems are what is drawn again:
+A problem's samples are not independent, so problems are what the bootstrap draws:
 
     2 problems with 4 samples each      0 1 1 0 and 1 1 1 1      reward/mean (2 + 4) / (4 + 4)
-    a draw of 2 problems                the second one twice     8 / 8; the interval holds 95 % of 10,000 draws
+    a draw of 2 problems                the second one twice     (4 + 4) / (4 + 4)
 
-Where each problem's pass@k is 0 or 1 this is Wilson's interval, which has a width even if all are equal. Two models
-have the same problems and seeds, so their difference is that of each problem.
+Two models have the same problems and seeds, so their difference is that of each problem.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from rich.table import Table
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
-from unbroken.runs.config import EngineKind, RunConfig, read_key
+from unbroken.runs.config import EngineKind, RunConfig
 from unbroken.runs.evaluation.evaluator import Evaluator, Sample, choose_ks, pass_at_k
 from unbroken.runs.evaluation.schedule import make_evaluators
 from unbroken.runs.folder import claim_folder, lock_folder
@@ -49,7 +47,7 @@ INTERVALS = (
 )
 NUM_PROBLEMS = 100
 """Of an environment that has no end."""
-_NUM_DRAWS, _CHUNK = 10_000, 1000
+_NUM_DRAWS, _NUM_TOGETHER = 10_000, 1000
 _DATA = (".jsonl", ".json", ".parquet", ".csv")
 _WAIT_S = 10.0
 
@@ -59,9 +57,10 @@ class EvaluatedModel:
     """A model to evaluate."""
 
     name: str
-    """As it was given."""
+    """As it was given: also the URL of a server, or a name on the hub."""
     folder: Path | None = None
-    """Of a model, of adapters alone, or of a checkpoint; None for a server, and for a name on the hub."""
+    """Of a model, or of a checkpoint (`is_checkpoint`)."""
+    is_checkpoint: bool = False
     source: str
     """Folder or hub name whose tokenizer makes the ids."""
 
@@ -71,45 +70,39 @@ class EvaluatedModel:
         return "://" in self.name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOrder:
-    """What to evaluate, as the command says it."""
-
-    task: str
-    options: Sequence[str]
-    """Of the recipe."""
-    models: Sequence[str]
-    """None: the recipe's own."""
-    tokenizer: str | None = None
-    num_problems: int | None = None
-    num_samples: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("--problems", self.num_problems), ("--samples", self.num_samples)):
-            if value is not None and value < 1:
-                raise InvalidInputError(f"{name} must be >= 1, got {value}")
-        if len(set(self.models)) < len(self.models):
-            raise InvalidInputError(f"--model must be different models, got {list(self.models)}")
-
-
-def evaluate_task(order: EvaluationOrder, console: Console) -> dict[str, Any]:
-    """Evaluate the models on the task, and return the report; it is also in the output folder.
+def evaluate_task(
+    task: str,
+    options: Sequence[str],
+    console: Console,
+    *,
+    models: Sequence[str] = (),
+    tokenizer: str | None = None,
+    num_problems: int | None = None,
+    num_samples: int | None = None,
+) -> dict[str, Any]:
+    """Evaluate models, by default the task's own, and return the report, which is also in the output folder.
 
     Raises:
         InvalidInputError: the task, a model or an option is wrong.
         EngineError, RolloutError: an engine does not start or went away, or all rollouts failed.
         Terminated: SIGTERM came.
     """
-    recipe, words = open_task(order.task)
-    models = [find_model(name, order.tokenizer) for name in order.models]
-    config = _configure(recipe, [*words, *order.options], models)
+    for name, value in (("--problems", num_problems), ("--samples", num_samples)):
+        if value is not None and value < 1:
+            raise InvalidInputError(f"{name} must be >= 1, got {value}")
+    if len(set(models)) < len(models):
+        raise InvalidInputError(f"--model must be different models, got {list(models)}")
+    recipe, words = open_task(task)
+    found = [find_model(name, tokenizer) for name in models]
+    config = _configure(recipe, [*words, *options], found)
     if config.output.is_dir() and any(config.output.iterdir()):
         raise InvalidInputError(f"output must be a new or empty folder, and {config.output} holds files")
-    report: dict[str, Any] = {"format": 1, "task": order.task, "intervals": INTERVALS, "models": [], "differences": []}
+    report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "models": [], "differences": []}
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
-        chosen = models or [find_model(str(model), order.tokenizer)]
-        await _Evaluation(order, recipe, config, chosen, sets, console, report).run()
+        sized = [_size(each, config, num_problems, num_samples) for each in sets]
+        evaluation = _Evaluation(recipe=recipe, config=config, sets=sized, console=console, report=report)
+        await evaluation.run(found or [find_model(str(model), tokenizer)])
 
     with lock_folder(config.output):
         run_without_training(recipe, config, OpenRecipe(name=recipe.name, words=(), evaluate=evaluate))
@@ -132,23 +125,33 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
 
 def _configure(recipe: Recipe, options: Sequence[str], models: Sequence[EvaluatedModel]) -> RunConfig:
     """The config of the recipe; what only training needs has a default."""
-    fields = recipe.section.all_fields()
     name = re.sub(r"\W+", "-", recipe.name.rpartition(".")[0] or "task")
     output = Path("runs") / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     values: dict[str, Any] = {"engine.wait_s": _WAIT_S, "loop.num_steps": 0, **recipe.values, "output": output}
-    if models and "model" in fields:
+    if models and "model" in recipe.section.all_fields():
         values |= read_options(["--model", models[0].source], recipe.section)
     config: RunConfig = build(recipe.section, values | read_options(options, recipe.section))
-    for field, is_refused in {
-        "rollouts.samplers": config.rollouts.samplers > 0, "rollouts.listen": config.rollouts.listen is not None
-    }.items():  # fmt: skip
-        if is_refused:
-            raise InvalidInputError(f"{field} must be left out with `unbroken eval`, which samples in one process")
-    return config
+    for field, value in (("samplers", config.rollouts.samplers), ("listen", config.rollouts.listen)):
+        if value:
+            raise InvalidInputError(f"rollouts.{field} must be left out with `unbroken eval`, got {value}")
+    return replace(
+        config,
+        evaluation=replace(config.evaluation, engine=None),
+        trainer=replace(config.trainer, routing_replay=False),
+    )
+
+
+def _size(each: EvaluationSet, config: RunConfig, num_problems: int | None, num_samples: int | None) -> EvaluationSet:
+    """The set with its numbers of problems and samples."""
+    there = each.problems.num_problems
+    chosen = num_problems or each.num_problems or config.evaluation.num_problems or there or NUM_PROBLEMS
+    if there is not None and chosen > there:
+        raise InvalidInputError(f"--problems must be at most {there}, which {each.name} has, got {chosen}")
+    return replace(each, num_problems=chosen, num_samples=num_samples or each.num_samples)
 
 
 def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
-    """Find out what a model is: a server, a folder of a model or adapters, a run or its checkpoint, or a hub name.
+    """Find out what a model is: a server, the folder of a model, a run or a checkpoint, or a hub name.
 
     Raises:
         InvalidInputError: it is none of them, or no tokenizer is found.
@@ -156,43 +159,29 @@ def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
     from transformers import AutoConfig
 
     from unbroken.runs.export.checkpoint import find_checkpoint
-    from unbroken.runs.export.files import read_info
     from unbroken.training.state import read_state
 
+    folder = Path(name).expanduser()
     if "://" in name:
         return EvaluatedModel(name=name, source=tokenizer or _ask_for_tokenizer(name))
-    folder, known = Path(name).expanduser(), partial(EvaluatedModel, name=name)
-    if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise InvalidInputError(
-                f"--model must be a folder, a name on the hub or a URL, got {name!r}: no such folder"
-            )
-        try:
-            AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(
-                f"--model must be a folder, a name on the hub or a URL, got {name!r}: {error}"
-            ) from None
-        return known(source=tokenizer or name)
-    if (folder / "final").is_dir():
-        folder = folder / "final"
-    if (folder / "config.json").is_file() and not (folder / "state.json").is_file():
-        return known(folder=folder, source=tokenizer or str(folder.absolute()))
-    if (folder / "adapter_config.json").is_file() and not (folder / "state.json").is_file():
-        info = read_info(folder)
-        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
-        return known(folder=folder, source=tokenizer or (base if info is None else info.source))
+    for each in (folder / "final", folder):
+        if (each / "config.json").is_file():
+            return EvaluatedModel(name=name, folder=each, source=tokenizer or str(each.absolute()))
     try:
-        folder = find_checkpoint(folder)
-    except InvalidInputError:
+        if folder.is_dir():
+            checkpoint = find_checkpoint(folder)
+            origin = read_state(checkpoint).state.model
+            source = tokenizer or ("" if origin is None else origin.source)
+            return EvaluatedModel(name=name, folder=checkpoint, is_checkpoint=True, source=source)
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise InvalidInputError("no such folder")
+        AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"--model must be the folder of a model (config.json), of a run, or of a checkpoint, got {name}: it holds "
-            "none of them"
+            "--model must be the folder of a whole model (config.json), of a run, or of a checkpoint, a hub's name, or "
+            f"a server's URL, got {name!r}: {str(error).partition(chr(10))[0]}"
         ) from None
-    origin = read_state(folder).state.model
-    if (source := tokenizer or (origin.source if origin else "")) == "":
-        raise InvalidInputError(f"--tokenizer must be given with {name}, whose checkpoint does not say its model")
-    return known(folder=folder, source=source)
+    return EvaluatedModel(name=name, source=tokenizer or name)
 
 
 def _ask_for_tokenizer(url: str) -> str:
@@ -216,77 +205,52 @@ def _ask_for_tokenizer(url: str) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Evaluation:
     """The evaluation of all models of a command."""
 
-    def __init__(
-        self,
-        order: EvaluationOrder,
-        recipe: Recipe,
-        config: RunConfig,
-        models: Sequence[EvaluatedModel],
-        sets: Sequence[EvaluationSet],
-        console: Console,
-        report: dict[str, Any],
-    ) -> None:
+    recipe: Recipe
+    config: RunConfig
+    sets: Sequence[EvaluationSet]
+    console: Console
+    report: dict[str, Any]
+
+    async def run(self, models: Sequence[EvaluatedModel]) -> None:
+        """Evaluate each model, and write the report after each."""
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
-        self._order, self._recipe, self._models, self._console, self._report = order, recipe, models, console, report
-        self._config = replace(
-            config,
-            evaluation=replace(config.evaluation, engine=None),
-            trainer=replace(config.trainer, routing_replay=False),
-        )
-        self._sets = [self._size(each) for each in sets]
-
-    def _size(self, each: EvaluationSet) -> EvaluationSet:
-        """The set with its numbers of problems and samples."""
-        there = each.problems.num_problems
-        chosen = self._order.num_problems or each.num_problems or self._config.evaluation.num_problems
-        if there is not None and chosen > there:
-            raise InvalidInputError(f"--problems must be at most {there}, which {each.name} has, got {chosen}")
-        return replace(
-            each, num_problems=chosen or there or NUM_PROBLEMS, num_samples=self._order.num_samples or each.num_samples
-        )
-
-    async def run(self) -> None:
-        """Evaluate each model, and write the report after each."""
-        output = self._config.output
-        labels = _make_labels([model.name for model in self._models])
+        output, labels = self.config.output, _make_labels([model.name for model in models])
         baseline: dict[str, dict[str, Measure]] = {}
-        for model, label in zip(self._models, labels, strict=True):
-            folder = output if len(labels) == 1 else output / label
-            claim_folder(folder, self._recipe.name, describe(replace(self._config, output=folder)))
+        for model, label in zip(models, labels, strict=True):
+            folder = output if len(models) == 1 else output / label
+            claim_folder(folder, self.recipe.name, describe(replace(self.config, output=folder)))
             found = await self._evaluate(model, label, folder)
-            if baseline:
-                self._report["differences"] += [
-                    {"set": name, "model": label, "baseline": labels[0], "measures": _compare(baseline[name], measures)}
-                    for name, measures in found.items()
-                ]
+            self.report["differences"] += [
+                {"set": name, "model": label, "baseline": labels[0], "measures": _compare(of_set, found[name])}
+                for name, of_set in baseline.items()
+            ]
             baseline = baseline or found
-            (output / REPORT).write_text(json.dumps(self._report, indent=1, allow_nan=False) + "\n", "utf-8")
+            (output / REPORT).write_text(json.dumps(self.report, indent=1, allow_nan=False) + "\n", "utf-8")
 
     async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
         found: dict[str, dict[str, Measure]] = {}
-        entry: dict[str, Any] = {"model": label, "name": model.name, "tokenizer": model.source, "sets": {}}
-        entry["folder"] = str(folder)
+        sets: dict[str, Any] = {}
         async with self._open(model, folder) as evaluators:
-            for evaluator in evaluators:
-                sizes = f"{evaluator.num_problems} problems, {evaluator.num_samples} samples of each"
-                self._console.print(f"{label}: {evaluator.name}, {sizes}", highlight=False)
+            for each in evaluators:
+                self.console.print(f"{label}: {each.name}, {each.num_problems} problems x {each.num_samples}")
                 begun_s = time.perf_counter()
-                groups = await evaluator.sample()
-                numbers = evaluator.record(0, groups).numbers
+                groups = await each.sample()
                 seconds = time.perf_counter() - begun_s
-                found[evaluator.name] = measure(groups, pass_reward=evaluator.pass_reward)
-                statuses = Counter(each.status.value for group in groups for each in group.trajectories)
-                entry["sets"][evaluator.name] = {
+                numbers = each.record(0, groups).numbers
+                found[each.name] = measure(groups, pass_reward=each.pass_reward)
+                sets[each.name] = {
                     **{name: numbers[name] for name in ("num_problems", "num_samples", "num_rollouts")},
                     "seconds": round(seconds, 3),
-                    "statuses": dict(statuses),
-                    "measures": {name: each.to_json() for name, each in found[evaluator.name].items()},
+                    "statuses": Counter(member.status.value for group in groups for member in group.trajectories),
+                    "measures": {name: each.to_json() for name, each in found[each.name].items()},
                 }
-        self._report["models"].append(entry)
+        entry = {"model": label, "name": model.name, "tokenizer": model.source, "folder": str(folder), "sets": sets}
+        self.report["models"].append(entry)
         return found
 
     @asynccontextmanager
@@ -294,97 +258,74 @@ class _Evaluation:
         """Open the engine of a model, and make its evaluators."""
         from unbroken.runs.samplers import SamplerOpener
 
-        config = replace(self._config, output=folder)
-        problems = [each.problems for each in self._sets]
-        opener = SamplerOpener(
-            config=config, source=model.source, train_on=problems[0], evaluate_on=problems[1:], part="0"
-        )
+        config, (first, *others) = replace(self.config, output=folder), [each.problems for each in self.sets]
+        opener = SamplerOpener(config=config, source=model.source, train_on=first, evaluate_on=others, part="0")
         images = opener.load_images()
         renderer = opener.load_renderer(images)
         if not model.is_server:
             opener.check_lengths(renderer, images)
+        shared: dict[str, Any] = {"seed": config.seed, "output": folder, "rank": Rank(), "source": model.source}
         async with AsyncExitStack() as stack:
-            engine = await self._open_engine(stack, model, config, images)
+            engine = await _open_engine(stack, model, config, None if images is None else images.processor)
             opened = await opener.open(stack, engine=engine, evaluation_engine=None, renderer=renderer, images=images)
-            yield make_evaluators(
-                self._sets, config.evaluation, opened.evaluation, seed=config.seed, output=folder, rank=Rank(),
-                source=model.source,
-            )  # fmt: skip
-
-    async def _open_engine(self, stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig, images: Any) -> Any:
-        from unbroken.rendering.encoding.text_codec import TextCodec
-        from unbroken.rendering.loader import load_tokenizer
-        from unbroken.runs.engines import connect_servers, open_engine
-        from unbroken.runs.models import load_model
-
-        if model.is_server:
-            read_key(config.engine.api_key_file, field="engine.api_key_file")
-            codec = TextCodec(load_tokenizer(model.source))
-            return await connect_servers(stack, config.engine, [model.name], vocab_size=codec.vocab_size)
-        if config.engine.kind is EngineKind.SERVER:
-            raise InvalidInputError(
-                f"engine.kind must be embedded, started or colocated to evaluate {model.name}, got server: or "
-                "serve it, and give its URL as --model"
-            )
-        source = _write_model(stack, model, config)
-        loaded = None
-        if config.engine.kind is EngineKind.EMBEDDED:
-            loaded = load_model(source, config.chosen_model_settings, takes_images=images is not None)
-        processor = None if images is None else images.processor
-        opening = open_engine(
-            config.engine, model=loaded, source=source, output=config.output, device=join_processes().device,
-            rank=Rank(), image_processor=processor, numerics=config.trainer.numerics, is_trained=False,
-        )  # fmt: skip
-        return (await stack.enter_async_context(opening)).engine
+            yield make_evaluators(self.sets, config.evaluation, opened.evaluation, **shared)
 
 
-def _write_model(stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig) -> str:
-    """The folder or hub name of a whole model; of adapters and checkpoints it is written until the stack is closed."""
+async def _open_engine(stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig, processor: Any) -> Any:
+    from unbroken.rendering.encoding.text_codec import TextCodec
+    from unbroken.rendering.loader import load_tokenizer
+    from unbroken.runs.engines import connect_servers, open_engine
     from unbroken.runs.export.checkpoint import export_checkpoint
-    from unbroken.runs.export.files import copy_text_and_images
     from unbroken.runs.export.kept import make_form
     from unbroken.runs.models import load_model
     from unbroken.training.state import read_state
 
-    if model.folder is None:
-        return model.name
-    if (model.folder / "config.json").is_file() and not (model.folder / "state.json").is_file():
-        return str(model.folder)
-    written = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".model-", dir=config.output)))
-    if (model.folder / "state.json").is_file():
+    if model.is_server:
+        vocab_size = TextCodec(load_tokenizer(model.source)).vocab_size
+        return await connect_servers(stack, config.engine, [model.name], vocab_size=vocab_size)
+    if config.engine.kind is EngineKind.SERVER:
+        raise InvalidInputError(
+            f"engine.kind must be embedded, started or colocated to evaluate {model.name}, got server: or serve it, "
+            "and give its URL as --model"
+        )
+    source = model.name if model.folder is None else str(model.folder)
+    if model.is_checkpoint and model.folder is not None:
+        source = stack.enter_context(tempfile.TemporaryDirectory(prefix=".model-", dir=config.output))
         origin = read_state(model.folder).state.model
         form = make_form(merged=origin is not None and origin.adapter is not None, dtype=None)
-        export_checkpoint(model.folder, written, form=form)
-        return str(written)
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise missing_extra(error, f"{model.name} has LoRA adapters, which need the lora extra", "lora") from error
-    whole = peft.PeftModel.from_pretrained(load_model(model.source), str(model.folder)).merge_and_unload()
-    whole.save_pretrained(written)
-    copy_text_and_images(model.source, written)
-    return str(written)
+        export_checkpoint(model.folder, Path(source), form=form, source=model.source or None)
+    loaded = None
+    if config.engine.kind is EngineKind.EMBEDDED:
+        loaded = load_model(source, config.chosen_model_settings, takes_images=processor is not None)
+    opening = open_engine(
+        config.engine, model=loaded, source=source, output=config.output, device=join_processes().device, rank=Rank(),
+        image_processor=processor, numerics=config.trainer.numerics, is_trained=False,
+    )  # fmt: skip
+    return (await stack.enter_async_context(opening)).engine
 
 
 def _make_labels(names: Sequence[str]) -> list[str]:
     """Names of folders: the last two parts of each name, with its number where two are the same."""
     short = ["-".join(re.findall(r"[\w.-]+", name.partition("://")[2] or name)[-2:]).strip(".-") for name in names]
-    return [
-        label if short.count(label) == 1 and label else f"{label or 'model'}-{number}"
-        for number, label in enumerate(short, start=1)
-    ]
+    pairs = enumerate(short, start=1)
+    return [label if label and short.count(label) == 1 else f"{label or 'model'}-{number}" for number, label in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A number of an evaluation, with its interval: the sum over problems divided by their count."""
+    """A number of an evaluation: the sum over the problems divided by their count."""
 
     sums: NDArray[np.float64]
     """[P] of each problem's samples."""
     counts: NDArray[np.float64]
     """[P] how many samples of each problem count."""
-    is_proportion: bool = False
-    """Whether Wilson's interval is right where each problem is 0 or 1."""
+    is_pass: bool = False
+
+    @classmethod
+    def of(cls, values: Sequence[Sequence[float]], *, is_pass: bool = False) -> Measure:
+        """Make it of the values of each problem's samples."""
+        sums, counts = ([count(each) for each in values] for count in (math.fsum, len))
+        return cls(sums=np.array(sums, np.float64), counts=np.array(counts, np.float64), is_pass=is_pass)
 
     @property
     def value(self) -> float | None:
@@ -392,15 +333,17 @@ class Measure:
         return float(self.sums.sum() / self.counts.sum()) if self.counts.any() else None
 
     def find_interval(self) -> tuple[float, float] | None:
-        """The interval of 95 %; None if there is none (`INTERVALS`)."""
-        there = self.counts > 0
-        means = self.sums[there] / self.counts[there]
-        if self.is_proportion and len(means) > 0 and np.isin(means, (0.0, 1.0)).all():
-            return _wilson(float(means.sum()), len(means))
-        if len(means) < 2 or (means == means[0]).all():
+        """The interval; None if there is none (`INTERVALS`)."""
+        sums, counts = self.sums[self.counts > 0], self.counts[self.counts > 0]
+        means, number = sums / counts, len(sums)
+        if self.is_pass and number > 0 and np.isin(means, (0.0, 1.0)).all():
+            return _wilson(float(means.mean()), number)
+        if number < 2 or (means == means[0]).all():
             return None
-        draws = _draw(self.sums[there], self.counts[there])
-        low, high = np.quantile(draws, (0.025, 0.975))
+        rng = np.random.default_rng(0)  # always the same draws
+        draws = [rng.integers(number, size=(_NUM_TOGETHER, number)) for _ in range(_NUM_DRAWS // _NUM_TOGETHER)]
+        drawn = np.concatenate([sums[each].sum(axis=1) / counts[each].sum(axis=1) for each in draws])
+        low, high = np.quantile(drawn, (0.025, 0.975))
         return float(low), float(high)
 
     def to_json(self) -> dict[str, Any]:
@@ -409,63 +352,46 @@ class Measure:
         return {"value": self.value, "low": low, "high": high, "num_problems": int((self.counts > 0).sum())}
 
 
-def _draw(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[`_NUM_DRAWS`] the number of as many problems, drawn with replacement; always the same draws."""
-    rng = np.random.default_rng(0)
-    chosen = (rng.integers(len(sums), size=(_CHUNK, len(sums))) for _ in range(_NUM_DRAWS // _CHUNK))
-    return np.concatenate([sums[each].sum(axis=1) / counts[each].sum(axis=1) for each in chosen])
-
-
-def _wilson(num_passed: float, num: int, z: float = 1.959964) -> tuple[float, float]:
-    share = num_passed / num
+def _wilson(share: float, num: int, z: float = 1.959964) -> tuple[float, float]:
     middle = (share + z * z / (2 * num)) / (1 + z * z / num)
     half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num)) / (1 + z * z / num)
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
+_OF_ROLLOUTS: dict[str, Callable[[Trajectory], float]] = {
+    "completion_tokens/mean": lambda each: each.num_sampled,
+    "turns/mean": lambda each: len(each.turns),
+    "seconds/mean": lambda each: each.wall_time_s,
+    "cut/share": lambda each: Sample.of(each).was_cut,
+    "failed/share": lambda each: each.status in (TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED),
+}
+"""Numbers that each rollout has. Seconds are from its start to its reward, while others are sampled."""
+
+
 def measure(groups: Sequence[TrajectoryGroup], *, pass_reward: float) -> dict[str, Measure]:
     """The numbers of an evaluation, by the names of `evaluation.jsonl`; a rollout without a reward counts as 0.
 
-    `reward_parts/NAME` is over the rollouts that have this part. `seconds` is from a rollout's start to its reward,
-    while others are sampled.
+    `reward_parts/NAME` is over the rollouts that have this part.
     """
     scored = [[each for each in group.trajectories if Sample.of(each).is_scored] for group in groups]
-    whole = [group.trajectories for group in groups]
-    found = {"reward/mean": _sum([[each.reward or 0.0 for each in of_group] for of_group in scored])}
-    names = dict.fromkeys(name for of_group in scored for each in of_group for name in each.reward_parts)
-    for name in names:
-        parts = [[each.reward_parts.get(name) for each in of_group] for of_group in scored]
-        found[f"reward_parts/{name}"] = _sum([[part for part in of_group if part is not None] for of_group in parts])
-    for k in choose_ks(max(map(len, scored), default=0)):
-        chances = [
-            [pass_at_k(len(of_group), sum((each.reward or 0.0) >= pass_reward for each in of_group), k)]
-            if len(of_group) >= k
-            else []
-            for of_group in scored
+    rewards = [[each.reward or 0.0 for each in of_group] for of_group in scored]
+    found = {"reward/mean": Measure.of(rewards)}
+    for name in dict.fromkeys(name for of_group in scored for each in of_group for name in each.reward_parts):
+        parts = [
+            [part for each in of_group if (part := each.reward_parts.get(name)) is not None] for of_group in scored
         ]
-        found[f"pass@{k}"] = _sum(chances, is_proportion=True)
-    found["completion_tokens/mean"] = _sum([[each.num_sampled for each in of_group] for of_group in whole])
-    found["turns/mean"] = _sum([[len(each.turns) for each in of_group] for of_group in whole])
-    found["seconds/mean"] = _sum([[each.wall_time_s for each in of_group] for of_group in whole])
-    found["cut/share"] = _sum([[float(Sample.of(each).was_cut) for each in of_group] for of_group in whole])
-    found["failed/share"] = _sum([[float(_has_failed(each)) for each in of_group] for of_group in whole])
+        found[f"reward_parts/{name}"] = Measure.of(parts)
+    for k in choose_ks(max(map(len, rewards), default=0)):
+        counts = [(len(each), sum(reward >= pass_reward for reward in each)) for each in rewards]
+        chances = [[pass_at_k(number, passed, k)] if number >= k else [] for number, passed in counts]
+        found[f"pass@{k}"] = Measure.of(chances, is_pass=True)
+    for name, read in _OF_ROLLOUTS.items():
+        found[name] = Measure.of([[float(read(each)) for each in group.trajectories] for group in groups])
     return found
 
 
-def _has_failed(trajectory: Trajectory) -> bool:
-    return trajectory.status in (TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED)
-
-
-def _sum(values: Sequence[Sequence[float]], *, is_proportion: bool = False) -> Measure:
-    return Measure(
-        sums=np.array([sum(each) for each in values], np.float64),
-        counts=np.array([len(each) for each in values], np.float64),
-        is_proportion=is_proportion,
-    )
-
-
 def _compare(baseline: Mapping[str, Measure], other: Mapping[str, Measure]) -> dict[str, Any]:
-    """Differences from the baseline, over the problems that both have: the mean of each problem's difference."""
+    """The mean difference from the baseline over the problems that both have."""
     found = {}
     for name in [name for name in baseline if name in other]:
         first, second = baseline[name], other[name]
@@ -482,8 +408,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         columns = [(f"{letters[each['model']]} {each['model']}", each["sets"][name]) for each in report["models"]]
         changes = [each for each in report["differences"] if each["set"] == name]
         columns += [(f"{letters[each['model']]} − {letters[each['baseline']]}", each) for each in changes]
-        sizes = f"{first['num_problems']} problems, {first['num_samples']} samples of each"
-        table = Table(title=f"{name}: {sizes}", title_justify="left")
+        table = Table(title=f"{name}: {first['num_problems']} problems x {first['num_samples']}", title_justify="left")
         for title in ("", *(title for title, _ in columns)):
             table.add_column(title, overflow="fold", no_wrap=not title)
         for row in dict.fromkeys(row for _, each in columns for row in each["measures"]):
@@ -494,8 +419,6 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _format(measure: Mapping[str, Any] | None, name: str) -> str:
-    if measure is None or measure["value"] is None:
-        return ""
-    digits = 1 if name.startswith("completion_tokens") else 3
-    value = f"{measure['value']:.{digits}f}"
-    return value if measure["low"] is None else f"{value} [{measure['low']:.{digits}f}, {measure['high']:.{digits}f}]"
+    numbers = [] if measure is None else [measure[key] for key in ("value", "low", "high") if measure[key] is not None]
+    value, *interval = [f"{number:.{1 if name.startswith('completion') else 3}f}" for number in numbers] or [""]
+    return f"{value} [{', '.join(interval)}]" if interval else value

@@ -40,7 +40,7 @@ from unbroken.runs.command import SAMPLER_KEY
 from unbroken.runs.config import RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, connect_servers
 from unbroken.runs.folder import may_change, open_private
-from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer
+from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer, locate
 from unbroken.runs.processes import Rank, without_launcher
 from unbroken.runs.recipe import SamplerRole, open_recipe
 from unbroken.runs.settings import describe, redact
@@ -218,7 +218,7 @@ async def open_sessions(
             engine,
             make_renderer,
             TextCodec(load_tokenizer(str(model))),
-            ServerConfig(model_name="policy", api_key=key),
+            ServerConfig(model_name="policy", tokenizer=locate(model), api_key=key),
             store=open_store(_locate_store(config, part)),
             image_processor=None if images is None else images.processor,
         )

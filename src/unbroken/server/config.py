@@ -51,6 +51,8 @@ class ServerConfig:
 
     model_name: str
     """The model's name in requests, by default that of the model (or tokenizer) that the command is given."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, which sessions keep."""
     adapters: tuple[str, ...] = ()
     """Names of the engine's LoRA adapters, which requests can give as `model`."""
     api_key: str | None = None

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
@@ -103,6 +105,10 @@ def _print_at_once(line: str) -> None:
     print(line, flush=True)
 
 
+def _locate(tokenizer: str) -> str:
+    return str(Path(tokenizer).absolute()) if Path(tokenizer).is_dir() else tokenizer
+
+
 async def run_server(
     options: AppOptions,
     *,
@@ -136,7 +142,7 @@ async def run_server(
             engine,
             make_renderer,
             codec,
-            options.config,
+            replace(options.config, tokenizer=_locate(tokenizer)),
             image_processor=processor,
             image_limits=image_limits,
             no_images_because=no_images_because,

@@ -19,13 +19,12 @@ from unbroken.errors import (
     RolloutError,
     ServerUnreachableError,
 )
-from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import DEFAULT_SET, Sampler
 from unbroken.runs.processes import Rank
-from unbroken.runs.records.files import FORMAT, find_records, write_records
-from unbroken.runs.records.record import RecordedRow, find_images, make_record
+from unbroken.runs.records.files import find_records
+from unbroken.runs.records.record import describe_groups, write_groups
 from unbroken.training.model.sharding import fail_together
 
 _FILE = "evaluation.jsonl"
@@ -120,30 +119,15 @@ class Evaluator:
         samples = gather_samples(dict(zip(self._numbers, groups, strict=True)))
         found = summarize(samples, pass_reward=self.pass_reward)
         new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": num_lost}
+        head = {
+            "step": step, "set": self.name, "rank": self.rank.index, "num_processes": self.rank.num_processes,
+            "policy_version": self.sampler.engine.policy_version, "model": self.source, "counters": {},
+        }  # fmt: skip
         with fail_together():
-            self._write_rollouts(step, groups)
+            write_groups(self.output / FOLDER / self.name, head | describe_groups(groups), groups)
             if self.rank.index == 0:
                 _write(self.output / _FILE, [*read_evaluations(self.output), new])
         return Evaluation(numbers=new, groups=tuple(groups))
-
-    def _write_rollouts(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Write all rollouts of this process, in the format of those of a step."""
-        head = {
-            "kind": "step", "format": FORMAT, "step": step, "set": self.name, "rank": self.rank.index,
-            "num_processes": self.rank.num_processes, "policy_version": self.sampler.engine.policy_version,
-            "model": self.source, "num_groups": len(groups), "num_kept": len(groups), "counters": {},
-        }  # fmt: skip
-        records, images = [], {}
-        for group in groups:
-            for member in group.trajectories:
-                rows, paths = export_samples(member.tree, 0.0), find_trained_paths(member.tree)
-                recorded = [
-                    RecordedRow(path=path, row=row, trained=None, trainer_logprobs=None)
-                    for path, row in zip(paths, rows, strict=True)
-                ]
-                records.append(make_record(group.group_id, member, recorded))
-                images |= find_images(member, rows)
-        write_records(self.output / FOLDER / self.name, step, self.rank.index, [head, *records], images=images)
 
     def find_last_step(self) -> int:
         """After how many steps the last evaluation in the file began; 0 for an empty file."""

@@ -11,6 +11,7 @@ One rollout after the other is read and written: the size of a run takes no memo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -32,17 +33,13 @@ from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.tree import TokenTree
-from unbroken.runs.records.files import FOLDER, find_records, read_records
+from unbroken.runs.records.files import FOLDER, find_expected, find_records, read_records
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
-EVALUATIONS = "evaluations"
-FILES = (".parquet", ".jsonl", ".eval")
-"""What rows are written to; a target with another name is a folder of `datasets`."""
-_NUM_BUFFERED, _NUM_IDS_BUFFERED = 500, 1_000_000
-"""Rows, and ids in them, that are written together."""
+_NUM_BUFFERED = 256
+"""Rows that are written together."""
 _PAGE = 100
-_ANSWERS = ("ground_truth", "answer", "target", "solution", "expected")
 
 
 class RowForm(StrEnum):
@@ -87,7 +84,8 @@ def export_rows(
             _write_inspect(part, rollouts, name=Path(source).name if "://" not in source else "sessions")
         else:
             rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
-            _WRITERS.get(target.suffix, _write_folder)(part, rows, form)
+            writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
+            writers.get(target.suffix, _write_folder)(part, rows, form)
         if counts["rollouts"] == 0:
             raise InvalidInputError(f"{source} has no rollouts of these steps")
         part.replace(target)
@@ -115,13 +113,13 @@ def find_rollouts(source: str, *, steps: range | None = None, kind: str | None =
         if steps is not None or kind is not None:
             raise InvalidInputError("--steps and --kind must be left out for a store, whose sessions have neither")
         return _read_store(source)
-    folder = Path(source)
+    folder, inner = Path(source), "evaluations"
     sets = {TRAINING: folder / FOLDER}
-    sets |= {each.name: each for each in sorted((folder / EVALUATIONS).glob("*")) if find_records(each)}
+    sets |= {each.name: each for each in sorted((folder / inner).glob("*")) if find_records(each)}
     chosen = [TRAINING] if kind == TRAINING or (kind is None and find_records(sets[TRAINING])) else list(sets)[1:]
     chosen = [name for name in chosen if kind in (None, TRAINING, EVALUATION, name)]
     if not any(find_records(sets[name]) for name in chosen):
-        inside = sorted(path.parent.name for path in folder.glob(f"*/{EVALUATIONS}"))
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{inner}"))
         where = f": {', '.join(inside)} in it have some" if inside else ""
         raise InvalidInputError(
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
@@ -181,7 +179,7 @@ def describe_session(stored: StoredSession) -> dict[str, Any]:
         "messages": [message.message for message in stored.messages],
         "turns": [{"finish_reason": turn.sequence.finish_reason.value} for turn in turns],
         "rows": rows,
-        "data": record.settings.get("metadata") or None,
+        "data": {"columns": metadata} if (metadata := record.settings.get("metadata")) else None,
     }
 
 
@@ -198,7 +196,9 @@ def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator
 def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a branch with all that is known of it; lists have an entry for each id, null where there is none."""
     head, record, length = rollout.head, rollout.record, len(row["token_ids"])
-    sampled = _get_sampled(row)
+    origins = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
+    sampled = _expand(origins, length, False)
+    numbers = row.get("messages")
     return {
         "kind": rollout.kind,
         "step": head.get("step"),
@@ -219,7 +219,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "advantages": _expand(row.get("advantages") or (), length, None),
         "reward_parts": record.get("reward_parts") or {},
         "images": row.get("images") or [],
-        "messages": _get_messages(record, row),
+        "messages": record["messages"] if numbers is None else [record["messages"][number] for number in numbers],
         "tools": list(record.get("tools") or ()),
         "data": record.get("data"),
     }
@@ -255,7 +255,7 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
         "data_source": rollout.kind,
         "prompt": messages[: _find_answer(messages)],
         "ability": "",
-        "reward_model": {"style": "rule", "ground_truth": find_answer(whole["data"])},
+        "reward_model": {"style": "rule", "ground_truth": _find_expected(rollout.record)},
         "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}},
         "messages": messages,
         "prompt_ids": whole["token_ids"][:start],
@@ -267,12 +267,8 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
     }
 
 
-def find_answer(data: Any) -> str:
-    """The expected answer in a data set's row: its column `ground_truth` or `answer`, ...; else the row as JSON."""
-    if not isinstance(data, Mapping):
-        return "" if data is None else str(data)
-    found = next((data[name] for name in _ANSWERS if data.get(name) is not None), data)
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+def _find_expected(record: Mapping[str, Any]) -> str:
+    return find_expected((record.get("data") or {}).get("columns") or {}) or ""
 
 
 def _split(rollout: Rollout, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
@@ -283,11 +279,6 @@ def _split(rollout: Rollout, number: int, row: Mapping[str, Any]) -> tuple[dict[
             f"--form must be rows for rollouts with images, got {whole['trajectory']}: TRL and verl process images anew"
         )
     return whole, whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
-
-
-def _get_sampled(row: Mapping[str, Any]) -> list[bool]:
-    spans = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
-    return _expand(spans, len(row["token_ids"]), False)
 
 
 def _expand(spans: Iterable[Sequence[Any]], length: int, missing: Any) -> list[Any]:
@@ -302,11 +293,6 @@ def _place(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[floa
     """[T] of values of the sampled ids."""
     rest = iter(values or ())
     return None if values is None else [next(rest) if is_sampled else None for is_sampled in sampled]
-
-
-def _get_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Any]:
-    numbers = row.get("messages")
-    return list(record["messages"]) if numbers is None else [record["messages"][number] for number in numbers]
 
 
 def _find_answer(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -338,42 +324,28 @@ _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 
-def _make_schema(form: RowForm) -> Any:
+def _make_schema(columns: Iterable[str], form: RowForm) -> Any:
     import pyarrow as pa
 
-    text, whole, real, flag = pa.string(), pa.int64(), pa.float32(), pa.bool_()
-    ids, numbers, flags, bits = pa.list_(pa.int32()), pa.list_(real), pa.list_(flag), pa.list_(pa.int8())
-    function = pa.struct({"name": text, "arguments": text})
-    call = pa.struct({"id": text, "type": text, "function": function})
+    text, whole, flags, bits = pa.string(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int8())
+    call = {"id": text, "type": text, "function": pa.struct({"name": text, "arguments": text})}
     names = ("role", "content", "name", "tool_call_id", "reasoning_content")
-    messages = pa.list_(pa.struct({**dict.fromkeys(names, text), "tool_calls": pa.list_(call)}))
+    messages = pa.list_(pa.struct({**dict.fromkeys(names, text), "tool_calls": pa.list_(pa.struct(call))}))
     origin = {"step": whole, "group": text, "trajectory": text, "branch": whole, "tokenizer": text}
-    match form:
-        case RowForm.ROWS:
-            fields = dict.fromkeys(
-                ("kind", "step", "rank", "tokenizer", "group", "trajectory", "status", "error"), text
-            )
-            fields |= {"step": whole, "rank": whole, "reward": pa.float64(), "wall_time_s": pa.float64()}
-            fields |= {
-                "branch": whole,
-                "num_turns": whole,
-                "finish_reasons": pa.list_(text),
-                "temperature": pa.float64(),
-            }
-            fields |= {"is_trained": flag, "token_ids": ids, "sampled_mask": flags, "loss_mask": flags}
-            fields |= {"rollout_logprobs": numbers, "trainer_logprobs": numbers, "policy_versions": ids}
-            fields |= {"advantages": numbers, **dict.fromkeys(sorted(_JSON_COLUMNS), text)}
-        case RowForm.TRL:
-            fields = {"prompt": messages, "completion": messages, "tools": text, "prompt_ids": ids}
-            fields |= {"completion_ids": ids, "env_mask": bits, "logprobs": numbers, "input_ids": ids}
-            fields |= {"assistant_masks": bits, "reward": pa.float64(), **origin}
-        case RowForm.VERL:
-            model = pa.struct({"style": text, "ground_truth": text})
-            fields = {"data_source": text, "prompt": messages, "ability": text, "reward_model": model}
-            fields |= {"extra_info": pa.struct({"split": text, **origin}), "messages": messages, "prompt_ids": ids}
-            fields |= {"response_ids": ids, "response_mask": bits, "response_logprobs": numbers}
-            fields |= {"reward_score": pa.float64(), "num_turns": whole}
-    return pa.schema(fields)
+    numbers = ("rollout_logprobs", "trainer_logprobs", "advantages", "logprobs", "response_logprobs")
+    ids = ("token_ids", "policy_versions", "prompt_ids", "completion_ids", "input_ids", "response_ids")
+    types: dict[str, Any] = {
+        **dict.fromkeys(ids, pa.list_(pa.int32())), **dict.fromkeys(numbers, pa.list_(pa.float32())),
+        **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
+        **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits), "finish_reasons": pa.list_(text),
+        **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole),
+        **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
+        **dict.fromkeys(("prompt", "completion", "messages"), messages),
+        "reward_model": pa.struct({"style": text, "ground_truth": text}),
+        "extra_info": pa.struct({"split": text, **origin}),
+    }  # fmt: skip
+    as_text = _JSON_COLUMNS if form is RowForm.ROWS else ()
+    return pa.schema({name: text if name in as_text else types.get(name, text) for name in columns})
 
 
 def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
@@ -382,17 +354,15 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) ->
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
         raise missing_extra(error, "Parquet files need the train extra", "train") from error
-    schema, batch, num_ids = _make_schema(form), [], 0
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for row in rows:
+    rest = iter(rows)
+    with contextlib.ExitStack() as stack:
+        writer: Any = None
+        while batch := list(itertools.islice(rest, _NUM_BUFFERED)):
             if form is RowForm.ROWS:
-                row |= {name: json.dumps(row[name], ensure_ascii=False) for name in _JSON_COLUMNS}
-            batch.append(row)
-            num_ids += len(row.get("token_ids") or row.get("response_ids") or row.get("input_ids") or ())
-            if len(batch) >= _NUM_BUFFERED or num_ids >= _NUM_IDS_BUFFERED:
-                writer.write_table(pa.Table.from_pylist(batch, schema))
-                batch, num_ids = [], 0
-        if batch:
+                texts = [{name: json.dumps(row[name], ensure_ascii=False) for name in _JSON_COLUMNS} for row in batch]
+                batch = [row | text for row, text in zip(batch, texts, strict=True)]
+            schema = _make_schema(batch[0], form)
+            writer = writer or stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
             writer.write_table(pa.Table.from_pylist(batch, schema))
 
 
@@ -415,51 +385,53 @@ def _write_folder(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> 
         ).save_to_disk(path)
 
 
-_WRITERS: dict[str, Callable[[Path, Iterable[dict[str, Any]], RowForm], None]] = {
-    ".parquet": _write_parquet, ".jsonl": _write_lines
-}  # fmt: skip
-
-
 def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> None:
     """A log of Inspect (version 2, a ZIP file): a sample for each rollout, and its ids in the sample's metadata."""
-    members: Counter[str] = Counter()
-    summaries, sums, models = [], Counter[str](), dict[str, None]()
-    numbers: Counter[str] = Counter()
+    epochs: Counter[str] = Counter()
+    models: dict[str, None] = {}
+    summaries: list[dict[str, Any]] = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as log:
+
+        def add(file: str, value: Any) -> None:
+            log.writestr(file, json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+
         for rollout in rollouts:
             problem = _name_problem(rollout)
-            members[problem] += 1
-            sample = make_inspect_sample(rollout, problem, members[problem])
+            epochs[problem] += 1
             models[str(rollout.head.get("model"))] = None
-            for score, each in sample["scores"].items():
-                sums[score] += each["value"]
-                numbers[score] += 1
-            _add(log, f"samples/{problem}_epoch_{members[problem]}.json", sample)
-            kept = ("id", "epoch", "input", "target", "scores", "total_time")
-            summary = {**{key: sample[key] for key in kept}, "completed": True}
-            summaries.append(
-                {**summary, "input": _to_text(sample["input"][-1:] and sample["input"][-1]["content"])[:200]}
-            )
+            sample = make_inspect_sample(rollout, problem, epochs[problem])
+            add(f"samples/{problem}_epoch_{epochs[problem]}.json", sample)
+            names = ("id", "epoch", "target", "scores", "total_time")
+            question = sample["input"][-1]["content"] if sample["input"] else ""
+            kept = {each: sample[each] for each in names}
+            summaries.append({**kept, "input": _to_text(question)[:200], "completed": True})
         now = datetime.now(UTC).isoformat(timespec="seconds")
         spec = {
-            "created": now, "task": name, "task_id": name, "run_id": name, "eval_id": name, "model": ", ".join(models),
-            "dataset": {"name": name, "samples": len(members)}, "config": {"epochs": max(members.values(), default=1)},
+            "created": now, **dict.fromkeys(("task", "task_id", "run_id", "eval_id"), name), "model": ", ".join(models),
+            "dataset": {"name": name, "samples": len(epochs), "sample_ids": list(epochs)},
+            "config": {"epochs": max(epochs.values(), default=1)},
         }  # fmt: skip
-        scores = [
-            {"name": score, "scorer": score, "scored_samples": numbers[score],
-             "metrics": {"mean": {"name": "mean", "value": sums[score] / numbers[score]}}}
-            for score in sums
-        ]  # fmt: skip
-        results = {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
         start = {"version": 2, "eval": spec, "plan": {"name": "plan", "steps": []}}
-        _add(log, "_journal/start.json", start)
-        _add(log, "summaries.json", summaries)
+        results = {
+            "total_samples": len(summaries), "completed_samples": len(summaries), "scores": _sum_scores(summaries)
+        }  # fmt: skip
+        add("_journal/start.json", start)
+        add("summaries.json", summaries)
         stats = {"started_at": now, "completed_at": now}
-        _add(log, "header.json", {**start, "status": "success", "results": results, "stats": stats})
+        add("header.json", {**start, "status": "success", "results": results, "stats": stats})
 
 
-def _add(log: zipfile.ZipFile, name: str, value: Any) -> None:
-    log.writestr(name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
+def _sum_scores(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The mean of each score, over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for summary in summaries:
+        for name, score in summary["scores"].items():
+            found.setdefault(name, []).append(score["value"])
+    return [
+        {"name": name, "scorer": name, "scored_samples": len(values),
+         "metrics": {"mean": {"name": "mean", "value": math.fsum(values) / len(values)}}}
+        for name, values in found.items()
+    ]  # fmt: skip
 
 
 def _name_problem(rollout: Rollout) -> str:
@@ -490,7 +462,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
         "id": problem,
         "epoch": epoch,
         "input": messages[: _find_answer(messages)],
-        "target": find_answer(record.get("data")),
+        "target": _find_expected(record),
         "messages": messages,
         "output": {"model": model, "choices": [choice] if choice else []},
         "scores": {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))},
