@@ -111,7 +111,11 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
     add("--problems", type=int, metavar="N", help="problems of each set (default: the task's; else all, or 100)")
     add("--samples", type=int, metavar="K", help="rollouts of each problem, for pass@1 to pass@K (default: the task's)")
     add("--reward", action="append", metavar="FILE.py:NAME", help="a reward function; can be repeated, they are added")
-    add("--tokenizer", metavar="FOLDER", help="of a server's model, if the server does not say where it is")
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="for servers that do not say where their model is; otherwise the models' own",
+    )
     add("--json", action="store_true", help="print the report as JSON; it is in OUTPUT/report.json too")
 
 

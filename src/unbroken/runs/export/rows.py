@@ -151,10 +151,13 @@ def _read_store(location: str) -> Iterator[Rollout]:
 def describe_session(stored: StoredSession) -> dict[str, Any]:
     """A session as the record of a rollout, with the rows that a trainer would get of it."""
     record, turns, tree = stored.record, stored.turns, TokenTree()
-    turn_of_node = {}
+    turn_of_node, images_of_node = {}, {}
     for turn in turns:
         if (given := turn.given) is not None:
-            tree.add_given(given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices)
+            end = tree.add_given(
+                given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
+            )
+            images_of_node[end.node] = given.images
         turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = turn
     rows = []
     for path, row in zip(find_trained_paths(tree), export_samples(tree, 0.0), strict=True):
@@ -166,7 +169,14 @@ def describe_session(stored: StoredSession) -> dict[str, Any]:
             messages.insert(0, node)
             node = stored.messages[node].parent
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
-        rows.append({**describe_path(cut), "loss": loss, "temperature": row.temperature, "messages": messages})
+        images = [
+            {"start": begin, "stop": begin + image.length, "sha256": image.sha256}
+            for each in cut.segments
+            for image in images_of_node.get(each.node, ())
+            if (begin := each.start + image.offset) < each.stop
+        ]
+        own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
+        rows.append({**describe_path(cut), **own})
     outcome = record.outcome or {}
     return {
         "group": None,

@@ -1,0 +1,232 @@
+"""`unbroken export` of rollouts: the same ids, masks, logprobs and versions in each form, of runs and of stores."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from support.postgres import location, postgres  # noqa: F401
+from support.recorded import make_forked, make_rich, make_row, make_trajectory, write_run, write_step
+from support.recorded_sessions import write_image_store, write_store
+from support.sessions import make_commit, make_session, make_turn
+from unbroken.cli import main
+from unbroken.ledger.store import open_store
+
+TOOL_TURNS = make_trajectory(
+    "g3/0",
+    [
+        {
+            "token_ids": [1, 2, 3, 4, 5, 6],
+            "segments": [
+                {"start": 0, "stop": 2, "origin": "prompt", "node": 0},
+                {"start": 2, "stop": 4, "origin": "sampled", "node": 1},
+                {"start": 4, "stop": 5, "origin": "bridge", "node": 2},
+                {"start": 5, "stop": 6, "origin": "sampled", "node": 3},
+            ],
+            "message_indices": [[1, 2, 0], [4, 5, 2]],
+            "rollout_logprobs": [-0.125, -0.25, -0.375],
+            "trainer_logprobs": None,
+            "policy_versions": [[2, 4, 7], [5, 6, 8]],
+            "temperature": 1.0,
+            "is_trained": True,
+            "loss": [[2, 4], [5, 6]],
+            "advantages": [[2, 4, 0.5], [5, 6, 0.5]],
+            "images": [],
+        }
+    ],
+    reward=0.25,
+    data={"index": 3, "columns": {"prompt": "2 + 2?", "answer": "4"}},
+    messages=[
+        {"role": "user", "content": "2 + 2?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "I add.",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "c", "name": "add"},
+        {"role": "assistant", "content": "It is 4."},
+    ],
+)
+"""The rollout of docs/rollouts.md."""
+
+
+def export(source: Path | str, target: Path, *words: str) -> list[dict[str, Any]]:
+    assert main(["export", str(source), str(target), *words]) == 0
+    if target.suffix == ".parquet":
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(target).to_pylist()
+        return rows
+    return [json.loads(line) for line in target.read_text("utf-8").splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_step(tmp_path / "run", 3, [TOOL_TURNS])
+    return tmp_path / "run"
+
+
+def test_a_row_has_an_entry_for_each_id_and_null_where_nothing_was_sampled(tmp_path, run):
+    (row,) = export(run, tmp_path / "rows.parquet")
+    assert row["token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert row["sampled_mask"] == row["loss_mask"] == [False, False, True, True, False, True]
+    assert row["rollout_logprobs"] == [None, None, -0.125, -0.25, None, -0.375]
+    assert row["policy_versions"] == [None, None, 7, 7, None, 8]
+    assert row["advantages"] == [None, None, 0.5, 0.5, None, 0.5]
+    assert (row["trainer_logprobs"], row["is_trained"], row["temperature"]) == (None, True, 1.0)
+    assert (row["kind"], row["step"], row["tokenizer"], row["reward"]) == ("training", 3, "no-such-model", 0.25)
+    assert (row["group"], row["trajectory"], row["branch"]) == ("g3", "g3/0", 0)
+    assert json.loads(row["messages"]) == TOOL_TURNS["messages"]
+    assert json.loads(row["data"])["columns"]["answer"] == "4"
+    (line,) = export(run, tmp_path / "rows.jsonl")
+    texts = ("messages", "tools", "data", "reward_parts", "images")
+    assert line == {**row, **{name: json.loads(row[name]) for name in texts}}
+
+
+def test_trl_gets_messages_and_the_ids_of_a_rollout_function_and_of_a_tokenised_data_set(tmp_path, run):
+    (row,) = export(run, tmp_path / "rows.parquet", "--form", "trl")
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+    assert [message["role"] for message in row["completion"]] == ["assistant", "tool", "assistant"]
+    assert row["completion"][0]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": 2}'}
+    assert (row["prompt_ids"], row["completion_ids"], row["env_mask"]) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
+    assert row["logprobs"][:2] == [-0.125, -0.25]
+    assert np.isnan(row["logprobs"][2])
+    assert (row["input_ids"], row["assistant_masks"]) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
+    (line,) = export(run, tmp_path / "rows.jsonl", "--form", "trl")
+    assert line["logprobs"] == [-0.125, -0.25, None, -0.375]
+
+
+def test_verl_gets_a_prompt_with_its_answer_and_the_fields_of_an_agent_loop(tmp_path, run):
+    (row,) = export(run, tmp_path / "rows.parquet", "--form", "verl")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "4"}
+    assert [message["content"] for message in row["prompt"]] == ["2 + 2?"]
+    assert len(row["messages"]) == 4
+    assert (row["prompt_ids"], row["response_ids"], row["response_mask"]) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
+    assert row["response_logprobs"] == [-0.125, -0.25, 0.0, -0.375]  # verl has 0 where nothing was sampled
+    assert (row["reward_score"], row["num_turns"], row["extra_info"]["step"]) == (0.25, 4, 3)
+
+
+def test_a_folder_is_one_for_load_from_disk(tmp_path, run):
+    assert main(["export", str(run), str(tmp_path / "folder"), "--form", "trl"]) == 0
+    found = datasets.load_from_disk(str(tmp_path / "folder"))
+    assert found[0]["input_ids"] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def test_inspect_gets_a_sample_for_each_rollout_with_siblings_as_epochs(tmp_path, run):
+    write_step(tmp_path / "evaluated", 0, [])
+    folder = tmp_path / "evaluated" / "evaluations" / "hard"
+    write_step(tmp_path / "part", 2, [TOOL_TURNS, {**TOOL_TURNS, "trajectory": "g3/1", "reward": 0.75}])
+    folder.parent.mkdir()
+    (tmp_path / "part" / "rollouts").rename(folder)
+    (tmp_path / "evaluated" / "rollouts" / "step-00000000.rank-0.jsonl.gz").unlink()
+    log = tmp_path / "log.eval"
+    assert main(["export", str(tmp_path / "evaluated"), str(log), "--kind", "hard"]) == 0
+    with zipfile.ZipFile(log) as file:
+        assert {name for name in file.namelist() if name.startswith("samples/")} == {
+            f"samples/hard-2-g3_epoch_{epoch}.json" for epoch in (1, 2)
+        }
+        header, summaries = (json.loads(file.read(name)) for name in ("header.json", "summaries.json"))
+        sample = json.loads(file.read("samples/hard-2-g3_epoch_1.json"))
+    assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == 0.5
+    assert header["eval"]["dataset"]["sample_ids"] == ["hard-2-g3"]
+    assert [each["epoch"] for each in summaries] == [1, 2]
+    assert (sample["target"], sample["scores"]["reward"]["value"]) == ("4", 0.25)
+    assert sample["messages"][1]["tool_calls"] == [
+        {"id": "c", "function": "add", "type": "function", "arguments": {"a": 2, "b": 2}}
+    ]
+    assert sample["messages"][1]["content"][0] == {"type": "reasoning", "reasoning": "I add."}
+    assert sample["metadata"]["rows"][0]["rollout_logprobs"][2] == -0.125
+
+
+def test_steps_are_chosen_branches_are_rows_and_what_sampled_nothing_is_one_without_ids(tmp_path):
+    write_run(tmp_path / "run")
+    rows = export(tmp_path / "run", tmp_path / "all.parquet")
+    assert [(row["step"], row["trajectory"], row["branch"], len(row["token_ids"])) for row in rows] == [
+        (0, "g0/0", 0, 5), (1, "g0/0", 0, 5), (1, "g0/1", 0, 4), (1, "g0/1", 1, 3), (1, "g0/2", 0, 0)
+    ]  # fmt: skip
+    assert len(export(tmp_path / "run", tmp_path / "first.parquet", "--steps", ":1")) == 1
+    assert len(export(tmp_path / "run", tmp_path / "second.jsonl", "--steps", "1:2")) == 4
+    assert len(export(tmp_path / "run", tmp_path / "verl.jsonl", "--form", "verl")) == 4
+
+
+def test_many_rows_are_written_in_parts(tmp_path):
+    row = make_row([1, 2, 3], num_prompt=2)
+    write_step(tmp_path / "run", 0, [make_trajectory(f"g{n}/0", [row]) for n in range(600)])
+    export(tmp_path / "run", tmp_path / "rows.parquet")
+    assert pyarrow.parquet.ParquetFile(tmp_path / "rows.parquet").num_row_groups == 3
+
+
+async def test_sessions_of_a_store_are_rows_with_the_messages_of_each_branch_and_their_tokenizer(tmp_path):
+    names = await write_store(tmp_path / "store")
+    rows = export(tmp_path / "store", tmp_path / "rows.jsonl")
+    assert [(row["trajectory"], row["branch"]) for row in rows] == [(names[0], n) for n in range(3)] + [(names[1], 0)]
+    assert {row["tokenizer"] for row in rows} == {"tiny"}
+    assert [len(row["messages"]) for row in rows] == [4, 4, 3, 0]
+    assert [message["role"] for message in rows[2]["messages"]] == ["system", "user", "assistant"]
+    assert (rows[0]["status"], rows[0]["reward"], rows[0]["reward_parts"]) == ("completed", 0.5, {"exact": 0.5})
+    for row in rows[:3]:
+        sampled = np.array(row["sampled_mask"])
+        assert [each is not None for each in row["rollout_logprobs"]] == row["sampled_mask"]
+        assert sampled[np.array(row["loss_mask"])].all()
+
+
+def test_a_store_is_exported_from_both_databases(tmp_path, location):  # noqa: F811
+    store = open_store(location)
+    store.create(make_session(tokenizer="a/tokenizer", model="policy"))
+    for number in range(2):
+        store.commit([make_commit(number=number)])
+    store.close()
+    (row,) = export(location, tmp_path / "rows.parquet")
+    first, second = make_turn(0), make_turn(1)
+    ids = [part.tolist() for turn in (first, second) for part in (turn.given.token_ids, turn.sequence.completion_ids)]
+    assert row["token_ids"] == [token for part in ids for token in part]
+    known = [each for each in row["rollout_logprobs"] if each is not None]
+    assert known == [*first.sequence.rollout_logprobs.tolist(), *second.sequence.rollout_logprobs.tolist()]
+    assert row["policy_versions"] == ([None] * 5 + [3] * 2 + [4] * 3) * 2
+    assert (row["tokenizer"], row["kind"], row["step"], row["temperature"]) == ("a/tokenizer", "session", None, 0.7)
+
+
+async def test_images_are_named_in_rows_and_refused_in_forms_that_process_them_anew(tmp_path, capsys):
+    await write_image_store(tmp_path / "store")
+    write_step(tmp_path / "run", 0, [make_rich()])
+    for source in ("store", "run"):
+        (row,) = export(tmp_path / source, tmp_path / f"{source}.jsonl")
+        assert row["images"][0]["stop"] > row["images"][0]["start"]
+        assert main(["export", str(tmp_path / source), str(tmp_path / "x.parquet"), "--form=trl"]) == 1
+        assert "--form must be rows for rollouts with images" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*x.parquet*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{run}", "{new}.parquet", "--steps", "3"], "--steps must be A:B, such as 10:20, got '3'"),
+        (["{run}", "{new}.parquet", "--steps", "4:9"], "has no rollouts of these steps"),
+        (
+            ["{run}", "{new}.parquet", "--kind", "hard"],
+            "SOURCE must be the folder of a run with hard, or the store of a",
+        ),
+        (["{new}", "{new}.parquet"], "SOURCE must be the folder of a run with rollouts, or the store of a gateway"),
+        (["{run}", "{run}/rollouts", "--form", "trl"], "TARGET must be new, and"),
+        (["{run}", "{new}.eval", "--form", "trl"], "--form must be left out with a target .eval, which is Inspect's"),
+        (["{run}", "{new}.parquet", "--merged"], "--merged must be left out for rows, got"),
+        (["{run}", "{new}", "--steps", "1:2"], "--steps must be left out for a model: rows need --form or a file"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_in_one_sentence_and_nothing_is_left(tmp_path, run, capsys, words, message):
+    assert main(["export", *(word.format(run=run, new=tmp_path / "new") for word in words)]) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_forked_rollout_has_the_ids_of_each_branch(tmp_path):
+    write_step(tmp_path / "run", 0, [make_forked()])
+    rows = export(tmp_path / "run", tmp_path / "rows.jsonl", "--form", "trl")
+    assert [(row["prompt_ids"], row["completion_ids"]) for row in rows] == [([1, 2], [3, 4]), ([1, 9], [6])]
