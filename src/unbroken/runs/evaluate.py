@@ -168,6 +168,8 @@ def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
         if (each / "config.json").is_file():
             return EvaluatedModel(name=name, folder=each, source=tokenizer or str(each.absolute()))
     try:
+        if (folder / "adapter_config.json").is_file() and not (folder / "state.json").is_file():
+            raise InvalidInputError("it has adapters alone; give the run's folder, or `unbroken export --merged`")
         if folder.is_dir():
             checkpoint = find_checkpoint(folder)
             origin = read_state(checkpoint).state.model

@@ -172,7 +172,7 @@ def open_runs(
         InvalidInputError: one is neither, or there are too many.
         StoreError: a store cannot be read.
     """
-    places = [str(location) for location in locations]
+    places = [place for location in locations for place in _expand(str(location))]
     names = [_find_name(place) for place in places]
     unique = [
         name if names.count(name) == 1 else f"{name} {number}" if is_postgres_url(place) else place
@@ -180,6 +180,14 @@ def open_runs(
     ]
     sources = [source for place, name in zip(places, unique, strict=True) for source in _open(place, name, tokenizer)]
     return Resources(sources, limits=limits)
+
+
+def _expand(place: str) -> list[str]:
+    """A place, or of `unbroken eval` on several models the folder of each."""
+    folder = Path(place)
+    is_report = not is_postgres_url(place) and (folder / "report.json").is_file()
+    inside = folder.glob("*/evaluation.jsonl") if is_report and not (folder / "evaluation.jsonl").exists() else ()
+    return sorted(str(each.parent) for each in inside) or [place]
 
 
 def _find_name(place: str) -> str:

@@ -265,7 +265,7 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
         "data_source": rollout.kind,
         "prompt": messages[: _find_answer(messages)],
         "ability": "",
-        "reward_model": {"style": "rule", "ground_truth": _find_expected(rollout.record)},
+        "reward_model": {"style": "rule", "ground_truth": find_expected(rollout.record.get("data")) or ""},
         "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}},
         "messages": messages,
         "prompt_ids": whole["token_ids"][:start],
@@ -275,10 +275,6 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
         "reward_score": whole["reward"],
         "num_turns": sum(message["role"] != "system" for message in messages),
     }
-
-
-def _find_expected(record: Mapping[str, Any]) -> str:
-    return find_expected((record.get("data") or {}).get("columns") or {}) or ""
 
 
 def _split(rollout: Rollout, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
@@ -472,7 +468,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
         "id": problem,
         "epoch": epoch,
         "input": messages[: _find_answer(messages)],
-        "target": _find_expected(record),
+        "target": find_expected(record.get("data")) or "",
         "messages": messages,
         "output": {"model": model, "choices": [choice] if choice else []},
         "scores": {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))},

@@ -16,6 +16,7 @@ from unbroken.cli import main
 from unbroken.runs.evaluate import Measure
 from unbroken.runs.records.files import find_records, read_records
 from unbroken.training.trainer import Trainer
+from unbroken.viewer.resources import open_runs
 
 RECIPE = str(Path(letters_recipe.__file__))
 SHORT = ("--rollouts.sampling.max-tokens", "6")
@@ -91,6 +92,8 @@ def test_models_of_all_kinds_are_evaluated_as_in_training_and_without_a_trainer(
         assert (key, head["set"], len(rollouts)) == ((0, 0), "evaluation", 6)
         assert np.mean([each["reward"] for each in rollouts]) == pytest.approx(line["reward/mean"])
         assert not list(folder.glob(".model*"))
+    shown = open_runs([tmp_path / "out"])
+    assert [each["name"] for each in shown.get("index")["runs"]] == sorted(each["model"] for each in report["models"])
 
 
 def test_a_data_set_is_a_task_with_a_reward_function_and_json_is_all_that_is_printed(tmp_path, model, capsys):
