@@ -32,7 +32,7 @@ from rich.table import Table
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
-from unbroken.runs.config import EngineKind, RunConfig
+from unbroken.runs.config import EngineKind, RunConfig, read_key
 from unbroken.runs.evaluation.evaluator import Evaluator, Sample, choose_ks, pass_at_k
 from unbroken.runs.evaluation.schedule import make_evaluators
 from unbroken.runs.folder import claim_folder, lock_folder
@@ -49,7 +49,6 @@ NUM_PROBLEMS = 100
 """Of an environment that has no end."""
 _NUM_DRAWS, _NUM_TOGETHER = 10_000, 1000
 _DATA = (".jsonl", ".json", ".parquet", ".csv")
-_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +92,10 @@ def evaluate_task(
     if len(set(models)) < len(models):
         raise InvalidInputError(f"--model must be different models, got {list(models)}")
     recipe, words = open_task(task)
-    found = [find_model(name, tokenizer) for name in models]
-    config = _configure(recipe, [*words, *options], found)
+    given = read_options([*words, *options], recipe.section)
+    key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
+    found = [find_model(name, tokenizer, api_key=key) for name in models]
+    config = _configure(recipe, given, found)
     if config.output.is_dir() and any(config.output.iterdir()):
         raise InvalidInputError(f"output must be a new or empty folder, and {config.output} holds files")
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "models": [], "differences": []}
@@ -123,14 +124,14 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
     return load_recipe(Path(task)), []
 
 
-def _configure(recipe: Recipe, options: Sequence[str], models: Sequence[EvaluatedModel]) -> RunConfig:
-    """The config of the recipe; what only training needs has a default."""
+def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel]) -> RunConfig:
+    """The config of the recipe, whose `output` is that of training, with the options that are given."""
     name = re.sub(r"\W+", "-", recipe.name.rpartition(".")[0] or "task")
     output = Path("runs") / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    values: dict[str, Any] = {"engine.wait_s": _WAIT_S, "loop.num_steps": 0, **recipe.values, "output": output}
+    values: dict[str, Any] = {"loop.num_steps": 0, **recipe.values, "output": output}
     if models and "model" in recipe.section.all_fields():
         values |= read_options(["--model", models[0].source], recipe.section)
-    config: RunConfig = build(recipe.section, values | read_options(options, recipe.section))
+    config: RunConfig = build(recipe.section, values | given)
     for field, value in (("samplers", config.rollouts.samplers), ("listen", config.rollouts.listen)):
         if value:
             raise InvalidInputError(f"rollouts.{field} must be left out with `unbroken eval`, got {value}")
@@ -150,7 +151,7 @@ def _size(each: EvaluationSet, config: RunConfig, num_problems: int | None, num_
     return replace(each, num_problems=chosen, num_samples=num_samples or each.num_samples)
 
 
-def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
+def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> EvaluatedModel:
     """Find out what a model is: a server, the folder of a model, a run or a checkpoint, or a hub name.
 
     Raises:
@@ -163,7 +164,7 @@ def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
 
     folder = Path(name).expanduser()
     if "://" in name:
-        return EvaluatedModel(name=name, source=tokenizer or _ask_for_tokenizer(name))
+        return EvaluatedModel(name=name, source=_find_tokenizer(name, tokenizer, api_key))
     for each in (folder / "final", folder):
         if (each / "config.json").is_file():
             return EvaluatedModel(name=name, folder=each, source=tokenizer or str(each.absolute()))
@@ -186,23 +187,23 @@ def find_model(name: str, tokenizer: str | None = None) -> EvaluatedModel:
     return EvaluatedModel(name=name, source=tokenizer or name)
 
 
-def _ask_for_tokenizer(url: str) -> str:
-    """The model that a server says it has, if its tokenizer can be loaded here."""
+def _find_tokenizer(url: str, given: str | None, api_key: str | None) -> str:
+    """Ask a server for its model, whose tokenizer it is unless one is given; raises if it does not answer."""
     try:
         from unbroken.client import Client
     except ModuleNotFoundError as error:
         raise missing_extra(error, f"{url} needs the client extra", "client") from error
     from unbroken.rendering.loader import load_tokenizer
 
-    with Client(url, max_retries=1) as client:
+    with Client(url, api_key=api_key, max_retries=1) as client:
         (served, *_) = client.models()
-    name = str(served.get("root") or served.get("id"))
+    name = given or str(served.get("root") or served.get("id"))
     try:
         load_tokenizer(name)
     except (UnbrokenError, OSError, ValueError):
         raise InvalidInputError(
-            f"--tokenizer must be the folder or hub name of the model at {url}, which calls it {name!r}: that is "
-            "neither on this machine nor on the hub"
+            f"--tokenizer must be the folder or hub name of the model at {url}, which calls it {served.get('id')!r}, "
+            f"got {given or 'none'}: {name!r} has no tokenizer on this machine or on the hub"
         ) from None
     return name
 

@@ -72,8 +72,11 @@ def test_an_interval_is_wilsons_where_all_problems_pass_or_fail_and_there_is_non
 def test_models_of_all_kinds_are_evaluated_as_in_training_and_without_a_trainer(tmp_path, model, run, monkeypatch):
     monkeypatch.delattr(Trainer, "__init__")
     words = ["--problems", "3", "--samples", "2", *SHORT, "--model", str(model), "--model", str(run)]
-    with served(model, engine="transformers") as server:
+    (tmp_path / "key").write_text("secret")
+    key = ["--api-key-file", str(tmp_path / "key")]
+    with served(model, *key, engine="transformers") as server:
         words += ["--model", server.url, "--tokenizer", str(model), "--model", str(run / "checkpoints")]
+        words += ["--engine.api-key-file", str(tmp_path / "key")]
         report = evaluate(tmp_path / "out", *words)
     measures = [each["sets"]["evaluation"]["measures"] for each in report["models"]]
     before, after = read_evaluations(run)
