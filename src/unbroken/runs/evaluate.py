@@ -131,7 +131,7 @@ def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[Evalua
     values: dict[str, Any] = {"loop.num_steps": 0, **recipe.values, "output": output}
     if models and "model" in recipe.section.all_fields():
         values |= read_options(["--model", models[0].source], recipe.section)
-    config: RunConfig = build(recipe.section, values | given)
+    config: RunConfig = build(recipe.section, {**values, **given})
     for field, value in (("samplers", config.rollouts.samplers), ("listen", config.rollouts.listen)):
         if value:
             raise InvalidInputError(f"rollouts.{field} must be left out with `unbroken eval`, got {value}")
