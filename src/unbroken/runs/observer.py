@@ -117,7 +117,7 @@ class TrainingObserver(RunObserver):
         if self._background is not None:
             await self._background.after_step(num_steps)
         elif self.needs_engine(num_steps):
-            await self._evaluations.evaluate(num_steps, f"after step {num_steps}")
+            await self._evaluations.evaluate(num_steps, f"after {num_steps} steps")
 
     def needs_engine(self, num_steps: int) -> bool:
         """Whether an evaluation on the training's engine begins after this number of steps."""

@@ -93,7 +93,7 @@ class BackgroundEvaluations:
         """Wait for the one that is running, and record it; if its engine went away, it is made again later, if ever."""
         if self._running is None:
             return
-        async with log_waiting(f"the evaluation after step {self._running.num_steps}"):
+        async with log_waiting(f"the evaluation after {self._running.num_steps} steps"):
             await asyncio.wait([self._running.task])
         await self._settle(self._running)
 
@@ -166,7 +166,7 @@ class BackgroundEvaluations:
     async def _record(self, running: _Running, evaluator: Evaluator, groups: Sequence[TrajectoryGroup]) -> None:
         evaluations, num_steps = self._evaluations, running.num_steps
         evaluation = evaluator.record(num_steps, groups, num_lost=evaluations.num_lost)
-        evaluations.show(evaluator, evaluation, num_steps, f"after step {num_steps}")
+        evaluations.show(evaluator, evaluation, num_steps, f"after {num_steps} steps")
         if evaluations.decides_best(evaluator):
             await asyncio.to_thread(evaluations.models.settle_candidate, evaluation.get_values(), by="reward/mean")
 
@@ -177,10 +177,10 @@ class BackgroundEvaluations:
         self._losses = (due, num_losses)
         self._evaluations.num_lost += 1
         if num_losses < self._outages.max_losses:
-            _log.warning("the evaluation after step %d is made again, later: %s", running.num_steps, error)
+            _log.warning("the evaluation after %d steps is made again, later: %s", running.num_steps, error)
             self._newest = self._find_newest()
         else:
-            _log.warning("the evaluation after step %d is given up: %s", running.num_steps, error)
+            _log.warning("the evaluation after %d steps is given up: %s", running.num_steps, error)
         await asyncio.to_thread(self._evaluations.models.remove_candidate)
 
     async def _must_wait(self, num_steps: int) -> bool:
@@ -189,7 +189,7 @@ class BackgroundEvaluations:
             return False
         due = self._find_due(num_steps)
         if self._postponed is None:
-            _log.warning("the evaluation after step %d waits for its servers: %s", num_steps, fault)
+            _log.warning("the evaluation after %d steps waits for its servers: %s", num_steps, fault)
         elif self._postponed < due:
             self._leave_out()
         self._postponed = due
@@ -199,7 +199,7 @@ class BackgroundEvaluations:
         """Give up the one that waits for its servers, if there is one."""
         if self._postponed is not None:
             self._evaluations.num_lost += 1
-            _log.warning("the evaluation after step %d is left out: its servers stayed away", self._postponed)
+            _log.warning("the evaluation after %d steps is left out: its servers stayed away", self._postponed)
         self._postponed = None
 
     async def _wait_for(self, servers: EvaluationServers, when: str) -> str | None:

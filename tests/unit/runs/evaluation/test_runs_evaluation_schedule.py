@@ -73,7 +73,7 @@ def test_a_run_evaluates_every_n_steps_and_keeps_the_best_model(tmp_path, model,
     kept = load_file(tmp_path / "best/model.safetensors")
     of_step = load_file(tmp_path / f"models/step-{best:08}/model.safetensors")
     assert all((kept[name] == of_step[name]).all() for name in kept)
-    assert "reward after step 2 0." in capsys.readouterr().out
+    assert "reward after 2 steps 0." in capsys.readouterr().out
 
 
 def test_without_evaluations_between_the_ends_no_best_model_is_kept(tmp_path, model):
