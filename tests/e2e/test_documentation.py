@@ -258,7 +258,7 @@ _load = functools.cache(load_recipe)
 
 def find_problem(words: list[str], folder: Path) -> str:
     """What the command line says of a command, which is not run; "" for nothing."""
-    if words[0] == "train" and "--help" not in words:
+    if words[0] == "train" and not {"--help", "--help-all"} & set(words):
         paths = [ROOT / words[1], folder / words[1]]
         recipe = _load(None if words[1] == "--env" else next((path for path in paths if path.exists()), None))
         options = ["--environment", *words[2:]] if words[1] == "--env" else words[2:]
@@ -270,7 +270,7 @@ def find_problem(words: list[str], folder: Path) -> str:
     words = name_model(words) if words[:1] == ["serve"] else words
     try:
         with redirect_stderr(StringIO()) as errors:
-            _parser().parse_known_args([word for word in words if word != "--help"])
+            _parser().parse_known_args([word for word in words if not word.startswith("--help")])
     except SystemExit:
         return errors.getvalue()
     return ""

@@ -1,4 +1,4 @@
-"""The gateway's own configuration, as `unbroken gateway --help` shows it, which needs no extra."""
+"""The gateway's own configuration, as `unbroken gateway --help-all` shows it, which needs no extra."""
 
 from __future__ import annotations
 

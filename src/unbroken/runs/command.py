@@ -62,6 +62,11 @@ def add_sampler_parser(commands: Any) -> None:
     sampler.set_defaults(run=run_sampler, parser=sampler)
 
 
+_EVAL_FIELDS = (
+    *("output", "seed", "rollouts.sampling.max_tokens", "rollouts.sampling.temperature", "rollouts.limits.max_turns"),
+    *("environment", "environment_arguments", "data.file", "renderer.name", "engine.kind", "engine.urls"),
+)
+"""Fields that `unbroken eval TASK --help` describes."""
 _EVAL_EPILOG = """\
 unbroken eval recipe.toml                                          the recipe's own model, on its evaluation's problems
 unbroken eval recipe.toml --model runs/sums --model Qwen/Qwen2.5-0.5B-Instruct --samples 4
@@ -77,7 +82,7 @@ def add_eval_parser(commands: Any) -> None:
         "eval",
         help="evaluate models on the problems of a recipe, a data set or an environment, without training",
         description="Evaluate models, without training: rewards, pass@k, tokens and time with intervals, and all "
-        "rollouts in files that `unbroken view` reads. `unbroken eval TASK --help` lists all settings of a task.",
+        "rollouts in files that `unbroken view` reads. `unbroken eval TASK --help` lists the settings of a task.",
         epilog=_EVAL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -130,10 +135,13 @@ def run_eval(arguments: argparse.Namespace) -> int:
         from unbroken.runs.evaluate import evaluate_task, open_task, print_report
         from unbroken.runs.settings import format_help
 
-        if {"-h", "--help"} & set(options):
+        if {"-h", "--help", "--help-all"} & set(options):
             recipe, _ = open_task(arguments.task)
-            command = f"unbroken eval {arguments.task}"
-            _print_text(own.format_help() + "\n" + format_help(recipe.section, recipe.values, command=command, doc=""))
+            shown = () if "--help-all" in options else _EVAL_FIELDS
+            fields = format_help(
+                recipe.section, recipe.values, command=f"unbroken eval {arguments.task}", doc="", shown=shown
+            )
+            _print_text(f"{own.format_help()}\n{fields}")
             return 0
         if arguments.reward:
             options += [

@@ -460,7 +460,7 @@ def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInput
     if shown_name.startswith("--"):
         similar = [f"--{each.replace('_', '-')}" for each in similar]
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"the fields are {', '.join(known)}"
-    return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help lists them all)")
+    return InvalidInputError(f"{shown_name} must be a field of the recipe: {hint} (--help-all lists them all)")
 
 
 def _name_from_top(message: str, section: Section) -> str:

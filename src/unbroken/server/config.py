@@ -1,4 +1,4 @@
-"""The server's configuration. `unbroken serve --help` shows the docstrings of these fields."""
+"""The server's configuration. `unbroken serve --help-all` shows the docstrings of these fields."""
 
 from __future__ import annotations
 
