@@ -9,9 +9,9 @@ step: the trainer by `Trainer.step`, the models by a `forward_backward` and an `
 Rows have a prompt of half their ids, whose logprobs the API returns too. Rounds alternate. `--models` then counts what
 further adapters on the same base take.
 
-`--served ENGINE` first runs steps of a loop by the SDK against `unbroken serve --tinker`: new weights for a sampler, a
-completion of each prompt, `forward_backward` with spans, `optim_step`. Then the server ends, and the others train on
-what it sampled, round by round. Options after `--` are the server's.
+`--served ENGINE` then makes the same steps by the SDK against `unbroken serve --tinker`, which starts meanwhile. With
+`--sampled`, each step is that of a loop: new weights for a sampler, a completion of each prompt, as long as the row's,
+and these are trained, with spans. Options after `--` are the server's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -127,108 +127,86 @@ def time_models(models: Models, data: list[Datum], loss: str) -> tuple[float, fl
 
 
 @contextmanager
-def start_server(model: Path, folder: Path, engine: str, options: Sequence[str]) -> Iterator[str]:
-    """The URL of a server, which ends with the block."""
+def start_server(model: Path, folder: Path, engine: str, options: Sequence[str]) -> Iterator[Callable[[], str]]:
+    """Start a server, which ends with the block; the function waits for its URL."""
     store = ["--tinker", "--tinker-store", str(folder / "store")]
     command = [sys.executable, "-m", "unbroken", "serve", str(model), "--served-model-name", "bench", "--port", "0"]
-    log = folder / "server.log"
+    log, started = folder / "server.log", time.perf_counter()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [*command, "--engine", engine, *store, *options], stdout=stream, stderr=subprocess.STDOUT
         )
-    try:
+
+    def find_url() -> str:
         while not (found := re.search(r"unbroken serves \S+ at (http://\S+)", log.read_text(errors="replace"))):
             if process.poll() is not None:
                 raise SystemExit(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.2)
-        yield found[1]
+        print(f"the server has started, {time.perf_counter() - started:.0f} s after its command", flush=True)
+        return found[1]
+
+    try:
+        yield find_url
     finally:
         process.terminate()
         process.wait(60)
 
 
-def take_step(
-    client: tinker.TrainingClient, rows: Sequence[TrainingSample]
-) -> tuple[tuple[float, float], list[TrainingSample]]:
-    """A step of a loop that samples as many ids as each row has; seconds as of `time_models`, and what was sampled."""
+def time_served(
+    client: tinker.TrainingClient, rows: Sequence[TrainingSample], *, is_sampled: bool
+) -> tuple[float, float]:
+    """Seconds of a step through a server, and of its `forward_backward`, as the client sees them."""
+    data = sample_data(client, rows) if is_sampled else [make_api_datum(row) for row in rows]
+    started = time.perf_counter()
+    passes = client.forward_backward(data, "ppo")
+    step = client.optim_step(AdamParams(learning_rate=1e-9))
+    passes.result()
+    passed = time.perf_counter()
+    step.result()
+    return time.perf_counter() - started, passed - started
+
+
+def sample_data(client: tinker.TrainingClient, rows: Sequence[TrainingSample]) -> list[types.Datum]:
+    """A completion of each row's prompt, of the row's length."""
     started = time.perf_counter()
     sampler = client.save_weights_and_get_sampling_client().result()
     saved = time.perf_counter()
-    prompts = [row.token_ids[~row.sampled_mask].tolist() for row in rows]
-    calls = [
-        sampler.sample(
-            types.ModelInput.from_ints(prompt),
-            num_samples=1,
-            sampling_params=types.SamplingParams(max_tokens=len(row.token_ids) - len(prompt), seed=k, stop=[]),
-        )
-        for k, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
-    ]
+    calls = []
+    for number, row in enumerate(rows):
+        params = types.SamplingParams(max_tokens=int(row.sampled_mask.sum()), seed=number, stop=[])
+        prompt = types.ModelInput.from_ints(row.token_ids[~row.sampled_mask].tolist())
+        calls.append(sampler.sample(prompt, num_samples=1, sampling_params=params))
     sequences = [call.result().sequences[0] for call in calls]
-    sampled = time.perf_counter()
-    data = [make_api_datum(*each) for each in zip(rows, prompts, sequences, strict=True)]
-    begun = time.perf_counter()
-    passes = client.forward_backward(data, "ppo")
-    step = client.optim_step(AdamParams(learning_rate=1e-9))
-    proven = passes.result().metrics["provenance_proven:sum"]
-    passed = time.perf_counter()
-    step.result()
-    ended = time.perf_counter()
-    print(
-        f"served: weights {saved - started:.2f} s, {proven:,.0f} ids sampled {sampled - saved:.2f}, data "
-        f"{begun - sampled:.2f}, forward_backward {passed - begun:.2f}, optim_step {ended - passed:.2f}",
-        flush=True,
-    )
-    found = [
-        TrainingSample(
-            token_ids=np.array([*prompt, *each.tokens], np.int32),
-            sampled_mask=row.sampled_mask,
-            loss_mask=row.loss_mask,
-            rollout_logprobs=np.array([np.nan] * len(prompt) + list(each.logprobs or ()), np.float32),
-            policy_versions=row.policy_versions,
-            advantages=row.advantages,
-        )
-        for row, prompt, each in zip(rows, prompts, sequences, strict=True)
-    ]
-    return (ended - begun, passed - begun), found
+    num_ids = sum(len(each.tokens) for each in sequences)
+    print(f"weights {saved - started:.2f} s, {num_ids:,} ids sampled in {time.perf_counter() - saved:.2f}", flush=True)
+    return [make_api_datum(row, each) for row, each in zip(rows, sequences, strict=True)]
 
 
-def make_api_datum(row: TrainingSample, prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
-    ids, given, name = [*prompt, *sequence.tokens], len(prompt) - 1, sequence.sequence_id
+def make_api_datum(row: TrainingSample, sequence: types.SampledSequence | None = None) -> types.Datum:
+    """A row, or its prompt with what was sampled, and spans."""
+    prompt = row.token_ids[~row.sampled_mask].tolist()
+    tokens = row.token_ids[row.sampled_mask].tolist() if sequence is None else sequence.tokens
+    logprobs = row.rollout_logprobs[row.sampled_mask].tolist() if sequence is None else sequence.logprobs
+    ids, given = [*prompt, *tokens], len(prompt) - 1
     inputs = {
         "target_tokens": ids[1:],
-        "logprobs": [0.0] * given + list(sequence.logprobs or ()),
+        "logprobs": [0.0] * given + list(logprobs or ()),
         "advantages": row.advantages[1:].tolist(),
     }
-    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs).with_provenance(
+    datum = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+    if sequence is None:
+        return datum
+    name = sequence.sequence_id
+    return datum.with_provenance(
         model_input=[
             types.PromptProvenanceSpan(sequence_id=name, length=len(prompt)),
-            types.SampledProvenanceSpan(sequence_id=name, length=len(sequence.tokens) - 1),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(tokens) - 1),
         ],
         loss_fn_inputs=[
             types.PromptProvenanceSpan(sequence_id=name, offset=1, length=given),
-            types.SampledProvenanceSpan(sequence_id=name, length=len(sequence.tokens)),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(tokens)),
         ],
     )
-
-
-def run_loop(
-    model: Path, rows: list[TrainingSample], arguments: argparse.Namespace
-) -> tuple[list[tuple[float, float]], list[list[TrainingSample]]]:
-    """The seconds of a served loop's steps, and what it trained on."""
-    taken, sampled = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        with start_server(model, Path(folder), arguments.served, arguments.options) as url:
-            print(f"the server started in {time.perf_counter() - started:.0f} s", flush=True)
-            service = tinker.ServiceClient(base_url=url, api_key="tml-bench")
-            client = service.create_lora_training_client(base_model="bench", rank=RANK, train_unembed=False).result()
-            for number in range(arguments.rounds + 1):
-                if number > 1 and time.perf_counter() - started > arguments.limit_s:
-                    break
-                seconds, found = take_step(client, rows)
-                taken.append(seconds)
-                sampled.append(found)
-    return taken, sampled
 
 
 def count_memory(models: Models, data: list[Datum], number: int) -> None:
@@ -257,27 +235,42 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--served", metavar="ENGINE", choices=("transformers", "vllm"))
-    parser.add_argument("--limit-s", type=float, default=600, help="no served round after the second begins later")
+    parser.add_argument("--sampled", action="store_true")
     parser.add_argument("options", nargs="*", help="options of the server, after --")
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(arguments.median), 0.6, arguments.rows), 16, arguments.longest).astype(int)
     rows = make_rows(lengths.tolist(), SHAPES[arguments.shape]["vocab_size"], rng)
-    rounds = [rows] * (arguments.rounds + 1)
-    taken: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), arguments.shape, arguments.longest)
+    data = [make_datum(row) for row in rows]
+    taken: dict[str, list[tuple[float, float]]] = {"Trainer.step": [], "ppo": []}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        save_model(folder / "model", arguments.shape, arguments.longest)
+        find_url = None
         if arguments.served:
-            taken["served"], rounds = run_loop(Path(folder), rows, arguments)
+            server = start_server(folder / "model", folder, arguments.served, arguments.options)
+            find_url = stack.enter_context(server)
         accelerator = Accelerator(mixed_precision="bf16" if ON_GPU else "no")
-        trainer = make_trainer(Path(folder), accelerator)
-        models = Models(folder, accelerator=accelerator)
+        trainer = make_trainer(folder / "model", accelerator)
+        models = Models(folder / "model", accelerator=accelerator)
         models.create("a", LoraConfig(rank=RANK, train_unembed=False))
-    taken |= {"Trainer.step": [], "ppo": []}
-    for of_round in rounds:
-        taken["Trainer.step"].append(time_trainer(trainer, of_round))
-        taken["ppo"].append(time_models(models, [make_datum(row) for row in of_round], "ppo"))
-        print(f"Trainer.step {taken['Trainer.step'][-1][0]:.3f} s, ppo {taken['ppo'][-1][0]:.3f}", flush=True)
+        for _ in range(arguments.rounds + 1):
+            taken["Trainer.step"].append(time_trainer(trainer, rows))
+            taken["ppo"].append(time_models(models, data, "ppo"))
+            print(f"Trainer.step {taken['Trainer.step'][-1][0]:.3f} s, ppo {taken['ppo'][-1][0]:.3f}", flush=True)
+        if arguments.models:
+            count_memory(models, data, arguments.models)
+        if find_url is not None:
+            del trainer, models, accelerator
+            gc.collect()
+            torch.cuda.empty_cache()
+            service = tinker.ServiceClient(base_url=find_url(), api_key="tml-bench")
+            client = service.create_lora_training_client(base_model="bench", rank=RANK, train_unembed=False).result()
+            taken["served"] = []
+            for _ in range(arguments.rounds + 1):
+                taken["served"].append(time_served(client, rows, is_sampled=arguments.sampled))
+                step, passes = taken["served"][-1]
+                print(f"served: forward_backward {passes:.3f} s, the step {step:.3f}", flush=True)
     num_ids = int(lengths.sum())
     device = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, {arguments.shape}: {arguments.rows} rows, {num_ids:,} ids, half of them sampled")
@@ -288,8 +281,6 @@ def main() -> None:
             f"{name:<14} step {step:.3f} s, {statistics.median(ratios):.2f} times Trainer.step ({min(ratios):.2f} to "
             f"{max(ratios):.2f})    forward_backward {num_ids / passes:>9,.0f} ids/s"
         )
-    if arguments.models:
-        count_memory(models, [make_datum(row) for row in rows], arguments.models)
 
 
 if __name__ == "__main__":

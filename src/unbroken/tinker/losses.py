@@ -130,10 +130,8 @@ def _compute_terms(
 def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Settings]:
     """A loss by its name, and its settings with the defaults; `InvalidInputError` if it has no such one."""
     if name == "custom":
-        raise InvalidInputError(
-            "loss_fn 'custom' is computed by the client: forward_backward_custom with a function sends a forward and "
-            "then a cross_entropy with weights; a loss uploaded by create_custom_loss is not supported"
-        )
+        rule = "give forward_backward_custom a function: a loss uploaded by create_custom_loss is not supported"
+        raise InvalidInputError(f"loss_fn 'custom' is computed by the client: {rule}")
     if name not in LOSSES:
         raise InvalidInputError(f"loss_fn must be one of {', '.join(LOSSES)}, got {name!r}")
     loss = LOSSES[name]
@@ -151,9 +149,7 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, Setti
 
 
 def check_datum(datum: Datum, loss: Loss, where: str) -> NDArray[np.int64]:
-    """Return the targets of a datum; `InvalidInputError`, which names the datum (`where`), the field, the rule and the
-    value, unless it has what the loss needs.
-    """
+    """Return the targets of a datum; `InvalidInputError`, which names the datum, unless it has what the loss needs."""
     fields, inputs, name = f"{where}.loss_fn_inputs", datum.inputs, loss.name
     if datum.targets is None:
         raise InvalidInputError(f"{fields}.target_tokens must be given, got none")

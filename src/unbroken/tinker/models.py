@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import peft
@@ -59,13 +59,13 @@ _FORMAT = 1
 
 @dataclass(slots=True)
 class _Model:
-    """One model that is trained: `adapter` is PEFT's name, and empty if all weights are; `parameters` are those that
-    are trained, by their names in saved files.
-    """
+    """One model that is trained."""
 
     adapter: str
+    """PEFT's name; empty if all weights are trained."""
     lora: LoraConfig | None
     parameters: Mapping[str, nn.Parameter]
+    """By their names in saved files."""
     optimizer: torch.optim.Optimizer
     num_steps: int = 0
 
@@ -81,8 +81,8 @@ class Models:
         dtype: torch.dtype | None = None,
         tokens_per_pass: int | None = None,
     ) -> None:
-        """The base is loaded from a folder or the hub with the first model. `dtype` is that of its weights; None:
-        float32, or bfloat16 below adapters if the accelerator computes in it.
+        """`dtype` is that of the base, which is loaded with the first model; None: float32, or below adapters bfloat16
+        if the accelerator computes in it.
         """
         # A tree of shared prefixes has no targets but its own ids.
         self._config = TrainerConfig(tokens_per_micro_batch=tokens_per_pass, shared_prefixes=SharedPrefixes.NEVER)
@@ -101,11 +101,9 @@ class Models:
 
     def create(self, model_id: str, lora: LoraConfig | None) -> LoraConfig | None:
         """Make a new model, whose adapter changes nothing yet; with None all weights of the base are trained. Returns
-        what is trained: tied embeddings get no adapter, because an engine has one weight for input and output. Raises
-        `InvalidInputError` if one that trains all weights would be beside another, or the base has no such layers.
+        what is trained: tied embeddings get no adapter, because an engine has one weight for input and output.
         """
         assert model_id not in self._models, "the server names models"
-        _check_lora(lora)
         if self._models and (lora is None or any(model.lora is None for model in self._models.values())):
             raise InvalidInputError(f"model {model_id!r}: one that trains all weights (rank 0) is alone on the base")
         adapter = ""
@@ -139,8 +137,7 @@ class Models:
         self, model_id: str, data: Sequence[Datum], loss: str, config: Mapping[str, float | str], backward: bool
     ) -> Output:
         """The logprobs of all targets and the sum of the loss, whose gradient is added to that of the calls since the
-        model's last step; without `backward`, no gradient is computed. Raises `InvalidInputError` for data or settings
-        that are not the loss's, and `TrainingError` if a row needs more memory than there is.
+        model's last step, unless it is not `backward`.
         """
         _, backend = self._activate(model_id)
         chosen, settings = find_loss(loss, config)
@@ -166,8 +163,8 @@ class Models:
         return Output(logprobs=logprobs, metrics=metrics)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. Raises
-        `TrainingError` if they are not finite, and the weights are as before; or if the step made such weights.
+        """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. If they
+        are not finite, it is a `TrainingError`, and the weights are as before.
         """
         _check_adam(params)
         model, backend = self._activate(model_id)
@@ -211,9 +208,8 @@ class Models:
 
     @torch.no_grad()
     def load(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        """Give a model the weights of a folder, and with `optimizer` its averages; otherwise they begin anew. Gradients
-        are cleared. Raises `CheckpointError`, with the model as it was, for a folder that is damaged, of another base,
-        rank or kind, or saved without the optimizer.
+        """Give a model the weights of a folder, and with `optimizer` its averages, or these begin anew. Gradients are
+        cleared. A folder that is damaged or does not fit is a `CheckpointError`, and the model is as it was.
         """
         model, _ = self._activate(model_id)
         state = _read_state(folder)
@@ -273,6 +269,11 @@ class Models:
 
     def _add_adapter(self, lora: LoraConfig) -> tuple[LoraConfig, str]:
         """Add an adapter and make it active; what it trains, and its name."""
+        if not (1 <= lora.rank <= MAX_RANK and 0 <= (lora.seed or 0) < 2**63):
+            rule = f"rank in [1, {MAX_RANK}] and seed in [0, 2^63)"
+            raise InvalidInputError(f"lora_config must have {rule}, got rank {lora.rank} and seed {lora.seed}")
+        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+            raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
         if is_new := self._backend is None:
             is_rounded = self._accelerator.mixed_precision == "bf16"
             base = _load_model(self._source, self._dtype or (torch.bfloat16 if is_rounded else torch.float32))
@@ -308,22 +309,17 @@ class TrainerProcess:
         theirs.close()
 
     def run(self, work: Callable[[Models], T]) -> T:
-        """What `work`, which can be pickled, returns there; raises what it raises, and `EngineError` once the process
-        has ended, with all its models.
-        """
+        """What `work`, which can be pickled, returns or raises there; `EngineError` once the process has ended."""
         try:
             self._pipe.send(work)
             succeeded, found = self._pipe.recv()
         except (EOFError, OSError):
             self.process.join(10)
-            raise EngineError(
-                f"the trainer's process has ended (exit code {self.process.exitcode}) with all its models: go on from "
-                "what was saved"
-            ) from None
-        if not succeeded:
-            raise found
-        answer: T = found
-        return answer
+            ended = f"the trainer's process has ended (exit code {self.process.exitcode})"
+            raise EngineError(f"{ended} with all its models: go on from what was saved") from None
+        if succeeded:
+            return cast(T, found)
+        raise found
 
 
 def _serve_models(pipe: Connection, source: str | Path, device: str) -> None:
@@ -354,9 +350,7 @@ def _draw_first_weights(model: Any, seed: int) -> None:
 
 
 def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
-    """The linear layers of a base that an adapter is for, by their whole names, and what of the config is then trained;
-    `InvalidInputError` if a part that is to be trained has none of its own.
-    """
+    """The linear layers of a base that an adapter is for, by their whole names, and what of the config is trained."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
     for path, module in model.named_modules():
@@ -372,20 +366,9 @@ def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
         found["train_mlp"] = []
     for kind, modules in found.items():
         if getattr(lora, kind) and not modules:
-            raise InvalidInputError(
-                f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of its own "
-                "there (experts that are one tensor and embeddings that are tied are none)"
-            )
+            rule = f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of its own"
+            raise InvalidInputError(f"{rule} there (experts that are one tensor and embeddings that are tied are none)")
     return lora, [path for kind, modules in found.items() if getattr(lora, kind) for path in modules]
-
-
-def _check_lora(lora: LoraConfig | None) -> None:
-    if lora is not None and not 1 <= lora.rank <= MAX_RANK:
-        raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {lora.rank}")
-    if lora is not None and not 0 <= (lora.seed or 0) < 2**63:
-        raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {lora.seed}")
-    if lora is not None and not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-        raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
 
 
 def _check_adam(params: AdamParams) -> None:
@@ -408,9 +391,8 @@ def _load_model(source: str, dtype: torch.dtype) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"model must be a folder or the hub's name of a causal language model, got {source!r}: {error}"
-        ) from None
+        rule = "model must be a folder or the hub's name of a causal language model"
+        raise InvalidInputError(f"{rule}, got {source!r}: {error}") from None
 
 
 def _make_row(datum: Datum, loss: Loss) -> ScoredRow:

@@ -28,14 +28,7 @@ from unbroken.server.images import RequestPrompt
 from unbroken.tinker.wire import write_tops
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
-from unbroken.types import (
-    FinishReason,
-    InFlight,
-    SampledSequence,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-)
+from unbroken.types import FinishReason, InFlight, SampledSequence, SampleRequest, SampleResult, SamplingParams
 from unbroken.weights.folders import atomic_folder
 
 _MAX_VERSIONS = 10_000
@@ -63,9 +56,8 @@ class _Group:
 
     weights: SamplerWeights
     size: int = 0
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """The engine has the weights, or could not load them."""
-    error: Exception | None = None
+    ready: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    """Ends when the engine has the weights, or could not load them."""
 
 
 class WeightSwitch:
@@ -97,9 +89,7 @@ class WeightSwitch:
                 self._beginning = asyncio.create_task(self._begin(group))
         group.size += 1
         try:
-            await group.ready.wait()
-            if group.error is not None:
-                raise group.error
+            await asyncio.shield(group.ready)
             yield
         finally:
             group.size -= 1
@@ -121,14 +111,15 @@ class WeightSwitch:
         try:
             async with self._loading:
                 await self._load(group.weights)
+            group.ready.set_result(None)
         except Exception as error:
-            group.error = error
-        group.ready.set()
+            group.ready.set_exception(error)
+            group.ready.exception()  # also if nobody waits for it any more
         self._go_on()
 
     def _go_on(self) -> None:
         """When all requests of the first group have ended, begin the next one."""
-        if self._groups and self._groups[0].ready.is_set() and not self._groups[0].size:
+        if self._groups and self._groups[0].ready.done() and not self._groups[0].size:
             del self._groups[0]
             if self._groups:
                 self._beginning = asyncio.create_task(self._begin(self._groups[0]))
@@ -140,9 +131,8 @@ class WeightSwitch:
             return
         engine = require_updatable(self._engine)
         if weights.folder is not None and not weights.folder.exists():
-            raise HttpError(
-                410, f"weights of model {weights.model_id} are gone: its session has ended, or made newer ones"
-            )
+            why = "its session has ended, or made newer ones"
+            raise HttpError(410, f"weights of model {weights.model_id} are gone: {why}")
         if weights.folder is not None and self._base_folder is None:  # now, while the folder is there
             self._base_folder = await asyncio.to_thread(self._make_base, weights.folder)
         folder = weights.folder or self._base_folder
@@ -227,9 +217,8 @@ def _check(body: types.SampleRequest, length: int) -> None:
         )
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < length):
-        raise InvalidInputError(
-            f"prompt_logprobs_last_n must lie in [1, {length}) and come with prompt_logprobs, got {last_n}"
-        )
+        rule = f"must lie in [1, {length}) and come with prompt_logprobs"
+        raise InvalidInputError(f"prompt_logprobs_last_n {rule}, got {last_n}")
     if min(body.topk_prompt_logprobs, body.topk_sample_logprobs) < 0:
         raise InvalidInputError("topk_prompt_logprobs and topk_sample_logprobs must be >= 0")
     if body.topk_prompt_logprobs and not body.prompt_logprobs:
@@ -243,15 +232,12 @@ def _read_targets(given: Any, length: int, vocab_size: int) -> np.ndarray | None
     rows, width = given.shape if len(given.shape or []) == 2 else (0, 0)
     is_right = given.dtype == "int64" and given.sparse_crow_indices is None and rows == length - 1 and width >= 1
     if not is_right or len(given.data) != rows * width:
-        raise InvalidInputError(
-            f"target_prompt_logprobs must be a dense int64 tensor of shape [{length - 1}, K], got {given.dtype} of "
-            f"shape {given.shape} with {len(given.data)} values"
-        )
+        found = f"{given.dtype} of shape {given.shape} with {len(given.data)} values"
+        rule = f"a dense int64 tensor of shape [{length - 1}, K]"
+        raise InvalidInputError(f"target_prompt_logprobs must be {rule}, got {found}")
     if length * vocab_size > _MAX_SCORES:
-        raise InvalidInputError(
-            f"target_prompt_logprobs needs all logprobs of {length} positions of {vocab_size} ids: at most "
-            f"{_MAX_SCORES} are computed"
-        )
+        needed = f"target_prompt_logprobs needs all logprobs of {length} positions of {vocab_size} ids"
+        raise InvalidInputError(f"{needed}: at most {_MAX_SCORES} are computed")
     ids = np.array(given.data, np.int64).reshape(rows, width)
     check_vocabulary(np.maximum(ids, 0), vocab_size=vocab_size, name="target_prompt_logprobs")
     return ids

@@ -29,11 +29,8 @@ _DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messa
 def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> messages.ForwardBackwardRequest:
     """Parse the body of `forward_backward`; `HttpError` if it is no protobuf message, or is compressed."""
     if PROTOBUF not in content_type or encoding not in ("", "identity"):
-        raise HttpError(
-            400,
-            f"the body must be {PROTOBUF} that is not compressed (client/config), got {content_type[:100]!r}, "
-            f"{encoding[:100]!r}: use an SDK >= 0.38",
-        )
+        rule = f"the body must be {PROTOBUF} that is not compressed (client/config)"
+        raise HttpError(400, f"{rule}, got {content_type[:100]!r}, {encoding[:100]!r}: use an SDK >= 0.38")
     message = messages.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -88,17 +85,13 @@ def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> 
         if targets.dtype != np.int64:
             raise InvalidInputError(f"target_tokens must be int64, got {targets.dtype}")
         if len(targets) != len(input_ids):
-            raise InvalidInputError(
-                f"target_tokens must have shape [{len(input_ids)}] or [{len(input_ids)}, K], as model_input has "
-                f"{len(input_ids)} ids, got {list(targets.shape)}"
-            )
+            rule = f"shape [{len(input_ids)}] or [{len(input_ids)}, K], as model_input has {len(input_ids)} ids"
+            raise InvalidInputError(f"target_tokens must have {rule}, got {list(targets.shape)}")
         check_vocabulary(targets, vocab_size=vocab_size, name="target_tokens")
     for name, array in arrays.items():
         arrays[name] = array.astype(np.float32)
         if (arrays[name] != array).any():
-            raise InvalidInputError(
-                f"loss_fn_inputs[{name!r}] must be float32, got int64 values that float32 cannot hold"
-            )
+            raise InvalidInputError(f"loss_fn_inputs[{name!r}] must be float32, got values that float32 cannot hold")
     return Datum(
         input_ids=input_ids,
         targets=targets,
@@ -167,10 +160,8 @@ async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIn
     (placed,) = await intake.place([ids.astype(np.int32)], [sources], settings, names=lambda _: "images of prompt")
     for (name, chunk), span in zip(images, placed.images, strict=True):
         if chunk.expected_tokens not in (None, span.length):
-            raise InvalidInputError(
-                f"{name}.expected_tokens must be {span.length}, the ids that the model's image processor makes of it, "
-                f"got {chunk.expected_tokens}"
-            )
+            rule = f"must be {span.length}, the ids that the model's image processor makes of it"
+            raise InvalidInputError(f"{name}.expected_tokens {rule}, got {chunk.expected_tokens}")
     return placed
 
 
