@@ -112,7 +112,7 @@ def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
         indices = [np.frombuffer(each, np.int64).tolist() for each in (csr.crow_indices, csr.col_indices)]
         values = np.frombuffer(csr.values if is_sparse else tensor.dense, dtype)
         array = types.TensorData(values, dtype, shape or None, *(indices if is_sparse else ())).to_numpy()
-    except (ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError) as error:  # the first is the SDK's
         kind = "a sparse tensor (CSR)" if is_sparse else "a tensor"
         raise InvalidInputError(f"{name} must be {kind} of {dtype} of shape {shape}: {error}") from None
     if not np.isfinite(array).all():

@@ -250,7 +250,10 @@ def test_sparse_tensors_become_dense_and_broken_ones_are_refused():
             InvalidInputError, match=r"data\[0\]: .* sparse tensor \(CSR\) of int64 of shape \[2, 3\]: .*_indices"
         ):
             read_data(message, 10, 100)
-    tensor.shape[1] = 2**40
+    del tensor.shape[:]
+    with pytest.raises(InvalidInputError, match=r"of shape \[\]: shape is required for sparse tensors"):
+        read_data(message, 10, 100)
+    tensor.shape.extend([2, 2**40])
     with pytest.raises(InvalidInputError, match=r"data\[0\]: .* or \[T, K\] with K at most 10"):
         read_data(message, 10, 100)
     tensor.shape.extend([1] * 69)
