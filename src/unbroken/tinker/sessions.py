@@ -130,8 +130,8 @@ class Promises:
         self._open_bytes += len(body)
         return promise
 
-    async def run(self, promise: Promise, work: Work) -> None:
-        """Do the work of a call, and store its result."""
+    async def run(self, promise: Promise, work: Work, *, is_kept: bool = True) -> None:
+        """Do the work of a call, and store its result, unless nobody can ask for it later."""
         try:
             made = await work()
         except asyncio.CancelledError:
@@ -143,7 +143,8 @@ class Promises:
         promise.result = made if isinstance(made, CallResult) else _encode(made)
         write = partial(self._store.put_result, promise.request_id, promise.digest, promise.result, owner=self._owner)
         try:
-            await self._storing.run(write)
+            if is_kept:
+                await self._storing.run(write)
             del self._open[promise.request_id]
         except Exception as error:  # what was trained is trained; what was sampled cannot be proven later
             if promise.result.sequences:
@@ -247,15 +248,16 @@ class TrainingRun:
                 missing, self._next = self._next, max(self._waiting) + 1
                 what = f"call {missing} of model {self.model_id} never arrived, or was refused"
                 await self._fail_waiting(f"{what}: what came after it waited {_MISSING_S:g} s and was not done")
-        await self._fail_waiting(f"model {self.model_id} is gone: {self._reason}")  # without a reason none wait
+        # Without a reason none wait. There may be 10,000, and a model that is gone is explained without them.
+        await self._fail_waiting(f"model {self.model_id} is gone: {self._reason}", is_kept=False)
 
-    async def _fail_waiting(self, reason: str) -> None:
+    async def _fail_waiting(self, reason: str, *, is_kept: bool = True) -> None:
         async def fail() -> dict[str, Any]:
             raise HttpError(410, reason)
 
         waiting, self._waiting = self._waiting, {}
         for promise, _ in waiting.values():
-            await self._promises.run(promise, fail)
+            await self._promises.run(promise, fail, is_kept=is_kept)
 
     async def end(self, reason: str) -> None:
         """Fail the calls that wait, and wait for the one that runs; there may be no more after it."""
