@@ -269,9 +269,10 @@ class Models:
 
     def _add_adapter(self, lora: LoraConfig) -> tuple[LoraConfig, str]:
         """Add an adapter and make it active; what it trains, and its name."""
-        if not (1 <= lora.rank <= MAX_RANK and 0 <= (lora.seed or 0) < 2**63):
-            rule = f"rank in [1, {MAX_RANK}] and seed in [0, 2^63)"
-            raise InvalidInputError(f"lora_config must have {rule}, got rank {lora.rank} and seed {lora.seed}")
+        if not 1 <= lora.rank <= MAX_RANK:
+            raise InvalidInputError(f"lora_config.rank must be in [1, {MAX_RANK}], got {lora.rank}")
+        if not 0 <= (lora.seed or 0) < 2**63:
+            raise InvalidInputError(f"lora_config.seed must be in [0, 2^63), got {lora.seed}")
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
             raise InvalidInputError("lora_config must train mlp, attn or unembed, got False for all three")
         if is_new := self._backend is None:

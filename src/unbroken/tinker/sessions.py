@@ -134,13 +134,13 @@ class Promises:
         """Do the work of a call, and store its result, unless nobody can ask for it later."""
         try:
             made = await work()
+            promise.result = made if isinstance(made, CallResult) else _encode(made)
         except asyncio.CancelledError:
             if not promise.is_cancelled:  # the server stops
                 raise
-            made = describe_failure(HttpError(499, "the call was cancelled"))
+            promise.result = _encode(describe_failure(HttpError(499, "the call was cancelled")))
         except Exception as error:
-            made = describe_failure(error)
-        promise.result = made if isinstance(made, CallResult) else _encode(made)
+            promise.result = _encode(describe_failure(error))
         write = partial(self._store.put_result, promise.request_id, promise.digest, promise.result, owner=self._owner)
         try:
             if is_kept:

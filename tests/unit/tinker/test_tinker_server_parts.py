@@ -332,11 +332,15 @@ async def test_a_result_that_cannot_be_stored_is_kept_in_memory_and_what_was_sam
     async def sample() -> CallResult:
         return CallResult(answer=b"ids", is_protobuf=True, sequences=[SEQUENCE])
 
+    async def fail() -> dict[str, Any]:
+        return {"answer": object()}  # no JSON
+
+    assert b'"server"' in (await (await start(promises, "0", fail)).wait()).answer
     sampled = await start(promises, "2", sample)
     assert (await trained.wait()).answer == b'{"done":true}'
     assert json.loads((await sampled.wait()).answer) == {"error": "the database is gone", "category": "server"}
     assert await start(promises, "1", succeed) is trained
-    assert [name for _, name in await promises.wait_for_samples("", 0, after=0, timeout_s=0)] == ["1", "2"]
+    assert [name for _, name in await promises.wait_for_samples("", 0, after=0, timeout_s=0)] == ["1", "0", "2"]
 
 
 async def test_calls_and_limits_of_a_key_are_its_own(store, monkeypatch):
