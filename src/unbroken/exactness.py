@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -121,6 +122,17 @@ def choose_attention(model: Any) -> None:
         _logger.warning("%s attends by eager, because sdpa would leave out its %s", type(model).__name__, names)
 
 
+def call_rounded(module: Any, dtype: torch.dtype, **inputs: Any) -> Any:
+    """Call a module with its weights rounded to a type, as a publisher rounds them; gradients reach the weights.
+
+    Not those of layers with adapters, which round what they have merged (`merge_in_passes`).
+    """
+    named = module.named_parameters()
+    rounded = {name: weight.to(dtype) for name, weight in named if ".base_layer." not in name and ".lora_" not in name}
+    with torch.autocast(module.device.type, enabled=False):
+        return functional_call(module, rounded, (), inputs)
+
+
 def attend_exactly(model: Any, *, takes_images: bool) -> int:
     """Switch a model to attention by rule 2, and check that a row then has the same bits beside another. Idempotent.
 
@@ -167,9 +179,12 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
 
 
 @torch.no_grad()
-def find_other_bits(model: Any) -> str | None:
-    """The first module whose output has other bits for a row in a pass with a longer one; None if all are equal."""
-    multiple = find_row_multiple(model.dtype)
+def find_other_bits(model: Any, rounded: torch.dtype | None = None) -> str | None:
+    """The first module whose output has other bits for a row in a pass with a longer one; None if all are equal.
+
+    With weights `rounded` to a type, rows may have any number of ids.
+    """
+    multiple = find_row_multiple(model.dtype) if rounded is None else _SHORT_ROW
     length = max(choose_long_length(model) // multiple, 2) * multiple
     ids = (torch.arange(length) + 1).remainder(len(model.get_input_embeddings().weight))
     short = ids[:multiple].flip(0)
@@ -183,13 +198,15 @@ def find_other_bits(model: Any) -> str | None:
         if not torch.equal(output[0, : len(short)], alone[name].pop(0)):
             found.append(name)
 
-    _run_hooked(model, short[None], record)
+    _run_hooked(model, short[None], record, rounded)
     both = torch.stack([pad(short, (0, length - len(short))), ids])
-    _run_hooked(model, both, compare)
+    _run_hooked(model, both, compare, rounded)
     return found[0] if found else None
 
 
-def _run_hooked(model: Any, ids_BT: torch.Tensor, see: Callable[[str, torch.Tensor], None]) -> None:
+def _run_hooked(
+    model: Any, ids_BT: torch.Tensor, see: Callable[[str, torch.Tensor], None], rounded: torch.dtype | None
+) -> None:
     """Run a model, and show each output [B, T, ...] of a module, in the order in which they are computed."""
 
     def hook(name: str, _module: Any, _inputs: Any, output: Any) -> None:
@@ -199,7 +216,8 @@ def _run_hooked(model: Any, ids_BT: torch.Tensor, see: Callable[[str, torch.Tens
 
     handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in model.named_modules()]
     try:
-        model(input_ids=ids_BT, use_cache=False)
+        run = model if rounded is None else functools.partial(call_rounded, model, rounded)
+        run(input_ids=ids_BT.to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,14 @@ class EngineConfig:
             )
         if self.serve_options and self.kind is not EngineKind.STARTED:
             raise InvalidInputError(f"serve_options must be left out with kind {self.kind}, got {self.serve_options}")
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether a run with this engine starts vLLM."""
+        options = self.serve_options
+        kind = next((options[k + 1] for k, option in enumerate(options[:-1]) if option == "--engine"), "auto")
+        serves_vllm = kind == "vllm" or (kind == "auto" and find_spec("vllm") is not None)
+        return self.kind is EngineKind.COLOCATED or (self.kind is EngineKind.STARTED and serves_vllm)
 
     def _check_weights(self) -> None:
         if self.weights_dir is not None and self.versions_to is not None:
@@ -534,15 +543,20 @@ class RunConfig:
             )
 
     def _check_exact(self) -> None:
+        is_rounded, engine = self.precision is Precision.BFLOAT16, self.engine
         refused = {
-            "precision": self.precision is not Precision.FLOAT32,
-            "engine.kind": self.engine.kind is EngineKind.COLOCATED,
-            "engine.reuse_kv": self.engine.reuse_kv,
+            "precision": engine.kind is not EngineKind.SERVER and is_rounded != engine.starts_vllm,
+            "engine.reuse_kv": engine.reuse_kv,
+            "engine.processes_per_engine": engine.processes_per_engine > 1,
+            "trainer.gradient_checkpointing": is_rounded and self.trainer.gradient_checkpointing,
         }
         for name, is_refused in refused.items():
             if is_refused:
                 value = attrgetter(name)(self)
-                raise InvalidInputError(f"trainer.numerics must be fast with {name} = {value}, got exact")
+                raise InvalidInputError(
+                    f"trainer.numerics must be fast with {name} = {value} and engine.kind {engine.kind}, got exact: it "
+                    "is for vLLM with precision bfloat16, and for the embedded engine with float32"
+                )
 
     @property
     def adapter_rank(self) -> int | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
-import importlib.util
 import os
 import re
 import secrets
@@ -123,7 +122,7 @@ async def open_engine(
             found = RunEngine(engine=engine, publisher=InProcessPublisher(engine, **_updating(config)))
         elif config.kind is EngineKind.COLOCATED:
             found = await stack.enter_async_context(
-                _start_colocated(config, source, device, rank, adapter_rank, image_processor, records_routing)
+                _start_colocated(config, source, device, rank, adapter_rank, image_processor, records_routing, numerics)
             )
         else:
             servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
@@ -184,6 +183,7 @@ async def _start_colocated(
     adapter_rank: int | None,
     image_processor: ImageProcessor | None,
     records_routing: bool,
+    numerics: Numerics,
 ) -> AsyncIterator[RunEngine]:
     """Start vLLM on this process's GPU, or one on those of several; it sleeps during the steps.
 
@@ -206,7 +206,7 @@ async def _start_colocated(
 
     async def start() -> SleepingEngine:
         with without_launcher():
-            return await VllmEngine.start(parse_engine_args(options))
+            return await VllmEngine.start(parse_engine_args(options), numerics=numerics)
 
     async with AsyncExitStack() as stack:
         if size > 1:
@@ -392,12 +392,6 @@ def _lora_options(adapter_rank: int | None) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(highest), "--max-loras", str(slots)]
 
 
-def _serves_vllm(options: Sequence[str]) -> bool:
-    """Whether `unbroken serve` with these options starts vLLM."""
-    kind = next((options[k + 1] for k, option in enumerate(options[:-1]) if option == "--engine"), "auto")
-    return kind == "vllm" or (kind == "auto" and importlib.util.find_spec("vllm") is not None)
-
-
 def _serve_command(
     config: EngineConfig,
     source: str | Path,
@@ -406,12 +400,9 @@ def _serve_command(
     records_routing: bool = False,
     numerics: Numerics = Numerics.FAST,
 ) -> list[str]:
-    lora = _lora_options(adapter_rank) if _serves_vllm(config.serve_options) else []
-    exact = [] if numerics is Numerics.FAST else ["--numerics", numerics, "--dtype", "float32"]
-    if exact and _serves_vllm(config.serve_options):
-        raise InvalidInputError(
-            'trainer.numerics must be fast with vLLM, got exact: give engine.serve_options ["--engine", "transformers"]'
-        )
+    lora = _lora_options(adapter_rank) if config.starts_vllm else []
+    exact = [] if numerics is Numerics.FAST else ["--numerics", numerics]
+    exact += ["--dtype", "float32"] if exact and not config.starts_vllm else []
     return [
         sys.executable, "-m", "unbroken", "serve", "--model", str(source), "--port", "0",
         "--weights-dir", str(weights), "--exit-with-parent", *lora,

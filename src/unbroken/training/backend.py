@@ -96,7 +96,7 @@ from unbroken.training.state import (
     write_state,
 )
 from unbroken.transfer.sources import WeightStream
-from unbroken.types import Logprobs, TrainingSample
+from unbroken.types import Logprobs, Numerics, TrainingSample
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -572,6 +572,8 @@ class TrainerBackend:
     def _prepare_passes(self) -> None:
         """Compile the layers if the config says so, and find out which ways to compute rows together are exact."""
         with self.computing(), self.accelerator.autocast():
+            if self._is_as_vllm:
+                self.policy.compute_as_vllm()
             for each in (self.policy, self._reference):
                 if isinstance(each, PolicyLogprobs):
                     if self._config.parallel.sequence > 1:
@@ -603,8 +605,13 @@ class TrainerBackend:
             routers=routers,
             shared_prefixes=SharedPrefixes.NEVER if counts else self._config.shared_prefixes,
             counts_choices=counts,
-            numerics=self._config.numerics,
+            numerics=Numerics.FAST if self._is_as_vllm else self._config.numerics,
         )
+
+    @property
+    def _is_as_vllm(self) -> bool:
+        """Whether the policy computes with the bits of vLLM, which has no exact numerics but in bfloat16."""
+        return self._config.numerics is Numerics.EXACT and self.accelerator.mixed_precision == "bf16"
 
     def _choose_pass_size(self) -> int:
         """By what is free on the fullest GPU, now that an engine in this process sleeps, beside gradients and what the

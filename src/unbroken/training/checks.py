@@ -37,11 +37,12 @@ def check_parts(
     """
     objective.check_config(config)
     check_accelerator(accelerator)
-    if config.numerics is Numerics.EXACT and accelerator.mixed_precision != "no":
-        raise InvalidInputError(
-            f"numerics must be fast with mixed_precision {accelerator.mixed_precision!r}, got exact: its products are "
-            "rounded"
-        )
+    if config.numerics is Numerics.EXACT and accelerator.mixed_precision == "bf16":
+        if config.gradient_checkpointing:
+            raise InvalidInputError("numerics must be fast with gradient_checkpointing in bfloat16, got exact")
+        from unbroken.engines.vllm.numerics import share_kernels
+
+        share_kernels()
     check_adapters(model)
     if config.lora_updates is LoraUpdates.ADAPTER:
         check_adapter_alone(model)

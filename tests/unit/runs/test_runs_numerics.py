@@ -73,19 +73,23 @@ def test_every_step_of_a_run_has_no_difference_at_all(model, tmp_path, options):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"engine": EngineConfig(kind=EngineKind.COLOCATED)},
+        {"precision": Precision.FLOAT32, "engine": EngineConfig(kind=EngineKind.COLOCATED)},
         {"engine": EngineConfig(reuse_kv=True)},
         {"precision": Precision.BFLOAT16},
+        {
+            "precision": Precision.BFLOAT16,
+            "engine": EngineConfig(kind=EngineKind.COLOCATED),
+            "trainer": TrainerConfig(numerics=Numerics.EXACT, gradient_checkpointing=True),
+        },
     ],
-    ids=["engine.kind", "engine.reuse_kv", "precision"],
+    ids=["precision", "engine.reuse_kv", "precision", "trainer.gradient_checkpointing"],
 )
 def test_runs_that_cannot_be_exact_are_refused(request, tmp_path, setting):
-    name = request.node.callspec.id
+    name = request.node.callspec.id.rstrip("01")  # of two with one name
     with pytest.raises(InvalidInputError, match=rf"trainer\.numerics must be fast with {name} = .*, got exact"):
         Config(
             output=tmp_path,
             model=tmp_path,
             loop=LoopConfig(num_steps=1),
-            trainer=TrainerConfig(numerics=Numerics.EXACT),
-            **setting,
+            **{"trainer": TrainerConfig(numerics=Numerics.EXACT), **setting},
         )

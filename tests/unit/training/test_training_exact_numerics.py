@@ -13,23 +13,20 @@ import torch
 from accelerate import Accelerator
 
 from support.adapted import with_lora
-from support.architectures import VOCAB_SIZE, tiny_model
+from support.architectures import tiny_model
 from support.gradients import SUBTRACT_GRADIENT
 from support.models import tiny_qwen3
+from support.rollouts import play_turns
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError, InvariantError
-from unbroken.ledger.export import export_samples
-from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import LoraUpdates, Packing, SharedPrefixes, TrainerConfig
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.trainer import Trainer
-from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
+from unbroken.types import Numerics, SamplingParams, TrainingSample
 from unbroken.weights.in_process import InProcessPublisher
 
 DENSE = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2")
 PARAMS = SamplingParams(max_tokens=48, temperature=0.9)
-NUM_AGENTS, NUM_TURNS = 9, 3
 
 
 def make_engine(model: Any) -> TransformersEngine:
@@ -46,25 +43,7 @@ def make_trainer(model: Any, **config: Any) -> Trainer:
 async def sample_rows(
     engine: TransformersEngine, params: SamplingParams = PARAMS, *, seed: int = 0
 ) -> list[TrainingSample]:
-    """Rows of several turns that agents of many speeds sample at once, so that batches, and what is cached, differ."""
-
-    async def play(number: int) -> TrainingSample:
-        rng = np.random.default_rng([seed, number])
-        tree, end, ids = TokenTree(), None, token_ids([])
-        for turn in range(NUM_TURNS):
-            await asyncio.sleep(float(rng.exponential(0.01)))
-            given = token_ids(rng.integers(0, VOCAB_SIZE, int(rng.geometric(0.06))))
-            ids = token_ids([*ids, *given])
-            own = replace(params, seed=int(rng.integers(2**31)), max_tokens=int(rng.integers(1, params.max_tokens)))
-            name = f"{seed}/{number}/{turn}"
-            (sequence,) = (await engine.sample(SampleRequest(request_id=name, prompt_ids=ids, params=own))).sequences
-            origin = Origin.BRIDGE if turn else Origin.PROMPT
-            end = tree.add_sampled(sequence, parent=tree.add_given(given, origin, parent=end))
-            ids = token_ids([*ids, *sequence.completion_ids])
-        (row,) = export_samples(tree, float(rng.normal()))
-        return row
-
-    return await asyncio.gather(*map(play, range(NUM_AGENTS)))
+    return await play_turns(engine, params, seed=seed)
 
 
 async def sample_and_train(model: Any, trained: Any, *, num_steps: int = 2, **config: Any) -> list[dict[str, Any]]:
@@ -119,12 +98,6 @@ def test_more_threads_are_refused(threads):
     threads(3)
     with pytest.raises(InvalidInputError, match=r"numerics must be fast with 3 threads: .* OMP_NUM_THREADS=2"):
         make_engine(tiny_qwen3())
-
-
-def test_half_precision_is_refused(fresh_accelerate):
-    accelerator = Accelerator(mixed_precision="bf16")
-    with pytest.raises(InvalidInputError, match="numerics must be fast with mixed_precision 'bf16', got exact"):
-        Trainer(tiny_qwen3(), TrainerConfig(numerics=Numerics.EXACT), accelerator=accelerator)
 
 
 async def test_adapters_that_the_sampler_has_merged_are_equal():

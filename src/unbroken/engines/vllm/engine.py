@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import uuid
 from collections import OrderedDict
@@ -41,7 +42,7 @@ from unbroken.engines.vllm.startup import (
 )
 from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.images.decoder import ImageLimits
-from unbroken.types import ImageSpan, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
+from unbroken.types import ImageSpan, Numerics, SampleChunk, SampleRequest, SampleResult, ScoredSequence, TokenIds
 
 _MAX_SESSIONS = 65_536
 
@@ -71,6 +72,7 @@ class VllmEngine(ControlledEngine):
         image_limits: ImageLimits | None = None,
     ) -> None:
         super().__init__(llm, PromptMaker(llm, limits=image_limits), transfer_dir=transfer_dir)
+        self.numerics = Numerics.FAST
         self._counter = counter
         self._adapters = dict(adapters)
         self._num_adapters = len(self._adapters)
@@ -95,6 +97,7 @@ class VllmEngine(ControlledEngine):
         adapters: Sequence[tuple[str, str]] = (),
         transfer_dir: Path | None = None,
         image_limits: ImageLimits | None = None,
+        numerics: Numerics = Numerics.FAST,
     ) -> VllmEngine:
         """Start vLLM's processes and load the model, which takes from 15 seconds to minutes.
 
@@ -104,12 +107,13 @@ class VllmEngine(ControlledEngine):
             transfer_dir: folder for the files of new weights, which the machines of all workers must see. None if all
                 workers are on this machine: new weights then reach them through its memory.
             image_limits: size limits of images; None is `ImageLimits()`.
+            numerics: with exact, bfloat16 by the kernels that a trainer with exact numerics has.
 
         Raises:
             EngineError: vLLM does not start; the message has its reason.
             InvalidInputError: an option or adapter cannot be used.
         """
-        args = use_whole_graphs(require_exactness(args, num_adapters=len(adapters)))
+        args = use_whole_graphs(require_exactness(args, num_adapters=len(adapters), numerics=numerics))
         counter = SampledCounter()
         llm = await start_llm(args, counter)
         try:
@@ -122,7 +126,9 @@ class VllmEngine(ControlledEngine):
         except BaseException:
             await shut_down(llm)
             raise
-        return cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir, image_limits=image_limits)
+        engine = cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir, image_limits=image_limits)
+        engine.numerics = numerics
+        return engine
 
     @property
     def context_length(self) -> int:
@@ -298,7 +304,9 @@ def _vocab_size(llm: AsyncLLM) -> int:
 
 async def open_engine(options: EngineOptions) -> VllmEngine:
     """Start vLLM for `unbroken serve`, with any of vLLM's own options."""
-    words: Sequence[str] = options.words
+    parser = argparse.ArgumentParser(prog="unbroken serve --engine vllm", add_help=False, allow_abbrev=False)
+    parser.add_argument("--numerics", type=Numerics, choices=list(Numerics), default=Numerics.FAST)
+    chosen, words = parser.parse_known_args(list(options.words))
     if not any(word.startswith(("--max-logprobs", "--max_logprobs")) for word in words):
         # vLLM's default is 20; TRL's client asks for 100 when it scores.
         words = [*words, "--max-logprobs", str(options.max_top_logprobs)]
@@ -307,7 +315,9 @@ async def open_engine(options: EngineOptions) -> VllmEngine:
     own = ["--model", options.model, *tokenizer, "--disable-log-stats"]
     lora = ["--enable-lora"] if options.adapters else []
     arguments = parse_engine_args([*own, *lora, *words])
-    return await VllmEngine.start(arguments, adapters=options.adapters, image_limits=options.image_limits)
+    return await VllmEngine.start(
+        arguments, adapters=options.adapters, image_limits=options.image_limits, numerics=chosen.numerics
+    )
 
 
 class RankAffinity:

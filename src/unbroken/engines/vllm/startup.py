@@ -28,9 +28,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
+from unbroken.engines.vllm.numerics import make_exact
 from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
 from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
+from unbroken.types import Numerics
 
 MIN_POLICY_ADAPTERS = 2
 """Versions of the policy's adapter that an engine has room for: the one in use, and the next one."""
@@ -58,7 +60,9 @@ def parse_engine_args(options: Sequence[str]) -> AsyncEngineArgs:
         raise InvalidInputError(f"vLLM refuses its options: {type(error).__name__}: {error}") from error
 
 
-def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngineArgs:
+def require_exactness(
+    args: AsyncEngineArgs, *, num_adapters: int, numerics: Numerics = Numerics.FAST
+) -> AsyncEngineArgs:
     """Set what exact logprobs, scores and weight updates need.
 
     With adapters, the host's memory has room for the policy's in two versions, as many as an update needs.
@@ -91,6 +95,8 @@ def require_exactness(args: AsyncEngineArgs, *, num_adapters: int) -> AsyncEngin
         worker_extension_cls=EXTENSION,
         scheduler_cls=args.scheduler_cls or SCHEDULER,
     )
+    if numerics is Numerics.EXACT:
+        args = make_exact(args)
     if args.enable_lora:
         kept = num_adapters + MIN_POLICY_ADAPTERS
         args = replace(args, max_cpu_loras=max(args.max_cpu_loras or 0, args.max_loras, kept))

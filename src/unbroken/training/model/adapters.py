@@ -187,10 +187,9 @@ def merge_in_passes(model: Any) -> int:
 
 def _forward_merged(self: Any, x: torch.Tensor) -> torch.Tensor:
     base = self.get_base_layer()
-    if self.disable_adapters:
-        unadapted: torch.Tensor = base(x)
-        return unadapted
-    return linear(x, base.weight + sum(map(self.get_delta_weight, self.active_adapters)), base.bias)
+    names = () if self.disable_adapters else self.active_adapters
+    weight = sum(map(self.get_delta_weight, names), base.weight)
+    return linear(x, weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype))
 
 
 class _RoundedInputs:

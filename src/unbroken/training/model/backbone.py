@@ -207,6 +207,16 @@ def fuse_norms(model: nn.Module) -> int:
     return len(found)
 
 
+def round_norms(model: nn.Module) -> None:
+    """Let the same norms compute in one kernel in the type of their input, with or without autocast."""
+    for module in filter(_is_plain_norm, model.modules()):
+        module.forward = MethodType(_forward_rounded_norm, module)
+
+
+def _forward_rounded_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden_states, tuple(self.weight.shape), self.weight, _get_eps(self))
+
+
 def _forward_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if not (hidden_states.is_cuda and torch.is_autocast_enabled("cuda")):
         own: torch.Tensor = type(self).forward(self, hidden_states)

@@ -25,6 +25,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.exactness import (
     attend_exactly,
     attending_by,
+    call_rounded,
     choose_attention,
     find_length_dependence,
     get_tolerance,
@@ -35,8 +36,10 @@ from unbroken.training.model.adapters import causal_lm, fuse_adapters, keep_resi
 from unbroken.training.model.backbone import (
     accepted_inputs,
     fuse_norms,
+    get_backbone,
     hidden_states,
     parameters_beside_text,
+    round_norms,
 )
 from unbroken.training.model.images import PixelInputs, RowImages
 from unbroken.training.model.lanes import (
@@ -133,6 +136,7 @@ class PolicyLogprobs(nn.Module):
         choose_attention(causal)
         is_exact = numerics is Numerics.EXACT
         self._row_multiple = 1
+        self._is_as_vllm = False
         if is_exact:
             merge_in_passes(model)
             self._row_multiple = attend_exactly(causal, takes_images=images is not None)
@@ -288,6 +292,23 @@ class PolicyLogprobs(nn.Module):
                 keep()
         return reason
 
+    def compute_as_vllm(self) -> None:
+        """Compute in bfloat16, from weights that are rounded as a publisher rounds them, what vLLM computes with exact
+        numerics, to the bit. For a model that is where it will be trained, before its first pass.
+
+        Raises:
+            InvalidInputError: this model cannot be computed so.
+        """
+        from unbroken.engines.vllm.numerics import attend_as_vllm
+
+        if self._scaling != LogitScaling() or not is_plain_matrix(self.causal.get_output_embeddings()):
+            name = type(self.causal).__name__
+            raise InvalidInputError(f"numerics must be fast for {name} in bfloat16, which changes its head's logits")
+        merge_in_passes(self.model)
+        round_norms(self.causal)
+        attend_as_vllm(self.causal)
+        self._is_as_vllm, self._shared_prefixes, self.layout = True, SharedPrefixes.NEVER, RowLayout.PADDED
+
     def allow_by_rows(self) -> None:
         """Let attention be within rows by their borders, if it is proven here to be what it is without others.
 
@@ -355,7 +376,7 @@ class PolicyLogprobs(nn.Module):
     ) -> TokenScores:
         """On tensor cores if the layers are too, by autocast; otherwise in the head's own precision."""
         head = self.causal.get_output_embeddings()
-        if not (self._rounds_products(hidden_ND.device) and is_plain_matrix(head)):
+        if self._is_as_vllm or not (self._rounds_products(hidden_ND.device) and is_plain_matrix(head)):
             return chunked_scores(
                 hidden_ND,
                 targets_N,
@@ -384,6 +405,10 @@ class PolicyLogprobs(nn.Module):
         router_logits: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         """[B, T - 1, D] those of all ids of a lane but the last."""
+        if self._is_as_vllm:
+            inputs = {"input_ids": token_ids_BT[:, :-1], "use_cache": False}
+            rounded: torch.Tensor = call_rounded(get_backbone(self.causal), torch.bfloat16, **inputs).last_hidden_state
+            return rounded
         if pixels is not None:
             return hidden_states(self.causal, token_ids_BT, pixels, router_logits=router_logits)[:, :-1]
         return hidden_states(
@@ -435,6 +460,11 @@ class PolicyLogprobs(nn.Module):
         head, kind = self.causal.get_output_embeddings(), hidden_ND.device.type
         is_exact = self._is_float32 or torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False):
+            if self._is_as_vllm:  # which rounds logits, of a vocabulary that it fills up: odd products have other bits
+                rounded_VD = weight_VD.to(torch.bfloat16)
+                if missing := -len(rounded_VD) % 64:
+                    rounded_VD = pad(rounded_VD, (0, 0, 0, missing))
+                return to_float32(linear(hidden_ND, rounded_VD)[..., : len(weight_VD)])
             if self._is_split:  # calling the head would gather it again
                 dtype = torch.float32 if is_exact else weight_VD.dtype
                 return self._scaling.apply(to_float32(linear(hidden_ND.to(dtype), weight_VD.to(dtype))))
