@@ -226,5 +226,5 @@ def test_a_connection_that_breaks_is_its_own_error_where_the_output_is_no_file(m
 
 
 def test_an_error_of_ours_is_one_line_and_status_1(capsys, tmp_path):
-    assert main(["demo", "--steps=-1", "--output", str(tmp_path)]) == 1
-    assert "num_steps must be >= 0, got -1" in capsys.readouterr().err
+    assert main(["demo", "--steps", "0", "--output", str(tmp_path)]) == 1
+    assert "--steps must be >= 1, got 0" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unbroken.errors import missing_extra
+from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.runs.signals import run_command, run_until_terminated
 
 
@@ -28,6 +28,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from unbroken.training.config import LoopConfig
     except ModuleNotFoundError as error:
         raise missing_extra(error, "the demo needs the train extra", "train") from error
+    if arguments.steps is not None and arguments.steps < 1:
+        raise InvalidInputError(f"--steps must be >= 1, got {arguments.steps}")
     config = LookupConfig(seed=arguments.seed, output=arguments.output)
     config = replace(config, trainer=replace(config.trainer, seed=arguments.seed))
     if arguments.steps is not None:

@@ -95,7 +95,7 @@ def evaluate_task(
     given = read_options([*words, *options], recipe.section)
     key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
     found = [find_model(name, tokenizer, api_key=key) for name in models]
-    config = _configure(recipe, given, found)
+    config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
     if config.output.is_dir() and any(config.output.iterdir()):
         raise InvalidInputError(f"output must be a new or empty folder, and {config.output} holds files")
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "models": [], "differences": []}
@@ -124,9 +124,8 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
     return load_recipe(Path(task)), []
 
 
-def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel]) -> RunConfig:
+def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel], *, name: str) -> RunConfig:
     """The config of the recipe, whose `output` is that of training, with the options that are given."""
-    name = re.sub(r"\W+", "-", recipe.name.rpartition(".")[0] or "task")
     output = Path("runs") / f"eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     values: dict[str, Any] = {"loop.num_steps": 0, **recipe.values, "output": output}
     if models and "model" in recipe.section.all_fields():
@@ -244,7 +243,7 @@ class _Evaluation:
                 begun_s = time.perf_counter()
                 groups = await each.sample()
                 seconds = time.perf_counter() - begun_s
-                numbers = each.record(0, groups).numbers
+                numbers = (await each.record(0, groups)).numbers
                 found[each.name] = measure(groups, pass_reward=each.pass_reward)
                 sets[each.name] = {
                     **{name: numbers[name] for name in ("num_problems", "num_samples", "num_rollouts")},

@@ -165,7 +165,7 @@ class BackgroundEvaluations:
 
     async def _record(self, running: _Running, evaluator: Evaluator, groups: Sequence[TrajectoryGroup]) -> None:
         evaluations, num_steps = self._evaluations, running.num_steps
-        evaluation = evaluator.record(num_steps, groups, num_lost=evaluations.num_lost)
+        evaluation = await evaluator.record(num_steps, groups, num_lost=evaluations.num_lost)
         evaluations.show(evaluator, evaluation, num_steps, f"after {num_steps} steps")
         if evaluations.decides_best(evaluator):
             await asyncio.to_thread(evaluations.models.settle_candidate, evaluation.get_values(), by="reward/mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,7 @@ class Evaluator:
                 lost = error
         if any(gather_object([lost is not None])):
             raise lost or OutageError("another process lost the engine of the evaluation")
-        return self.record(step, groups, num_lost=num_lost)
+        return await self.record(step, groups, num_lost=num_lost)
 
     def find(self, step: int) -> Evaluation | None:
         """The numbers in the file of the evaluation after `step` steps; None if there are none."""
@@ -109,8 +110,8 @@ class Evaluator:
         except ServerUnreachableError as error:
             raise _make_outage(format_error(error)) from error
 
-    def record(self, step: int, groups: Sequence[TrajectoryGroup], *, num_lost: int = 0) -> Evaluation:
-        """Write the line of an evaluation that began after `step` steps, of the groups that each process sampled.
+    async def record(self, step: int, groups: Sequence[TrajectoryGroup], *, num_lost: int = 0) -> Evaluation:
+        """Write the rollouts and the line of an evaluation after `step` steps, of the groups that each process sampled.
 
         `num_lost` is how many evaluations the run has lost so far because their engine went away.
 
@@ -121,10 +122,11 @@ class Evaluator:
         new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": num_lost}
         head = {
             "step": step, "set": self.name, "rank": self.rank.index, "num_processes": self.rank.num_processes,
-            "policy_version": self.sampler.engine.policy_version, "model": self.source, "counters": {},
+            "policy_version": found["policy_version/max"], "model": self.source, "counters": {},
         }  # fmt: skip
         with fail_together():
-            write_groups(self.output / FOLDER / self.name, head | describe_groups(groups), groups)
+            folder, first = self.output / FOLDER / self.name, head | describe_groups(groups)
+            await asyncio.to_thread(write_groups, folder, first, groups)
             if self.rank.index == 0:
                 _write(self.output / _FILE, [*read_evaluations(self.output), new])
         return Evaluation(numbers=new, groups=tuple(groups))
