@@ -34,7 +34,8 @@ class TinkerOptions:
     """Folder for the files of checkpoints if --tinker-store is a database, which has a folder of its own in it (default
     runs/tinker)."""
     tinker_keep_days: float = 30.0
-    """Days that a sampled sequence is kept: a span that names an older one may be refused."""
+    """Days that a sampled sequence is kept, as is a training run that ended without a checkpoint: a span that names an
+    older one may be refused."""
     tinker_provenance: ProvenancePolicy = ProvenancePolicy.REFUSE
     """What happens to provenance spans that are not true: refuse is an error that names the position, count trains the
     data and counts them in the answer's metrics, off compares nothing."""
