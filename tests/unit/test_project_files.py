@@ -112,6 +112,12 @@ def test_the_package_has_the_metadata_that_an_index_shows() -> None:
         assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
+    missing = [path.name for path in (ROOT / "docs").glob("*.md") if f": {path.name}\n" not in navigation]
+    assert missing == ["lab-notes.md"], "add the page to `nav` of mkdocs.yml"
+
+
 def test_make_clients_names_all_that_failed(tmp_path: Path) -> None:
     """With a Python that does nothing but fail to install one environment and to pass one test file."""
     shutil.copy(ROOT / "Makefile", tmp_path)
