@@ -187,7 +187,7 @@ def _expand(place: str) -> list[str]:
     folder = Path(place)
     is_report = not is_postgres_url(place) and (folder / "report.json").is_file()
     inside = folder.glob("*/evaluation.jsonl") if is_report and not (folder / "evaluation.jsonl").exists() else ()
-    return sorted(str(each.parent) for each in inside) or [place]
+    return sorted(str(each.parent) for each in inside if not each.parent.is_symlink()) or [place]
 
 
 def _find_name(place: str) -> str:

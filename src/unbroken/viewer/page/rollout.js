@@ -184,7 +184,7 @@ function drawTokens(state, token) {
   state.legend = el('div', { class: 'legend' });
   state.choices = el('div', { class: 'streams', role: 'group', 'aria-label': 'colour by' });
   state.tokens.replaceChildren(...[makeBranches(state), state.choices, state.legend, state.grid.node, state.panel,
-    el('p', { class: 'tools' }, `${[plural(state.data.length, 'id'), { true: 'trained', false: 'not trained' }[state.data.row.is_trained]].filter(Boolean).join(', ')} `,
+    el('p', { class: 'tools' }, `${[plural(state.data.length, 'id'), !rollout.set && { true: 'trained', false: 'not trained' }[state.data.row.is_trained]].filter(Boolean).join(', ')} `,
       button('copy ids', 'copy the ids of this row as JSON', () => copyText(JSON.stringify(state.data.row.token_ids))),
       button('copy turn', 'copy the ids of the chosen turn as JSON', () => copyText(JSON.stringify(listTurnIds(state)))),
       el('span', { class: 'soft keys' }, 'n p: next, previous rollout · j k: turns · ← →: ids · 1–8: colours · b: branch · Esc: list')),

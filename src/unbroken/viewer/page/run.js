@@ -22,7 +22,7 @@ async function showRun(index) {
   const hasNumbers = runs.some((run) => run.metrics.steps.length);
   return el('div', {}, makeRunTable(runs), runs.length > 1 ? makeSettings(runs) : null,
     runs.map((run) => run.problems.map((problem) => el('p', { class: 'problem' }, `${run.name}: ${problem}`))),
-    hasNumbers || runs.every((run) => run.kind in NOUNS) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
+    hasNumbers || runs.every((run) => run.kind in NOUNS || run.evaluations.length) ? null : el('p', { class: 'soft' }, 'No step has ended yet: the curves begin with the first.'),
     runs.map((run) => (run.cluster ? makeCluster(run) : null)), sections[0], makeSection('Evaluations', evaluationCharts(runs)), sections.slice(1), runs.length > 1 ? null : makeSettings(runs), makeOthers(runs, names));
 }
 
@@ -42,9 +42,11 @@ function makeFold(title, isOpen, make) {
 function makeSettings(runs) {
   const known = runs.filter((run) => run.settings && Object.keys(run.settings).length);
   if (!known.length) return null;
+  if (runs.length > 1 && known.length < 2) return null;
   const show = (run, name) => { const value = run.settings[name] ?? null; return makeVisible(value === null ? '–' : typeof value === 'string' ? value : JSON.stringify(value)); };
   const all = [...new Set(known.flatMap((run) => Object.keys(run.settings)))].sort();
   const names = known.length > 1 ? all.filter((name) => name !== 'output' && new Set(known.map((run) => show(run, name))).size > 1) : all;
+  if (!names.length) return el('p', { class: 'soft' }, 'The runs have the same settings.');
   const title = known.length > 1 ? `${plural(names.length, 'setting')} in which the runs differ` : 'Settings';
   return makeFold(title, known.length > 1, () => el('table', { class: 'settings' }, el('thead', {}, el('tr', {}, el('th', {}, 'setting'), known.map((run) => el('th', { class: `run${runs.indexOf(run)}` }, makeVisible(run.name))))),
     el('tbody', {}, names.map((name) => el('tr', {}, el('td', {}, el('code', {}, makeVisible(name))), known.map((run) => el('td', {}, show(run, name))))))));

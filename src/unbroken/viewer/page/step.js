@@ -1,11 +1,12 @@
 // The step view: groups with their rewards, and the rollouts by what is asked for.
 'use strict';
 
-const MAX_LINES = 300;
+const MAX_LINES = 100;
 
 async function showStep(index, run, step) {
   const [numbers, summary] = await Promise.all([getObject(`run/${run}`), getObject(`run/${run}/step/${step}`)]);
   addSpreads(summary.trajectories);
+  if (!isNumber(step)) for (const each of summary.trajectories) each.set = decodeURIComponent(step.split('@')[1]);
   const results = el('div', { class: 'results' });
   const draw = () => drawRollouts(results, run, summary);
   const change = () => { setHash(`#step/${run}/${step}?${writeChoice()}`); draw(); };
@@ -76,7 +77,7 @@ function drawRollouts(node, run, summary) {
   const found = summary.trajectories.filter((each) => isChosen(each));
   const rows = sortRollouts(found);
   const cut = choice.text && summary.trajectories.some((each) => each.is_text_cut);
-  const isGrouped = choice.sort === 'group' && !(summary.kind in NOUNS);
+  const isGrouped = choice.sort === 'group' && !(summary.kind in NOUNS) && groups.size < summary.trajectories.length;
   shownList = { run, step: summary.step, rows, place: location.hash };
   node.replaceChildren(el('div', {},
     el('p', { class: 'soft', id: 'count' }, `${found.length} of ${plural(summary.trajectories.length, NOUNS[summary.kind] ?? 'rollout')}`,
