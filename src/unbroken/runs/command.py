@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.runs.processes import SAMPLER_KEY
 from unbroken.runs.signals import run_command, run_until_terminated
-
-SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
-"""The environment variable with the key of a sampler that gets no file."""
-
 
 COMMON_FIELDS = (
     *("model", "data.file", "environment", "output", "seed", "algorithm", "loop.num_steps", "loop.max_staleness"),

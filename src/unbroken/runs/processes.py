@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
+SAMPLER_KEY = "UNBROKEN_SAMPLER_KEY"
+"""The environment variable with the key of a sampler that gets no file."""
 _logger = logging.getLogger(__name__)
 _SET_BY_LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_", "MASTER_",

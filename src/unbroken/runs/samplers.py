@@ -36,12 +36,11 @@ from unbroken.rollout.process.pool import SamplerPool
 from unbroken.rollout.process.worker import serve_orders
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
-from unbroken.runs.command import SAMPLER_KEY
 from unbroken.runs.config import RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, connect_servers
 from unbroken.runs.folder import may_change, open_private
 from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer, locate
-from unbroken.runs.processes import Rank, without_launcher
+from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
 from unbroken.runs.recipe import SamplerRole, open_recipe
 from unbroken.runs.settings import describe, redact
 from unbroken.training.waits import log_waiting
