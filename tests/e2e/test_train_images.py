@@ -128,6 +128,7 @@ def test_an_environment_may_answer_with_images(tmp_path, model):
     (tmp_path / "recipe.toml").write_text(f'recipe = "{pictures_recipe.__file__}"\nimages = true\n')
     output = tmp_path / "run"
     words = ["--trainer.kl-weight=0.1", "--lora.rank=2", "--lora.modules=q_proj,v_proj"]
+    words += ["--rollout-log.groups=1"]
     assert main(["train", str(tmp_path / "recipe.toml"), f"--output={output}", f"--model={model}", *words]) == 0
     kept = rows_with_images(output)
     assert len(kept) == 4

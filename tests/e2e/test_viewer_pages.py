@@ -428,6 +428,20 @@ def test_what_a_live_run_writes_appears(browser, server, tmp_path):
     assert "1 of 1 rollout" in read(browser)
 
 
+def test_a_table_of_a_live_run_grows_and_keeps_the_line_that_has_the_focus(browser, server, tmp_path):
+    browser.open(f"{server.url}#table/0?sort=-reward")
+    wait_for_rows(browser, "4 of 4 rollouts")
+    browser.press("j")
+    before = browser.run("document.activeElement.href")
+    write_step(tmp_path / "run", 2, [make_trajectory("g9/0", [make_row([1, 2], num_prompt=1)], reward=2.0)])
+    wait_for_rows(browser, "5 of 5 rollouts")
+    assert browser.run("document.activeElement.href") == before
+    assert browser.run("document.querySelector('.rows tbody tr').cells[1].innerText") == "2"
+    browser.run("document.getElementById('sort-reward').focus()")
+    browser.run("document.getElementById('sort-reward').click()")
+    assert browser.run("document.activeElement.id") == "sort-reward"
+
+
 def test_nothing_is_wider_than_a_narrow_window(browser, page):
     for place in ("run", "table/0?", "step/0/1", "rollout/0/1/1", "step/1/2", "rollout/1/2/0"):
         browser.open(f"{page}#{place}", width=400, height=700, dark=True)

@@ -93,6 +93,7 @@ async function poll() {
     const isUsed = document.querySelector('details.metrics[open], .chart:hover');
     const top = window.scrollY;
     if (changed.length && isRun && !isUsed) await route();
+    if (changed.length && location.hash.startsWith('#table/')) await refreshTable();
     if (window.scrollY !== top) window.scrollTo(0, top);
   } catch {
     document.querySelector('.live')?.replaceChildren('the server has ended');

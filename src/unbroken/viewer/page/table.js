@@ -31,6 +31,7 @@ clearChoice();
 /* The rollouts of a run that were loaded, by run, and the list that is shown: the next rollout is that of this list. */
 const tables = new Map();
 let shownList = null;
+let shownTable = null;
 
 function clearChoice() {
   Object.assign(choice, { text: '', status: '', fork: '', set: '', part: '', flags: new Set(), variance: false, sort: 'group', descending: true });
@@ -162,8 +163,17 @@ async function showTable(index, run) {
   const state = { run, numbers, table: tables.get(run), ticket: shown, back: shownRollout, found: null, searched: '', results: el('div', { class: 'results' }), progress: el('p', { class: 'soft', id: 'count', 'aria-live': 'polite' }), form: el('div', {}) };
   state.change = () => { setHash(`#table/${run}?${writeChoice()}`); search(state); };
   state.size = isNarrow() ? 20 : 100;
+  shownTable = state;
   fillTable(state);
   return el('div', {}, el('h1', {}, 'Rollouts', el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)), state.form, makeSavedViews(run), state.progress, state.results);
+}
+
+/* Read the lines of steps that are new. */
+async function refreshTable() {
+  const state = shownTable;
+  if (state?.ticket !== shown) return;
+  state.numbers = await getObject(`run/${state.run}`);
+  fillTable(state);
 }
 
 async function fillTable(state) {
@@ -240,9 +250,12 @@ function drawTable(state) {
   shownList = { run, rows, place: location.hash };
   state.progress.replaceChildren(`${rows.length.toLocaleString('en')} of ${table.rows.length.toLocaleString('en')} rollouts${rewards.length ? ` · reward ${format(mean(rewards), 3)} ± ${format(deviation(rewards), 3)}` : ''}${
     table.loaded.size < total ? ` · ${table.loaded.size} of ${total} steps read` : ''}`);
+  const { id, href } = state.results.contains(document.activeElement) ? document.activeElement : {};
   const problems = table.problems.slice(0, 5).map((problem) => el('p', { class: 'problem' }, makeVisible(problem)));
   state.results.replaceChildren(...problems, makeTable(state, rows), ...(rows.length > state.size
     ? [button(`show ${Math.min(rows.length - state.size, 5 * state.size)} more of ${rows.length}`, 'show more lines', () => { state.size *= 6; drawTable(state); })] : []));
+  const focused = id ? document.getElementById(id) : href && [...state.results.querySelectorAll('tbody a')].find((each) => each.href === href);
+  focused?.focus({ preventScroll: true });
 }
 
 function makeTable(state, rows) {
@@ -257,7 +270,7 @@ function makeTable(state, rows) {
   const sortBy = (key) => { choice.descending = choice.sort === key ? !choice.descending : true; choice.sort = key; state.change(); drawForm(state); };
   const mark = (key) => (choice.sort === key ? (choice.descending ? ' ↓' : ' ↑') : '');
   return el('table', { class: 'rows' }, el('thead', {}, el('tr', {}, used.map(([key, name]) => el('th', { 'aria-sort': choice.sort === key ? (choice.descending ? 'descending' : 'ascending') : null },
-    key ? button(`${name}${mark(key)}`, `sort by ${name}`, () => sortBy(key)) : name)), el('th', {}, 'status'))),
+    key ? el('button', { type: 'button', id: `sort-${key}`, title: `sort by ${name}`, click: () => sortBy(key) }, `${name}${mark(key)}`) : name)), el('th', {}, 'status'))),
   el('tbody', { click: (event) => event.target.closest('tr')?.querySelector('a').click() }, page.map((each) => el('tr', { class: FLAGS.failed[1](each) ? 'failed' : null },
     used.map(([, name, read], n) => el('td', { 'data-name': name, class: ['expected', 'given'].includes(name) ? 'words' : 'number' }, n === 0 ? link(['rollout', state.run, each.step, each.index], read(each), { title: makeVisible(each.trajectory), click: (event) => event.stopPropagation() }) : read(each))),
     el('td', { class: 'marks' }, each.status === 'completed' ? null : el('span', { class: 'status odd' }, makeVisible(each.status)), listMarks(each).map((text) => el('span', { class: 'mark' }, makeVisible(text))))))));
