@@ -43,7 +43,7 @@ from unbroken.runs.settings import build, describe, read_options
 REPORT = "report.json"
 INTERVALS = (
     "95 %: bootstrap over problems (10,000 draws); Wilson for pass@k where each problem's is 0 or 1; none for one "
-    "problem, or where all problems have one value"
+    "problem, or where all problems have one value; too narrow for fewer than about 20 problems"
 )
 NUM_PROBLEMS = 100
 """Of an environment that has no end."""

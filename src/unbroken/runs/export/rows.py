@@ -20,11 +20,10 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unbroken.errors import ExportError, InvalidInputError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
@@ -50,14 +49,11 @@ class RowForm(StrEnum):
     VERL = "verl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """A rollout as docs/rollouts.md describes it, and where it was found."""
+class Rollout(NamedTuple):
+    """A rollout as docs/rollouts.md describes it, and the first line of its file; `kind` may be an evaluation's set."""
 
     kind: str
-    """`training`, `session`, or the name of an evaluation's set."""
     head: Mapping[str, Any]
-    """The first line of its file."""
     record: Mapping[str, Any]
 
 
@@ -402,7 +398,8 @@ def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> Non
             log.writestr(file, json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
 
         for rollout in rollouts:
-            problem = _name_problem(rollout)
+            group, step = rollout.record.get("group") or rollout.record["trajectory"], rollout.head.get("step")
+            problem = str(group if step is None else f"{rollout.kind}-{step}-{group}").replace("/", "-")
             epochs[problem] += 1
             models[str(rollout.head.get("model"))] = None
             sample = make_inspect_sample(rollout, problem, epochs[problem])
@@ -440,13 +437,6 @@ def _sum_scores(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _name_problem(rollout: Rollout) -> str:
-    group = rollout.record.get("group") or rollout.record["trajectory"]
-    step = rollout.head.get("step")
-    name = group if step is None else f"{rollout.kind}-{step}-{group}"
-    return str(name).replace("/", "-")
-
-
 _STOPS = {"stop": "stop", "length": "max_tokens"}
 
 
@@ -455,14 +445,12 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
     record = rollout.record
     messages = [_to_inspect_message(message, n) for n, message in enumerate(record["messages"])]
     answers = [message for message in messages if message["role"] == "assistant"]
-    reasons = [turn["finish_reason"] for turn in record["turns"]]
     scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
     rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]
     left_out = {"messages", "tools", "data", "reward", "reward_parts", "kind", "step", "rank"}
     model = str(rollout.head.get("model"))
-    choice = (
-        {"message": answers[-1], "stop_reason": _STOPS.get(reasons[-1], "unknown")} if answers and reasons else None
-    )
+    stops = [_STOPS.get(turn["finish_reason"], "unknown") for turn in record["turns"][-1:]]
+    choices = [{"message": answer, "stop_reason": stop} for answer, stop in zip(answers[-1:], stops, strict=False)]
     names = ("status", "error", "trajectory", "group", "tools", "data")
     return {
         "id": problem,
@@ -470,7 +458,7 @@ def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str,
         "input": messages[: _find_answer(messages)],
         "target": find_expected(record.get("data")) or "",
         "messages": messages,
-        "output": {"model": model, "choices": [choice] if choice else []},
+        "output": {"model": model, "choices": choices},
         "scores": {name: {"value": float(value)} for name, value in scores.items() if isinstance(value, (int, float))},
         "metadata": {
             "kind": rollout.kind,

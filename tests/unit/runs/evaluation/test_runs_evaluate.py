@@ -14,7 +14,8 @@ from support.evaluations import read_evaluations
 from support.served import save_tiny_model, served
 from unbroken.cli import main
 from unbroken.runs.evaluate import Measure
-from unbroken.runs.records.files import find_records, read_records
+from unbroken.runs.evaluation.evaluator import cut_evaluations
+from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.training.trainer import Trainer
 from unbroken.viewer.resources import open_runs
 
@@ -131,6 +132,17 @@ def test_a_run_of_no_steps_evaluates_keeps_all_rollouts_and_goes_on_with_steps(t
     assert [line["step"] for line in read_evaluations(tmp_path / "run")] == [0, 1]
     found = find_records(tmp_path / "run" / "evaluations" / "evaluation")
     assert [(key, len(list(read_records(path))) - 1) for key, path in found.items()] == [((0, 0), 2), ((1, 0), 2)]
+
+
+def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp_path):
+    lines = [json.dumps({"step": step, "num_rollouts": 1}) + "\n" for step in (0, 4, 8)]
+    (tmp_path / "evaluation.jsonl").write_text("".join(lines))
+    head = {"kind": "step", "format": 1}
+    for step in (0, 4, 8):
+        write_records(tmp_path / "evaluations" / "hard", step, 0, [head], images={})
+    cut_evaluations(tmp_path, 4)
+    assert [line["step"] for line in read_evaluations(tmp_path)] == [0, 4]
+    assert list(find_records(tmp_path / "evaluations" / "hard")) == [(0, 0), (4, 0)]
 
 
 @pytest.mark.parametrize(
