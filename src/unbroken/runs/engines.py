@@ -127,20 +127,17 @@ async def open_engine(
         else:
             servers = config.urls if config.urls_file is None else FileDirectory(config.urls_file)
             if config.kind is EngineKind.STARTED:
-                server = start_server(
-                    _serve_command(config, source, weights, adapter_rank, records_routing, numerics),
-                    output / "server.log",
-                    wait_s=config.wait_s,
-                )
+                command = _serve_command(config, source, weights, adapter_rank, records_routing, numerics)
+                server = start_server(command, output / "server.log", wait_s=config.wait_s)
                 servers = await _start_in_first_process(stack, server, rank)
             found = await stack.enter_async_context(_connect(servers, config, weights, rank, device, name, vocab_size))
-        if vocab_size is not None:
-            check_vocabulary(found.engine, vocab_size)
-        _check_numerics(found.engine, numerics, name)
+        _check_engine(found.engine, vocab_size, numerics, name)
         yield found
 
 
-def _check_numerics(engine: Any, numerics: Numerics, name: str) -> None:
+def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics, name: str) -> None:
+    if vocab_size is not None:
+        check_vocabulary(engine, vocab_size)
     own = getattr(engine, "numerics", Numerics.FAST)
     if numerics is Numerics.EXACT and own is not numerics:
         raise InvalidInputError(
