@@ -293,6 +293,8 @@ class TrainerConfig:
     numerics: Numerics = Numerics.FAST
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
     the sampler's, by the same weights."""
+    warn_of_inexact: bool = False
+    """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
@@ -358,6 +360,10 @@ class TrainerConfig:
                 "finite and >= 0",
             ),
             numerics=(isinstance(self.numerics, Numerics), "a Numerics"),
+            warn_of_inexact=(
+                not self.warn_of_inexact or self.numerics is Numerics.EXACT,
+                "False with fast numerics, of which no step is checked",
+            ),
             shared_prefixes=(
                 self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
                 "auto or never with router_loss_weight above 0, which counts the ids of each row",

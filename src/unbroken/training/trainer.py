@@ -10,6 +10,7 @@ A unit of several rows is in one minibatch; its rows may be in several passes. T
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +26,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from unbroken.counters import Counters
-from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.errors import InvalidInputError, InvariantError, UnbrokenError
 from unbroken.images.processor import ImageProcessor
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.backend import TrainerBackend
@@ -46,6 +47,7 @@ from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, Numerics, TrainingSample
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -358,12 +360,7 @@ class Trainer:
         )
         computed = [rows[index].sample for index in passes.rows]
         if config.numerics is Numerics.EXACT and not has_new_weights:
-            try:
-                with self.fail_together():
-                    check_same_bits(computed, passes.logprobs, self.policy_version)
-            except UnbrokenError:
-                self.backend.optimizer.zero_grad()
-                raise
+            self._check_same_bits(computed, passes.logprobs)
         loss = sum(passes.stats, weighed.loss)
         self._adapt_entropy_weight(loss)
         learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
@@ -396,6 +393,21 @@ class Trainer:
             return self._config
         is_low = self._last_entropy is not None and self._last_entropy <= control.target
         return replace(self._config, entropy_weight=self._entropy_weight if is_low else 0.0)
+
+    def _check_same_bits(self, samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> None:
+        check = partial(check_same_bits, samples, logprobs, self.policy_version)
+        if self._config.warn_of_inexact:
+            try:
+                check()
+            except InvariantError as error:
+                _logger.warning("%s", error)
+            return
+        try:
+            with self.fail_together():
+                check()
+        except UnbrokenError:
+            self.backend.optimizer.zero_grad()
+            raise
 
     def _adapt_entropy_weight(self, loss: LossStats) -> None:
         """By the mean entropy at the update's loss tokens, of all processes."""

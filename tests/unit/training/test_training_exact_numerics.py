@@ -112,7 +112,7 @@ async def test_cut_distributions_are_equal(cut):
     check_equal([step_metrics(trainer.step(rows))])
 
 
-async def test_one_bit_of_difference_ends_the_step_with_the_position_and_both_numbers():
+async def test_one_bit_of_difference_ends_the_step_with_the_position_and_both_numbers_or_is_warned_of(caplog):
     engine, trainer = make_engine(tiny_qwen3()), make_trainer(tiny_qwen3())
     rows = await sample_rows(engine)
     await engine.close()
@@ -137,6 +137,12 @@ async def test_one_bit_of_difference_ends_the_step_with_the_position_and_both_nu
     other.step([*rows[:4], replace(rows[4], rollout_logprobs=logprobs), *rows[5:]])
     after = dict(trainer.named_weights())
     assert all(torch.equal(after[name], tensor) for name, tensor in other.named_weights())
+
+    caplog.clear()
+    warns = make_trainer(tiny_qwen3(), warn_of_inexact=True)
+    assert warns.step(rows).mismatch.equal_share < 1
+    assert f"at position {position}, id" in caplog.text
+    assert warns.policy_version == 1
 
 
 @pytest.mark.parametrize(
