@@ -100,19 +100,16 @@ async def open_engine(
 ) -> AsyncIterator[RunEngine]:
     """Open the engine of a run on `model`, which was loaded from `source`; close it when the block ends.
 
-    A model that is not trained is the embedded engine's own, without a copy; for other engines it may be None.
-
     Each process has its own embedded or colocated engine, on its device. The first process starts servers and sends
     weights; all sample from them. With `adapter_rank`, engines that are started here take adapters of up to this rank
     as updates. With `records_routing`, they record the experts that compute each id; servers that run already must,
-    and have these `numerics`. `name` is that of `config` in error messages.
+    and have these `numerics`. `name` is that of `config` in error messages. Untrained models are not copied.
 
     Raises:
         InvalidInputError: the engine's vocabulary is not the model's.
         EngineError: a server does not start, cannot be reached, or serves a different model from the others.
     """
-    own_folder = output / ("weights" if name == "engine" else "weights-of-evaluation")
-    weights = own_folder if config.weights_dir is None else config.weights_dir
+    weights = config.weights_dir or output / ("weights" if name == "engine" else "weights-of-evaluation")
     vocab_size = None if model is None else len(model.get_input_embeddings().weight)
     async with AsyncExitStack() as stack:
         if config.kind is EngineKind.EMBEDDED:
