@@ -55,6 +55,7 @@ _MAY_CHANGE = (
     "checkpoints.",
     "export.",
     "trainer.parallel.",
+    "trainer.warn_of_inexact",
     "evaluation.",
     "rollout_log.",
     "timeline.",

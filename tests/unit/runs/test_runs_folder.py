@@ -34,7 +34,7 @@ def test_a_run_begins_and_continues(tmp_path):
     "changed",
     [
         *({"output": "b"}, {"loop.num_steps": 9}, {"engine.urls": ["http://b"]}, {"loop.outages.wait_s": 9.0}),
-        *({"sessions.host": "10.0.0.1"}, {"rollouts.samplers": 4}),
+        *({"sessions.host": "10.0.0.1"}, {"rollouts.samplers": 4}, {"trainer.warn_of_inexact": False}),
     ],
 )
 def test_what_decides_no_gradient_may_change(tmp_path, changed):
