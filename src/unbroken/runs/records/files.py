@@ -7,12 +7,13 @@ rollouts/images/SHA256                    the image files that they refer to
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,12 @@ _IMAGES = "images"
 _NAME = re.compile(r"step-(\d{8,12})\.rank-(\d{1,6})\.jsonl\.gz", re.ASCII)
 MAX_LINE_BYTES = 64 << 20
 """Of a trajectory: 100 bytes for each of 600,000 ids."""
-_MAX_LINES = 100_000
-MAX_TEXT = 8000
-"""Characters of a rollout's messages that a search looks at."""
+_MAX_LINES = 1_000_000
+MAX_TEXT, MAX_TEXTS = 8000, 4 << 20
+"""Characters of a rollout's messages that a search looks at, and of all in a file: they are in one line."""
+MAX_SUMMARIES = 30_000
+"""In a first line; one with more rollouts has none."""
+_MAX_ERROR = 200
 _MAX_ANSWER = 100
 _EXPECTED = re.compile(r"answer|solution|target|label|expected|ground.?truth|gold|reward_model", re.IGNORECASE)
 _NO_TEXT = frozenset({"role", "type", "sha256", "id", "tool_call_id"})
@@ -37,22 +41,32 @@ _MAX_INFLATION, _MAX_SMALL_BYTES = 200, 64 << 20
 
 
 def write_records(
-    folder: Path, step: int, rank: int, lines: Iterable[Mapping[str, Any]], *, images: Mapping[str, bytes]
+    folder: Path,
+    step: int,
+    rank: int,
+    lines: Iterable[Mapping[str, Any]],
+    *,
+    images: Mapping[str, bytes],
+    make_head: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write the file of a step, in place of one of an earlier attempt, and the images that are not there yet.
+
+    A line is packed before the next one is made; `make_head` makes the first one, after all others.
 
     Raises:
         MetricsError: it cannot be written; nothing is left of it.
     """
     path = folder / f"step-{step:08}.rank-{rank}.jsonl.gz"
-    text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    packed = _pack(lines)
+    if make_head is not None:
+        packed = _pack([make_head()]) + packed
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for sha256, data in images.items():
             (folder / _IMAGES).mkdir(exist_ok=True)
             if not (folder / _IMAGES / sha256).exists():
                 _write_whole(folder / _IMAGES / sha256, data, rank)
-        _write_whole(path, gzip.compress(text.encode("utf-8", "replace"), compresslevel=5, mtime=0), rank)
+        _write_whole(path, packed, rank)
     except OSError as error:
         raise MetricsError(
             f"the rollouts of step {step} cannot be written to {folder}: {error}. Free space and start the run again, "
@@ -125,7 +139,7 @@ def spread(items: Sequence[_T], number: int | None) -> list[_T]:
     return [items[k * len(items) // number] for k in range(number)]
 
 
-def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
+def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[str, Any]:
     """What lists show of a trajectory's record, and what it is found by."""
     turns, rows = record.get("turns") or [], record.get("rows") or []
     text = join_texts(record.get("messages") or [])
@@ -136,7 +150,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
         "group": record.get("group"),
         "trajectory": record.get("trajectory"),
         "status": record.get("status"),
-        "error": record.get("error"),
+        "error": None if (error := record.get("error")) is None else error[:_MAX_ERROR],
         "reward": record.get("reward"),
         "reward_parts": record.get("reward_parts") or {},
         "wall_time_s": record.get("wall_time_s"),
@@ -155,8 +169,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, Any]:
         "advantage": _find_advantage(rows),
         "versions": _find_versions(rows),
         **_measure_mismatch(rows),
-        "text": text[:MAX_TEXT],
-        "is_text_cut": len(text) > MAX_TEXT,
+        "text": text[:max_text],
+        "is_text_cut": len(text) > max_text,
     }
 
 
@@ -218,6 +232,15 @@ def _find_texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _find_texts(item)
+
+
+def _pack(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=5, mtime=0) as file:
+        for line in lines:
+            text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+            file.write(text.encode("utf-8", "replace"))
+    return packed.getvalue()
 
 
 def _write_whole(path: Path, data: bytes, rank: int) -> None:

@@ -13,7 +13,7 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn, TurnTimes
-from unbroken.runs.records.files import FORMAT, summarize, write_records
+from unbroken.runs.records.files import FORMAT, MAX_SUMMARIES, MAX_TEXT, MAX_TEXTS, summarize, write_records
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
 
@@ -74,20 +74,25 @@ def write_groups(
         MetricsError: it cannot be written.
     """
     images: dict[str, bytes] = {}
-    records: list[dict[str, Any]] = []
-    for group in groups:
-        for member in group.trajectories:
-            rows = make_rows(member)
-            images |= find_images(member, [each.row for each in rows])
-            records.append(make_record(group.group_id, member, rows, data=group.data))
-    first = {
-        "kind": "step",
-        "format": FORMAT,
-        **head,
-        "num_kept": len(groups),
-        "summaries": [summarize(record) for record in records],
-    }
-    return write_records(folder, head["step"], head["rank"], [first, *records], images=images)
+    summaries: list[dict[str, Any]] = []
+    number = sum(len(group.trajectories) for group in groups)
+    max_text = min(MAX_TEXT, MAX_TEXTS // max(number, 1))
+
+    def make_lines() -> Iterator[dict[str, Any]]:
+        for group in groups:
+            for member in group.trajectories:
+                rows = make_rows(member)
+                images.update(find_images(member, [each.row for each in rows]))
+                record = make_record(group.group_id, member, rows, data=group.data)
+                if number <= MAX_SUMMARIES:
+                    summaries.append(summarize(record, max_text=max_text))
+                yield record
+
+    def make_head() -> dict[str, Any]:
+        found = {"summaries": summaries} if number <= MAX_SUMMARIES else {}
+        return {"kind": "step", "format": FORMAT, **head, "num_kept": len(groups), **found}
+
+    return write_records(folder, head["step"], head["rank"], make_lines(), images=images, make_head=make_head)
 
 
 def describe_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
+from unbroken.runs.records import record
 from unbroken.runs.records.files import find_records, read_records, spread, write_records
+from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
 from unbroken.viewer.sources.rollouts import check_record
@@ -224,6 +227,23 @@ def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp
         assert member["data"]["columns"] == row
         assert member["messages"][0]["content"] == row["prompt"]
         assert line["expected"] == row["answer"]
+
+
+def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
+    """Texts of many rollouts are cut, and of very many there are no summaries; all rollouts are kept whole."""
+    groups = [make_group("0", [0.0] * 5), make_group("1", [1.0])]
+    said = ({"role": "user", "content": "\x00" * 900},)
+    groups = [
+        replace(each, trajectories=tuple(replace(t, messages=said) for t in each.trajectories)) for each in groups
+    ]
+    monkeypatch.setattr(record, "MAX_TEXTS", 600)
+    for step, (limit, texts) in enumerate([(6, [100] * 6), (5, None)]):
+        monkeypatch.setattr(record, "MAX_SUMMARIES", limit)
+        write_groups(tmp_path / "rollouts", {"step": step, "rank": 0}, groups)
+        head, kept = read(tmp_path, step)
+        assert texts == (head.get("summaries") and [len(each["text"]) for each in head["summaries"]])
+        assert head["kind"] == "step"
+        assert [each["messages"] for each in kept] == [list(said)] * 6
 
 
 def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
