@@ -86,8 +86,8 @@ class EvaluationSet:
     """None: `evaluation.sampling`, and without it that of the rollouts."""
 
     def __post_init__(self) -> None:
-        if not self.name or any(character in self.name for character in "/\n"):
-            raise InvalidInputError(f"name must be that of an evaluation set, without a slash, got {self.name!r}")
+        if self.name in ("", ".", "..") or any(character in self.name for character in "/\n"):
+            raise InvalidInputError(f"name must be that of an evaluation set, and of a folder, got {self.name!r}")
         for name in ("num_problems", "num_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:

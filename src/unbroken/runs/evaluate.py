@@ -232,7 +232,9 @@ class _Evaluation:
                 for name, of_set in baseline.items()
             ]
             baseline = baseline or found
-            (output / REPORT).write_text(json.dumps(self.report, indent=1, allow_nan=False) + "\n", "utf-8")
+            part = output / f".{REPORT}.part"
+            part.write_text(json.dumps(self.report, indent=1, allow_nan=False) + "\n", "utf-8")
+            part.replace(output / REPORT)
 
     async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
         found: dict[str, dict[str, Measure]] = {}

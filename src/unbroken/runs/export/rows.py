@@ -110,18 +110,18 @@ def find_rollouts(source: str, *, steps: range | None = None, kind: str | None =
             raise InvalidInputError("--steps and --kind must be left out for a store, whose sessions have neither")
         return _read_store(source)
     folder, inner = Path(source), "evaluations"
-    sets = {TRAINING: folder / FOLDER}
-    sets |= {each.name: each for each in sorted((folder / inner).glob("*")) if find_records(each)}
-    chosen = [TRAINING] if kind == TRAINING or (kind is None and find_records(sets[TRAINING])) else list(sets)[1:]
-    chosen = [name for name in chosen if kind in (None, TRAINING, EVALUATION, name)]
-    if not any(find_records(sets[name]) for name in chosen):
+    chosen = [(TRAINING, folder / FOLDER)] if kind in (None, TRAINING) and find_records(folder / FOLDER) else []
+    if not chosen:
+        sets = [each for each in sorted((folder / inner).glob("*")) if find_records(each)]
+        chosen = [(each.name, each) for each in sets if kind in (None, EVALUATION, each.name)]
+    if not chosen:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{inner}"))
         where = f": {', '.join(inside)} in it have some" if inside else ""
         raise InvalidInputError(
             f"SOURCE must be the folder of a run with {kind or 'rollouts'}, or the store of a gateway "
             f"({DATABASE_FILE}), got {source}{where}"
         )
-    return itertools.chain.from_iterable(_read_files(name, sets[name], steps) for name in chosen)
+    return itertools.chain.from_iterable(_read_files(name, each, steps) for name, each in chosen)
 
 
 def _read_files(kind: str, folder: Path, steps: range | None) -> Iterator[Rollout]:

@@ -174,7 +174,7 @@ def _scatter(items: Sequence[int]) -> list[int]:
 def _estimate_bytes(group: TrajectoryGroup) -> int:
     """About how many bytes of a file a group takes (`bench/rollout_files.py`)."""
     ids = sum(len(node.token_ids) for each in group.trajectories for node in each.tree.nodes)
-    return 3 * ids + 9 * group.num_sampled + 1000 * len(group.trajectories)
+    return 3 * ids + 9 * group.num_sampled + (1000 + len(str(group.data)) // 2) * len(group.trajectories)
 
 
 def make_table(

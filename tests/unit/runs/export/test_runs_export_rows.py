@@ -156,6 +156,14 @@ def test_steps_are_chosen_branches_are_rows_and_what_sampled_nothing_is_one_with
     assert len(export(tmp_path / "run", tmp_path / "verl.jsonl", "--form", "verl")) == 4
 
 
+def test_an_evaluation_set_named_training_does_not_hide_the_rollouts_of_training(tmp_path, run):
+    write_step(tmp_path / "other", 9, [{**TOOL_TURNS, "reward": 0.75}])
+    (run / "evaluations").mkdir()
+    (tmp_path / "other" / "rollouts").rename(run / "evaluations" / "training")
+    assert [row["reward"] for row in export(run, tmp_path / "a.jsonl")] == [0.25]
+    assert [row["reward"] for row in export(run, tmp_path / "b.jsonl", "--kind", "evaluation")] == [0.75]
+
+
 def test_many_rows_are_written_in_parts(tmp_path):
     row = make_row([1, 2, 3], num_prompt=2)
     write_step(tmp_path / "run", 0, [make_trajectory(f"g{n}/0", [row]) for n in range(600)])

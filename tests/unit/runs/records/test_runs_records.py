@@ -211,6 +211,12 @@ def test_without_room_groups_with_variance_failures_and_extremes_come_first():
     assert scored == [[], ["1"], ["0", "2"], ["0", "1", "2", "3", "4"]]
 
 
+def test_a_long_row_of_the_data_set_counts_for_each_rollout_of_a_group():
+    group = make_group("0", [0, 1, 0])
+    long = replace(group, data={"columns": {"document": "x" * 10_000}})
+    assert _estimate_bytes(long) - _estimate_bytes(group) == pytest.approx(3 * 5000, rel=0.01)
+
+
 def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp_path, model):
     (tmp_path / "rewards.py").write_text("def correct(completions, answer): return [0.0 for _ in completions]\n")
     rows = [{"prompt": f"Add 1 and {n}.", "answer": str(n + 1), "level": {"of": n}} for n in range(3)]
