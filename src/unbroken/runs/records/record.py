@@ -12,7 +12,7 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
@@ -31,6 +31,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn, TurnT
 from unbroken.runs.records.files import FORMAT, MAX_SUMMARIES, MAX_TEXT, MAX_TEXTS, summarize, write_records
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
+from unbroken.untrusted import MAX_DEPTH
 
 if TYPE_CHECKING:
     from unbroken.training.objective.base import LeftOut
@@ -132,19 +133,21 @@ def make_record(
     }
 
 
-def to_json(value: Any) -> Any:
-    """A message, or a part of one, in types that JSON has. Of an image there is its SHA-256, if a rollout has it."""
-    if isinstance(value, Mapping):
+def to_json(value: Any, room: int = MAX_DEPTH - 10) -> Any:
+    """A message, or a part of one, in JSON that readers take: what has other types, is nested deeper than `room` or is
+    no finite number in float64 becomes text. Of an image there is its SHA-256, if a rollout has it.
+    """
+    if isinstance(value, Mapping) and room:
         if value.get("type") in IMAGE_TYPES:
             source = get_image_source(value)
             digest = {"sha256": source.sha256} if isinstance(source, EncodedImage) else {}
             return {"type": value["type"], **digest}
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        return {str(key): to_json(item, room - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and room:
+        return [to_json(item, room - 1) for item in value]
+    if isinstance(value, (int, float)):
+        return value if abs(value) <= sys.float_info.max else str(value)
+    return value if value is None or isinstance(value, str) else str(value)
 
 
 def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[str, bytes]:

@@ -28,6 +28,7 @@ from unbroken.rollout.trajectory import Trajectory
 from unbroken.runs.records.paths import find_runs
 from unbroken.runs.records.record import RecordedRow, make_record, to_json
 from unbroken.types import EncodedImage
+from unbroken.untrusted import check_json
 
 
 def record(member: Trajectory, *, advantage: float | None = None, scored: float | None = None) -> dict[str, Any]:
@@ -180,3 +181,13 @@ def test_messages_keep_what_json_has_and_images_leave_their_place():
         "content": [{"type": "text", "text": "look"}, {"type": "image"}, {"type": "image", "sha256": cat.sha256}],
         "scores": [1, "nan", None, str(object)],
     }
+
+
+def test_arguments_that_no_reader_takes_are_text():
+    """A policy may call a tool with a number of 400 digits, or with a hundred lists in each other."""
+    deep: Any = 10**400
+    for _ in range(120):
+        deep = [deep]
+    found = to_json({"number": 10**400, "deep": deep, "flag": True, "small": -(2**62)})
+    check_json({"messages": [{"function": found}]})
+    assert found == {"number": str(10**400), "deep": found["deep"], "flag": True, "small": -(2**62)}
