@@ -28,7 +28,15 @@ from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, Turn, TurnTimes
-from unbroken.runs.records.files import FORMAT, MAX_SUMMARIES, MAX_TEXT, MAX_TEXTS, summarize, write_records
+from unbroken.runs.records.files import (
+    FORMAT,
+    MAX_SUMMARIES,
+    MAX_TEXT,
+    MAX_TEXTS,
+    find_records,
+    summarize,
+    write_records,
+)
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
 from unbroken.untrusted import MAX_DEPTH
@@ -93,7 +101,12 @@ def write_groups(
         found = {"summaries": summaries} if number <= MAX_SUMMARIES else {}
         return {"kind": "step", "format": FORMAT, **head, "num_kept": len(groups), **found}
 
-    return write_records(folder, head["step"], head["rank"], make_lines(), images=images, make_head=make_head)
+    step = head["step"]
+    path = write_records(folder, step, head["rank"], make_lines(), images=images, make_head=make_head)
+    for (other, rank), old in find_records(folder).items():
+        if other == step and rank >= head["num_processes"]:  # of an attempt with more processes
+            old.unlink(missing_ok=True)
+    return path
 
 
 def describe_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:

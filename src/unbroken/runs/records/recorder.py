@@ -146,11 +146,12 @@ def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> lis
     if sum(map(_estimate_bytes, groups)) <= max_bytes:
         return list(groups)
     known = [[reward for reward in group.rewards if reward is not None] for group in groups]
-    ends = {end(map(end, filter(None, known))) for end in (min, max)} if any(known) else set()
+    rewards = sorted(itertools.chain.from_iterable(known))
+    ends = {*rewards[:1], *rewards[-1:]}
     kinds = [
-        [k for k, rewards in enumerate(known) if len(set(rewards)) > 1],
-        [k for k, rewards in enumerate(known) if len(rewards) < len(groups[k].trajectories)],
-        [k for k, rewards in enumerate(known) if ends & set(rewards)],
+        [k for k, each in enumerate(known) if len(set(each)) > 1],
+        [k for k, each in enumerate(known) if len(each) < len(groups[k].trajectories)],
+        [k for k, each in enumerate(known) if ends & set(each)],
     ]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*map(_scatter, kinds)))
     order = [k for k in dict.fromkeys([*turns, *_scatter(range(len(groups)))]) if k is not None]

@@ -235,6 +235,13 @@ def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp
         assert line["expected"] == row["answer"]
 
 
+def test_a_step_that_fewer_processes_make_again_has_no_file_of_the_others(tmp_path):
+    groups = [make_group("0", [0.0, 1.0])]
+    for step, rank, num_processes in ((0, 0, 2), (0, 1, 2), (1, 1, 2), (1, 0, 2), (1, 0, 1)):
+        write_groups(tmp_path, {"step": step, "rank": rank, "num_processes": num_processes}, groups)
+    assert list(find_records(tmp_path)) == [(0, 0), (0, 1), (1, 0)]
+
+
 def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
     """Texts of many rollouts are cut, and of very many there are no summaries; all rollouts are kept whole."""
     groups = [make_group("0", [0.0] * 5), make_group("1", [1.0])]
@@ -245,7 +252,7 @@ def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "MAX_TEXTS", 600)
     for step, (limit, texts) in enumerate([(6, [100] * 6), (5, None)]):
         monkeypatch.setattr(record, "MAX_SUMMARIES", limit)
-        write_groups(tmp_path / "rollouts", {"step": step, "rank": 0}, groups)
+        write_groups(tmp_path / "rollouts", {"step": step, "rank": 0, "num_processes": 1}, groups)
         head, kept = read(tmp_path, step)
         assert texts == (head.get("summaries") and [len(each["text"]) for each in head["summaries"]])
         assert head["kind"] == "step"
