@@ -78,8 +78,8 @@ def add_eval_parser(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="evaluate models on the problems of a recipe, a data set or an environment, without training",
-        description="Evaluate models, without training: rewards, pass@k, tokens and time with intervals, and all "
-        "rollouts in files that `unbroken view` reads. `unbroken eval TASK --help` lists the settings of a task.",
+        description="Evaluate models, without training: rewards, pass@k, tokens and time with\nintervals, and all "
+        "rollouts in files that `unbroken view` reads.\n`unbroken eval TASK --help` lists the settings of a task.",
         epilog=_EVAL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

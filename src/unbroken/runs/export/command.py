@@ -23,8 +23,8 @@ def add_export_parser(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write rollouts as rows for other tools, or make a model of a checkpoint",
-        description="Write rollouts of a run, or sessions of a gateway, as rows for other tools. Or make a model for "
-        "transformers and vLLM of a checkpoint: config, weights, tokenizer, chat template and image processor.",
+        description="Write rollouts of a run, or sessions of a gateway, as rows for other tools.\nOr make a model for "
+        "transformers and vLLM of a checkpoint: config, weights,\ntokenizer, chat template and image processor.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
