@@ -56,6 +56,8 @@ def add_export_parser(commands: Any) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write rows or a model; returns the exit status."""
+    if arguments.target.suffix in (".json", ".csv", ".arrow", ".gz", ".zst", ".zip"):
+        raise InvalidInputError(f"TARGET must be a file .parquet, .jsonl or .eval, or a folder, got {arguments.target}")
     if arguments.form is not None or arguments.target.suffix in (".parquet", ".jsonl", ".eval"):
         return _export_rows(arguments)
     for name in ("steps", "kind"):

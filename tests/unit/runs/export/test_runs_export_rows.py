@@ -218,6 +218,10 @@ async def test_images_are_named_in_rows_and_refused_in_forms_that_process_them_a
         (["{run}", "{new}.parquet", "--steps", "3"], "--steps must be A:B, such as 10:20, got '3'"),
         (["{run}", "{new}.parquet", "--steps", "4:9"], "has no rollouts of these steps"),
         (
+            ["{run}", "{new}.csv"],
+            "TARGET must be a file .parquet, .jsonl or .eval, or a folder, got",
+        ),
+        (
             ["{run}", "{new}.parquet", "--kind", "hard"],
             "SOURCE must be the folder of a run with hard, or the store of a",
         ),
