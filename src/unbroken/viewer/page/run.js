@@ -48,7 +48,7 @@ function makeSettings(runs) {
   const names = known.length > 1 ? all.filter((name) => name !== 'output' && new Set(known.map((run) => show(run, name))).size > 1) : all;
   if (!names.length) return el('p', { class: 'soft' }, 'The runs have the same settings.');
   const title = known.length > 1 ? `${plural(names.length, 'setting')} in which the runs differ` : 'Settings';
-  return makeFold(title, known.length > 1, () => el('table', { class: 'settings' }, el('thead', {}, el('tr', {}, el('th', {}, 'setting'), known.map((run) => el('th', { class: `run${runs.indexOf(run)}` }, makeVisible(run.name))))),
+  return makeFold(title, known.length > 1 && names.length <= 8, () => el('table', { class: 'settings' }, el('thead', {}, el('tr', {}, el('th', {}, 'setting'), known.map((run) => el('th', { class: `run${runs.indexOf(run)}` }, makeVisible(run.name))))),
     el('tbody', {}, names.map((name) => el('tr', {}, el('td', {}, el('code', {}, makeVisible(name))), known.map((run) => el('td', {}, show(run, name))))))));
 }
 
