@@ -36,8 +36,8 @@ from unbroken.runs.records.files import FOLDER, find_expected, find_records, rea
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
-_NUM_BUFFERED = 256
-"""Rows that are written together."""
+_NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
+"""Rows that are written together, and entries of their lists."""
 _PAGE = 100
 
 
@@ -356,16 +356,28 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) ->
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
         raise missing_extra(error, "Parquet files need the train extra", "train") from error
-    rest = iter(rows)
     with contextlib.ExitStack() as stack:
         writer: Any = None
-        while batch := list(itertools.islice(rest, _NUM_BUFFERED)):
+        for batch in _batch(rows):
             if form is RowForm.ROWS:
                 texts = [{name: json.dumps(row[name], ensure_ascii=False) for name in _JSON_COLUMNS} for row in batch]
                 batch = [row | text for row, text in zip(batch, texts, strict=True)]
             schema = _make_schema(batch[0], form)
             writer = writer or stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
             writer.write_table(pa.Table.from_pylist(batch, schema))
+
+
+def _batch(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    num_entries = 0
+    for row in rows:
+        batch.append(row)
+        num_entries += sum(len(value) for value in row.values() if isinstance(value, list))
+        if len(batch) == _NUM_BUFFERED or num_entries >= _NUM_ENTRIES:
+            yield batch
+            batch, num_entries = [], 0
+    if batch:
+        yield batch
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:

@@ -164,11 +164,14 @@ def test_an_evaluation_set_named_training_does_not_hide_the_rollouts_of_training
     assert [row["reward"] for row in export(run, tmp_path / "b.jsonl", "--kind", "evaluation")] == [0.75]
 
 
-def test_many_rows_are_written_in_parts(tmp_path):
+def test_many_rows_are_written_in_parts(tmp_path, monkeypatch):
     row = make_row([1, 2, 3], num_prompt=2)
     write_step(tmp_path / "run", 0, [make_trajectory(f"g{n}/0", [row]) for n in range(600)])
     export(tmp_path / "run", tmp_path / "rows.parquet")
     assert pyarrow.parquet.ParquetFile(tmp_path / "rows.parquet").num_row_groups == 3
+    monkeypatch.setattr("unbroken.runs.export.rows._NUM_ENTRIES", 100)  # long rows
+    assert len(export(tmp_path / "run", tmp_path / "long.parquet")) == 600
+    assert pyarrow.parquet.ParquetFile(tmp_path / "long.parquet").num_row_groups > 100
 
 
 async def test_sessions_of_a_store_are_rows_with_the_messages_of_each_branch_and_their_tokenizer(tmp_path):
