@@ -175,9 +175,10 @@ def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[st
 
 
 def find_expected(data: Mapping[str, Any] | None) -> str | None:
-    """The expected answer: the first column with such a name."""
+    """The expected answer: the first column with such a name, otherwise the first that has one in its name."""
     columns = (data or {}).get("columns") or {}
-    name = next((name for name in columns if _EXPECTED.search(name)), None)
+    found = filter(_EXPECTED.search, columns)
+    name = min(found, key=lambda name: not _EXPECTED.fullmatch(name), default=None)
     value = None if name is None else columns[name]
     if isinstance(value, Mapping):  # verl's reward_model
         value = value.get("ground_truth", value)

@@ -24,8 +24,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
-from unbroken.runs.records import record
-from unbroken.runs.records.files import find_records, read_records, spread, write_records
+from unbroken.runs.records.files import find_expected, find_records, read_records, spread, write_records
 from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
@@ -217,6 +216,19 @@ def test_a_long_row_of_the_data_set_counts_for_each_rollout_of_a_group():
     assert _estimate_bytes(long) - _estimate_bytes(group) == pytest.approx(3 * 5000, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"prompt": "?", "answer_format": "number", "answer": "4"}, "4"),
+        ({"prompt": "?", "answerKey": "B"}, "B"),
+        ({"reward_model": {"style": "rule", "ground_truth": "7"}}, "7"),
+        ({"prompt": "?"}, None),
+    ],
+)
+def test_the_expected_answer_is_the_column_of_that_name_or_one_with_it(columns, expected):
+    assert find_expected({"columns": columns}) == expected
+
+
 def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp_path, model):
     (tmp_path / "rewards.py").write_text("def correct(completions, answer): return [0.0 for _ in completions]\n")
     rows = [{"prompt": f"Add 1 and {n}.", "answer": str(n + 1), "level": {"of": n}} for n in range(3)]
@@ -249,9 +261,9 @@ def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
     groups = [
         replace(each, trajectories=tuple(replace(t, messages=said) for t in each.trajectories)) for each in groups
     ]
-    monkeypatch.setattr(record, "MAX_TEXTS", 600)
+    monkeypatch.setattr("unbroken.runs.records.record.MAX_TEXTS", 600)
     for step, (limit, texts) in enumerate([(6, [100] * 6), (5, None)]):
-        monkeypatch.setattr(record, "MAX_SUMMARIES", limit)
+        monkeypatch.setattr("unbroken.runs.records.record.MAX_SUMMARIES", limit)
         write_groups(tmp_path / "rollouts", {"step": step, "rank": 0, "num_processes": 1}, groups)
         head, kept = read(tmp_path, step)
         assert texts == (head.get("summaries") and [len(each["text"]) for each in head["summaries"]])
