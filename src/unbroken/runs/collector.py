@@ -155,9 +155,11 @@ class Sampler:
             return_kept_ids=self.sampling is None and sampling.truncates,
         )
         group = await self._sample(number, size, sampling, "-".join(map(str, [*self.seed, number])))
-        if self.problems.row is not None:
-            group = replace(group, data=await asyncio.to_thread(self.problems.row, number))
-        return group if self.problems.score is None else await self.problems.score(number, group)
+        if self.problems.score is not None:
+            group = await self.problems.score(number, group)
+        if self.problems.row is None:
+            return group
+        return replace(group, data=await asyncio.to_thread(self.problems.row, number))
 
     async def _sample(self, number: int, size: int, sampling: SamplingParams, group_id: str) -> TrajectoryGroup:
         problems = self.problems

@@ -13,7 +13,7 @@ from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryGroup
-from unbroken.runs.collector import Collector, Problems, Sampler
+from unbroken.runs.collector import Collector, EvaluationSet, Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
 from unbroken.training.config import LoopConfig
@@ -101,6 +101,20 @@ async def make_steps(problems: Problems) -> None:
     """Make two steps of a trainer that only takes the groups."""
     engine = TurnEngine()
     await run_steps(Collector(sampler(problems)), TurnMaker(engine), LoopConfig(num_steps=2))
+
+
+async def test_a_group_has_its_row_of_the_data_set_also_if_its_score_makes_a_new_group():
+    async def score(number: int, group: TrajectoryGroup) -> TrajectoryGroup:
+        return TrajectoryGroup(group_id=group.group_id, trajectories=group.trajectories)
+
+    problems = Problems(env=numbered, score=score, row=lambda number: {"index": number})
+    assert (await sampler(problems).sample_group(3, size=2)).data == {"index": 3}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
+def test_the_name_of_an_evaluation_set_is_that_of_a_folder(name):
+    with pytest.raises(InvalidInputError, match="name must be that of an evaluation set, and of a folder"):
+        EvaluationSet(name=name, problems=Problems(env=numbered))
 
 
 async def test_a_reward_that_is_wrong_ends_the_step_with_its_own_error():
