@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             from unbroken.tinker.server import serve_tinker
 
             return serve_tinker(options, tinker)
+        if find_spec("torch") is None:  # not imported here: vLLM sets its variables before it does
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
         from unbroken.gateway.serve import serve_with_sessions
         from unbroken.server.process import serve
     except ModuleNotFoundError as error:

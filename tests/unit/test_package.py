@@ -53,6 +53,12 @@ def test_help_needs_no_extra(command):
     assert ended.stdout.startswith(f"usage: unbroken {command}".rstrip())
 
 
+def test_a_server_without_torch_names_its_extra_before_it_looks_for_a_model(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["serve", "no-such-model"]) != 0
+    assert "serving needs the serve extra: pip install 'unbroken[serve]'" in capsys.readouterr().err
+
+
 def parsers(parser=None, words=()):
     """The words of every command, and of the commands inside it, with its parser."""
     parser = parser or _parser()
