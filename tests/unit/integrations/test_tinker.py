@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,8 +121,8 @@ async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
         body = ForwardBackwardInput(data=given, loss_fn="stable_reinforce")
         request = ForwardBackwardRequest(model_id="a", seq_id=1, forward_backward_input=body)
         claimed = read_data(forward_backward_request_to_proto(request), vocab_size=10**6, context_length=10**6)
-        options = {"owner": "key", "model_id": "a", "version": 3, "loss": "stable_reinforce"}
-        return ProvenanceCheck(store, ProvenancePolicy.REFUSE, **options).check(claimed)
+        run = SimpleNamespace(owner="key", model_id="a", version=3)
+        return ProvenanceCheck(store, ProvenancePolicy.REFUSE, run, loss="stable_reinforce").check(claimed)
 
     checked, metrics = check(data)
     assert metrics["provenance_proven:sum"] == sum(int(row.sampled_mask.sum()) for row in rows)

@@ -25,9 +25,11 @@ def train(folder: Path, *options: str) -> list[dict[str, float]]:
 
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_a_run_under_top_p_learns_and_its_mismatch_is_rounding(tmp_path):
-    learning = ("--loop.num-steps", "9", "--trainer.optimizer.learning-rate", "0.02")
+    learning = ("--loop.num-steps", "12", "--trainer.optimizer.learning-rate", "0.02")
     steps = train(tmp_path, *learning, "--rollouts.sampling.top-p", "0.9", "--rollouts.sampling.temperature", "0.8")
     assert steps[0]["reward/mean"] < 0.8
     assert steps[-1]["reward/mean"] > 0.9
-    assert all(step["mismatch/max_abs"] < 1e-4 for step in steps)
-    assert all(step["mismatch/k3"] < 1e-8 for step in steps)
+    trained = [step for step in steps if "mismatch/k3" in step]  # a group of equal rewards trains nothing
+    assert len(trained) >= 9
+    assert all(step["mismatch/max_abs"] < 1e-4 for step in trained)
+    assert all(step["mismatch/k3"] < 1e-8 for step in trained)

@@ -150,9 +150,9 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)  # as Python notes a module that cannot be imported
-    with pytest.raises(InvalidInputError, match=r"pip install '\.\[renderers\]'"):
+    with pytest.raises(InvalidInputError, match=r"pip install 'unbroken\[renderers\]'"):
         load_renderer(tokenizer, renderer="pkg:qwen3")
-    with pytest.raises(InvalidInputError, match=r"must be one of .*pip install '\.\[renderers\]'"):
+    with pytest.raises(InvalidInputError, match=r"must be one of .*pip install 'unbroken\[renderers\]'"):
         load_renderer(tokenizer, renderer="qwen3")
 
 

@@ -194,5 +194,5 @@ def test_an_error_names_the_database_and_never_the_password(server, url, error, 
 def test_without_psycopg_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.delitem(sys.modules, "unbroken.ledger.store.postgres", raising=False)
-    with pytest.raises(InvalidInputError, match=r"needs psycopg: pip install '\.\[postgres\]'"):
+    with pytest.raises(InvalidInputError, match=r"needs psycopg: pip install 'unbroken\[postgres\]'"):
         open_store("postgresql://localhost/x")
