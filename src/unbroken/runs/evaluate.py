@@ -225,7 +225,9 @@ class _Evaluation:
         baseline: dict[str, dict[str, Measure]] = {}
         for model, label in zip(models, labels, strict=True):
             folder = output if len(models) == 1 else output / label
-            claim_folder(folder, self.recipe.name, describe(replace(self.config, output=folder)))
+            settings = describe(replace(self.config, output=folder))
+            own = {"model": model.source} if "model" in settings else {}  # the viewer says which it was
+            claim_folder(folder, self.recipe.name, {**settings, **own})
             found = await self._evaluate(model, label, folder)
             self.report["differences"] += [
                 {"set": name, "model": label, "baseline": labels[0], "measures": _compare(of_set, found[name])}
