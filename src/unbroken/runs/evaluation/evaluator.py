@@ -185,7 +185,8 @@ def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
 
 def _make_outage(reason: str) -> OutageError:
     return OutageError(
-        f"the evaluation lost its engine ({reason}): once the engine is back, the same command evaluates again"
+        f"the evaluation lost its engine ({reason}): once the engine is back, the same command evaluates again "
+        "(`unbroken eval` needs another --output)"
     )
 
 

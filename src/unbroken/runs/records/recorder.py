@@ -138,7 +138,7 @@ class Recorder:
 
 def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> list[TrajectoryGroup]:
     """All groups if they have room, else at least one: in turns one whose rewards differ, one with a failure and one
-    with the best or worst reward of all, each evenly spread, and the others last.
+    with the best or worst reward of all, and the others last.
 
     Worked example, room for 3 of 5 groups, with the rewards 0 0, 0 1, 0 0, 1 1, 0 failed: the second, the last and the
     first.
@@ -153,8 +153,8 @@ def choose_groups(groups: Sequence[TrajectoryGroup], *, max_bytes: float) -> lis
         [k for k, each in enumerate(known) if len(each) < len(groups[k].trajectories)],
         [k for k, each in enumerate(known) if ends & set(each)],
     ]
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*map(_scatter, kinds)))
-    order = [k for k in dict.fromkeys([*turns, *_scatter(range(len(groups)))]) if k is not None]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
+    order = [k for k in dict.fromkeys([*turns, *range(len(groups))]) if k is not None]
     sizes = itertools.accumulate(_estimate_bytes(groups[k]) for k in order)
     number = max(1, sum(size <= max_bytes for size in sizes))
     return [groups[k] for k in sorted(order[:number])]
@@ -164,12 +164,6 @@ def choose_scored(groups: Sequence[TrajectoryGroup], number: int | None) -> list
     """Up to `number` of the groups, of those whose rewards differ if there are as many: these are trained."""
     varied = [group for group in groups if len(set(group.rewards) - {None}) > 1]
     return spread(varied if number is not None and len(varied) >= number else groups, number)
-
-
-def _scatter(items: Sequence[int]) -> list[int]:
-    """The items in an order whose beginning is spread over all of them: 0 4 2 6 1 5 3 7."""
-    width = max(len(items) - 1, 1).bit_length()
-    return [items[k] for k in sorted(range(len(items)), key=lambda k: int(f"{k:0{width}b}"[::-1], 2))]
 
 
 def _estimate_bytes(group: TrajectoryGroup) -> int:
