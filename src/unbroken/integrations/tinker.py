@@ -24,7 +24,7 @@ import numpy as np
 
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.records import StoredSession
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import StoredTree
 from unbroken.types import SampledSequence, TokenIds, TrainingSample
 
 
@@ -51,12 +51,9 @@ def split_sequence_name(sequence_id: str) -> tuple[str, int] | None:
 
 def read_turns(stored: StoredSession) -> dict[int, tuple[TokenIds, SampledSequence]]:
     """The prompt and the completion of each sampled node of a session."""
-    tree, turns = TokenTree(), {}
-    for turn in stored.turns:
-        if turn.given is not None:
-            tree.add_given(turn.given.token_ids, turn.given.origin, parent=turn.given.parent)
-        turns[tree.add_sampled(turn.sequence, parent=turn.parent).node] = tree.token_ids(turn.parent), turn.sequence
-    return turns
+    grown = StoredTree.grow(stored)
+    turns = ((node, stored.turns[number]) for node, number in grown.turn_of_node.items())
+    return {node: (grown.tree.token_ids(turn.parent), turn.sequence) for node, turn in turns}
 
 
 def make_data(session_id: str, rows: Sequence[TrainingSample], tree: Mapping[str, Any]) -> list[Any]:

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
+from unbroken.ledger.records import ImageRecord, StoredSession
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
     NO_VERSION,
@@ -418,3 +419,46 @@ def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[Image
     different = set(left).symmetric_difference(right)
     cut = {image for image in (*left, *right) if image.stop > num_shared}
     return min([num_shared, *(image.offset for image in different | cut)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTree:
+    """The token tree of a stored session, and what of the session belongs to its nodes."""
+
+    stored: StoredSession
+    tree: TokenTree
+    turn_of_node: Mapping[int, int]
+    """By sampled node; a turn is its place in the session's list."""
+    images_of_node: Mapping[int, Sequence[ImageRecord]]
+
+    @classmethod
+    def grow(cls, stored: StoredSession) -> StoredTree:
+        """Grow the tree turn by turn, as the session did."""
+        tree, turn_of_node, images_of_node = TokenTree(), {}, {}
+        for number, turn in enumerate(stored.turns):
+            given = turn.given
+            if given is not None:
+                end = tree.add_given(
+                    given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
+                )
+                images_of_node[end.node] = given.images
+            turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = number
+        return cls(stored=stored, tree=tree, turn_of_node=turn_of_node, images_of_node=images_of_node)
+
+    def find_messages(self, sampled: int) -> list[int]:
+        """The messages of a conversation, from its first one to the reply that a sampled node became."""
+        found = []
+        node: int | None = self.stored.turns[self.turn_of_node[sampled]].reply_node
+        while node is not None:
+            found.append(node)
+            node = self.stored.messages[node].parent
+        return found[::-1]
+
+    def find_images(self, path: Path) -> list[dict[str, Any]]:
+        """The images of a path, as records of rows have them."""
+        return [
+            {"start": segment.start + image.offset, "stop": stop, "sha256": image.sha256}
+            for segment in path.segments
+            for image in self.images_of_node.get(segment.node, ())
+            if (stop := segment.start + image.offset + image.length) <= segment.stop
+        ]

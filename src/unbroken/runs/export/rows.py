@@ -31,7 +31,7 @@ from unbroken.ledger.nodes import Origin
 from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import StoredTree
 from unbroken.runs.records.files import FOLDER, find_expected, find_records, read_records
 from unbroken.runs.records.paths import cut_path, describe_path, find_runs
 
@@ -146,31 +146,13 @@ def _read_store(location: str) -> Iterator[Rollout]:
 
 def describe_session(stored: StoredSession) -> dict[str, Any]:
     """A session as the record of a rollout, with the rows that a trainer would get of it."""
-    record, turns, tree = stored.record, stored.turns, TokenTree()
-    turn_of_node, images_of_node = {}, {}
-    for turn in turns:
-        if (given := turn.given) is not None:
-            end = tree.add_given(
-                given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
-            )
-            images_of_node[end.node] = given.images
-        turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = turn
+    record, turns, grown = stored.record, stored.turns, StoredTree.grow(stored)
     rows = []
-    for path, row in zip(find_trained_paths(tree), export_samples(tree, 0.0), strict=True):
+    for path, row in zip(find_trained_paths(grown.tree), export_samples(grown.tree, 0.0), strict=True):
         cut = cut_path(path, len(row.token_ids))
         last = next(each.node for each in reversed(cut.segments) if each.origin is Origin.SAMPLED)
-        node: int | None = turn_of_node[last].reply_node
-        messages: list[int] = []
-        while node is not None:
-            messages.insert(0, node)
-            node = stored.messages[node].parent
+        messages, images = grown.find_messages(last), grown.find_images(cut)
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
-        images = [
-            {"start": begin, "stop": begin + image.length, "sha256": image.sha256}
-            for each in cut.segments
-            for image in images_of_node.get(each.node, ())
-            if (begin := each.start + image.offset) < each.stop
-        ]
         own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
         rows.append({**describe_path(cut), **own})
     outcome = record.outcome or {}

@@ -19,7 +19,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -31,7 +31,6 @@ from unbroken.ledger import nodes
 from unbroken.ledger.nodes import BridgeKind, Origin, Position
 from unbroken.ledger.records import (
     GivenRecord,
-    ImageRecord,
     MessageRecord,
     SessionRecord,
     SessionStatus,
@@ -40,7 +39,7 @@ from unbroken.ledger.records import (
 )
 from unbroken.ledger.store import Cursor, is_postgres_url, open_snapshots, open_store_reader
 from unbroken.ledger.store.reader import ListedSession, StoreReader
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.files import MAX_TEXT, summarize
 from unbroken.runs.records.paths import describe_path, find_runs
@@ -296,19 +295,9 @@ def _find_run(folder: Path) -> Path | None:
     return output if is_of_run else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grown:
-    """The token tree of a session, and which turn and images belong to its nodes."""
-
-    tree: TokenTree
-    turn_of_node: Mapping[int, int]
-    """By sampled node; a turn is its place in the session's list."""
-    images_of_node: Mapping[int, Sequence[ImageRecord]]
-
-
 def _summarize_session(stored: StoredSession) -> dict[str, Any]:
     """The line of a session in a list, as that of a rollout in a step."""
-    grown = _grow(stored)
+    grown = StoredTree.grow(stored)
     paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
     rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
     head = _describe_head(stored)
@@ -349,8 +338,8 @@ def _describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[s
     Raises:
         InvalidInputError: a message or another part that is stored as JSON has not the form of one.
     """
-    grown = _grow(stored)
-    record = {**_describe_head(stored), "rows": [_make_row(stored, grown, leaf) for leaf in grown.tree.leaves()]}
+    grown = StoredTree.grow(stored)
+    record = {**_describe_head(stored), "rows": [_make_row(grown, leaf) for leaf in grown.tree.leaves()]}
     check_json([record, stored.record.settings, stored.record.outcome])
     check_record(record)
     turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
@@ -373,19 +362,6 @@ def _get_model(record: SessionRecord) -> str | None:
     """The name of the model that a session was served by; None if the store does not say."""
     model = record.settings.get("model")
     return model if isinstance(model, str) else None
-
-
-def _grow(stored: StoredSession) -> _Grown:
-    tree, turn_of_node, images_of_node = TokenTree(), {}, {}
-    for number, turn in enumerate(stored.turns):
-        given = turn.given
-        if given is not None:
-            end = tree.add_given(
-                given.token_ids, given.origin, parent=given.parent, message_indices=given.message_indices
-            )
-            images_of_node[end.node] = given.images
-        turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = number
-    return _Grown(tree=tree, turn_of_node=turn_of_node, images_of_node=images_of_node)
 
 
 def _describe_head(stored: StoredSession) -> dict[str, Any]:
@@ -442,9 +418,9 @@ def _find_branch(turn: TurnRecord) -> str | None:
     return "new_conversation" if turn.continued is None else "continued_again"
 
 
-def _make_row(stored: StoredSession, grown: _Grown, leaf: Position) -> dict[str, Any]:
+def _make_row(grown: StoredTree, leaf: Position) -> dict[str, Any]:
     path = grown.tree.path(leaf)
-    messages = _find_messages(stored, stored.turns[grown.turn_of_node[leaf.node]].reply_node)
+    messages = grown.find_messages(leaf.node)
     described = describe_path(path)
     return {
         **described,
@@ -458,26 +434,8 @@ def _make_row(stored: StoredSession, grown: _Grown, leaf: Position) -> dict[str,
         "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
         "loss": [],
         "advantages": [],
-        "images": _find_images(path, grown.images_of_node),
+        "images": grown.find_images(path),
     }
-
-
-def _find_messages(stored: StoredSession, node: int | None) -> list[int]:
-    """The messages from the first of a conversation to `node`."""
-    found = []
-    while node is not None:
-        found.append(node)
-        node = stored.messages[node].parent
-    return found[::-1]
-
-
-def _find_images(path: nodes.Path, images_of_node: Mapping[int, Sequence[ImageRecord]]) -> list[dict[str, Any]]:
-    return [
-        {"start": segment.start + image.offset, "stop": stop, "sha256": image.sha256}
-        for segment in path.segments
-        for image in images_of_node.get(segment.node, ())
-        if (stop := segment.start + image.offset + image.length) <= segment.stop
-    ]
 
 
 def _find_versions(path: nodes.Path) -> list[list[Any]]:
