@@ -70,9 +70,10 @@ class VllmEngine(ControlledEngine):
         adapters: Mapping[str, LoRARequest],
         transfer_dir: Path | None,
         image_limits: ImageLimits | None = None,
+        numerics: Numerics = Numerics.FAST,
     ) -> None:
         super().__init__(llm, PromptMaker(llm, limits=image_limits), transfer_dir=transfer_dir)
-        self.numerics = Numerics.FAST
+        self.numerics = numerics
         self._counter = counter
         self._adapters = dict(adapters)
         self._num_adapters = len(self._adapters)
@@ -126,9 +127,14 @@ class VllmEngine(ControlledEngine):
         except BaseException:
             await shut_down(llm)
             raise
-        engine = cls(llm, counter=counter, adapters=requests, transfer_dir=transfer_dir, image_limits=image_limits)
-        engine.numerics = numerics
-        return engine
+        return cls(
+            llm,
+            counter=counter,
+            adapters=requests,
+            transfer_dir=transfer_dir,
+            image_limits=image_limits,
+            numerics=numerics,
+        )
 
     @property
     def context_length(self) -> int:
