@@ -30,10 +30,8 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -49,6 +47,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from staleness import run_command
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
 from unbroken.demo.model import build_model, build_tokenizer, warm_up
@@ -77,7 +76,6 @@ from unbroken.training.trainer import Trainer
 from unbroken.types import FinishReason, Logprobs, Numerics, SampledSequence, SamplingParams, VersionSpan
 from unbroken.weights.folders import atomic_folder
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = 8
 """Parts of a run whose mean rewards are in the table."""
 WINDOW = 5
@@ -576,19 +574,8 @@ def get_model(seed: int, arguments: argparse.Namespace) -> Path:
 
 def start_part(part: str, log: Path, arguments: argparse.Namespace, deadline: float | None) -> bool:
     """Run a part of this script in a process of its own; whether it ended well."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    if arguments.device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    with log.open("w") as file:
-        try:
-            left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ended = subprocess.run(command, stdout=file, stderr=file, check=False, env=env, timeout=left_s)
-        except subprocess.TimeoutExpired:
-            return False
-    return ended.returncode == 0
+    return run_command(command, log, deadline=deadline, on_cpu=arguments.device == "cpu")
 
 
 def do_part(part: str, arguments: argparse.Namespace) -> None:

@@ -82,14 +82,21 @@ def run_recipe(
     output: Path, options: Sequence[str], *, python: str = sys.executable, deadline: float | None = None
 ) -> bool:
     """Make one run of the recipe in a process of its own; whether it ended well."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     command = [python, "-m", "unbroken", "train", str(ROOT / "recipes" / "lookup.py"), f"--output={output}", *options]
+    return run_command(command, output.with_suffix(".log"), deadline=deadline)
+
+
+def run_command(command: Sequence[str], log: Path, *, deadline: float | None, on_cpu: bool = True) -> bool:
+    """Run a command with this tree's package and one thread until it ends or the deadline; whether it ended well."""
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    with output.with_suffix(".log").open("w") as log:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if on_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
         try:
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ended = subprocess.run(command, stdout=log, stderr=log, check=False, env=env, timeout=left_s)
+            ended = subprocess.run(command, stdout=file, stderr=file, check=False, env=env, timeout=left_s)
         except subprocess.TimeoutExpired:
             return False
     return ended.returncode == 0
