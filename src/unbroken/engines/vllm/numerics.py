@@ -252,7 +252,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, attended, sums = ctx.saved_tensors
         borders, length = _borders(query), query.shape[1]
         flat = (each.flatten(0, 1) for each in (gradient.contiguous(), query, key, value))
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
         found = torch.ops.aten._flash_attention_backward(
             *flat, attended, sums, borders, borders, length, length, 0.0, True, state, query.new_empty(0),
             scale=ctx.scale,
