@@ -247,6 +247,7 @@ def test_runs_are_compared_by_the_settings_in_which_they_differ(browser, tmp_pat
 def test_an_export_has_the_table_and_searches_it(browser, page):
     browser.open(f"{page}#table/0?q=ANSWER+IS")
     wait_for_rows(browser, "3 of 4 rollouts")
+    assert browser.run("document.querySelectorAll('.rows tbody tr').length") == 3
 
 
 def test_a_link_to_an_id_shows_its_branch_and_what_is_known_of_it(browser, page):
