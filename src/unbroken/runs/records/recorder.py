@@ -62,7 +62,8 @@ class Recorder:
         """
         if rollouts.step % self.config.every or self.config.groups == 0:
             return
-        groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=self._find_room(rollouts.step))
+        room = await asyncio.to_thread(self._find_room, rollouts.step)
+        groups = choose_groups(spread(rollouts.groups, self.config.groups), max_bytes=room)
         scored = [
             (member.trajectory_id, row)
             for group in choose_scored(groups, self.config.scored_groups)
