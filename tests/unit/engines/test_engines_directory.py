@@ -134,6 +134,7 @@ async def test_what_a_server_that_goes_had_not_answered_is_sampled_again_elsewhe
     async with listening(make_app(stays)) as one, listening(make_app(goes)) as two:
         listed = Listed(one, two)
         engine = await HttpEngine.connect(listed)
+        await wait_until(lambda: set(engine.urls) == {one, two})
         await goes.pause()
         running = [asyncio.create_task(engine.sample(ask(f"{k}/0"))) for k in range(16)]
         await wait_until(lambda: len(goes.requests) + len(stays.requests) == 16)

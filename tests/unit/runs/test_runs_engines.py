@@ -127,13 +127,18 @@ async def test_versions_go_through_a_store_and_the_run_s_folder_has_the_newest(t
     assert len(list((tmp_path / "store").glob("version-00000001-*/manifest.json"))) == 1
 
 
-async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path, monkeypatch):
+async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(directory, "_POLL_S", 0.02)
     monkeypatch.setattr(directory, "_SETTLES_S", 0.0)
     monkeypatch.setattr(engines, "_STILL_SENT_S", 0.4)
     model, listed = tiny_qwen3(vocab_size=len(server_tokenizer())), tmp_path / "engines.txt"
     first, second = scripted_engine("x"), scripted_engine("x")
     admit = DiskPublisher.admit
+
+    def list_servers(*urls: str) -> None:  # at once: a file that is half written would count here
+        (tmp_path / "next").write_text("\n".join(urls))
+        (tmp_path / "next").replace(listed)
+
     num_admitted = 0
 
     async def admit_slowly(publisher: DiskPublisher, client: Any) -> None:
@@ -153,13 +158,14 @@ async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path,
         listening(make_app(first, weights_dir=tmp_path / "w")) as one,
         listening(make_app(second, weights_dir=tmp_path / "w")) as two,
     ):
-        listed.write_text(f"{one}\n{two}\n")
+        list_servers(one, two)
         config = server(one, urls=(), urls_file=listed, weights_dir=tmp_path / "w")
         async with engine_of(config, model, tmp_path) as found:
-            listed.write_text(f"{one}\n")
+            list_servers(one)
             await wait_for((one,), 0)
-            await asyncio.sleep(0.15)  # the publisher sees it too
-            listed.write_text(f"{one}\n{two}\n")
+            while caplog.text.count(f"{two} is no longer listed") < 2:  # noqa: ASYNC110  # engine and publisher
+                await asyncio.sleep(0.01)
+            list_servers(one, two)
             await wait_for((one, two), 1)
             await found.publisher.publish(model.named_parameters(), policy_version=1)
             assert (first.policy_version, second.policy_version) == (1, 1)
