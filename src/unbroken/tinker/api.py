@@ -84,7 +84,6 @@ class TinkerApi:
         """Where new models are made."""
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
         self._engine = require_updatable(context.service.engine)
-        self._base = SamplerWeights()
         self._switch = WeightSwitch(
             self._engine, make_base=lambda loaded: write_base(loaded, store.temporary_folder / "base", Path(model))
         )
@@ -121,6 +120,12 @@ class TinkerApi:
     async def _in_store(self, work: Callable[..., T], *values: Any, **options: Any) -> T:
         """What a method of the store returns."""
         return await self._storing.run(partial(work, *values, **options))
+
+    async def _find(self, find: Callable[..., T | None], name: str, owner: str) -> T:
+        """What one of the store's methods `find_...` returns for a name; `HttpError` if this key has none."""
+        if (found := await self._in_store(find, name, owner=owner)) is None:
+            raise HttpError(404, f"this key has no {find.__name__.removeprefix('find_')} {name[:300]!r}")
+        return found
 
     def _promises_of(self, owner: str) -> Promises:
         return self._promises.setdefault(owner, Promises(self._store, self._storing, owner))
@@ -267,7 +272,7 @@ class TinkerApi:
         """Take a call of a model, which the method of this name does in its turn; a body that is wrong fails then."""
         if name == "load_weights" and not given.get("model_id"):
             body = types.LoadWeightsRequest.model_validate(given, extra="ignore")
-            checkpoint = await self._get_checkpoint(body.path, owner)
+            checkpoint = await self._find(self._store.find_checkpoint, body.path, owner)
             return await self._begin_model(owner, body, checkpoint.lora, checkpoint)
         call = CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
@@ -280,9 +285,7 @@ class TinkerApi:
 
     async def _find_facts(self, model_id: str, owner: str) -> tuple[ModelFacts, list[Checkpoint]]:
         """What is known of a training run, whose model may be gone, and its checkpoints, the newest first."""
-        found = await self._in_store(self._store.find_model, model_id, owner=owner)
-        if found is None:
-            raise HttpError(404, f"this key has no model {model_id[:200]!r}")
+        found = await self._find(self._store.find_model, model_id, owner)
         return found, await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
 
     async def _explain_gone(self, model_id: str, owner: str) -> HttpError:
@@ -342,21 +345,13 @@ class TinkerApi:
 
     async def save_weights(self, run: TrainingRun, body: types.SaveWeightsRequest) -> Made:
         """Save a model with its optimizer, so that training can go on from there."""
-        path = await self._save(run, "weights", body.path or f"{body.seq_id:06}", body, overwrite=body.overwrite)
-        return {"path": path, "type": "save_weights"}
+        return await self._save(run, "weights", body)
 
     async def _save(
-        self,
-        run: TrainingRun,
-        kind: str,
-        name: str,
-        body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest,
-        *,
-        overwrite: bool = False,
-    ) -> str:
-        """Save a model under a name, in a folder of its own: one that is replaced is whole until the new one's row is
-        written.
-        """
+        self, run: TrainingRun, kind: str, body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+    ) -> Made:
+        """Save a model in a folder of its own: one that is replaced is whole until the new one's row is written."""
+        name = f"{body.seq_id:06}" if body.path is None else body.path
         if not re.fullmatch(r"(?!\.)[\w.-]{1,200}", name, re.ASCII):
             rule = "must have 1 to 200 letters, digits and . _ -, and not begin with a dot"
             raise InvalidInputError(f"a checkpoint's name {rule}, got {name[:300]!r}")
@@ -364,7 +359,7 @@ class TinkerApi:
             raise InvalidInputError(f"ttl_seconds must lie in [1, {_MAX_TTL_S}], got {body.ttl_seconds}")
         path = f"tinker://{run.model_id}/{kind}/{name}"
         known = await self._in_store(self._store.find_checkpoint, path, owner=run.owner)
-        if known is not None and not overwrite:
+        if known is not None and not getattr(body, "overwrite", False):
             raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
             path=path,
@@ -381,16 +376,10 @@ class TinkerApi:
         num_bytes = await self._train(run, partial(_write, folder, run.model_id, state=state))
         written = replace(checkpoint, num_bytes=num_bytes)
         await self._in_store(self._store.put_checkpoint, written, owner=run.owner)
-        return path
-
-    async def _get_checkpoint(self, path: str, owner: str) -> Checkpoint:
-        found = await self._in_store(self._store.find_checkpoint, path, owner=owner)
-        if found is None:
-            raise HttpError(404, f"this key has no checkpoint {path[:300]!r}")
-        return found
+        return {"path": path, "type": body.type}
 
     async def load_weights(self, run: TrainingRun, body: types.LoadWeightsRequest) -> Made:
-        await self._load(run, await self._get_checkpoint(body.path, run.owner), body.optimizer)
+        await self._load(run, await self._find(self._store.find_checkpoint, body.path, run.owner), body.optimizer)
         return {"path": body.path, "model_id": run.model_id, "type": "load_weights"}
 
     async def _load(self, run: TrainingRun, checkpoint: Checkpoint, optimizer: bool) -> None:
@@ -403,13 +392,8 @@ class TinkerApi:
 
     async def save_weights_for_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> Made:
         """Save the weights for sampling: under a name, or for a sampler that is made of them."""
-        if body.path is None:
-            made = {"sampling_session_id": await self._make_sampler(run, body)}
-        else:
-            made = {"path": await self._save(run, "sampler_weights", body.path, body)}
-        return {**made, "type": "save_weights_for_sampler"}
-
-    async def _make_sampler(self, run: TrainingRun, body: types.SaveWeightsForSamplerRequest) -> str:
+        if body.path is not None:
+            return await self._save(run, "sampler_weights", body)
         number = body.sampling_session_seq_id
         if number is None:
             raise InvalidInputError("save_weights_for_sampler needs path or sampling_session_seq_id, got neither")
@@ -431,10 +415,10 @@ class TinkerApi:
         session.samplers[sampler_id] = weights
         if unused is not None:
             await self._storing.run(partial(shutil.rmtree, unused.parent, ignore_errors=True))
-        return sampler_id
+        return {"sampling_session_id": sampler_id, "type": body.type}
 
     async def weights_info(self, owner: str, body: WeightsInfoRequest) -> Answer:
-        found = await self._get_checkpoint(body.tinker_path, owner)
+        found = await self._find(self._store.find_checkpoint, body.tinker_path, owner)
         lora = found.lora or {}
         parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": found.base_model, "is_lora": bool(lora), "lora_rank": lora.get("rank"), **parts}
@@ -444,7 +428,7 @@ class TinkerApi:
         return [each.describe() for each in saved]
 
     async def delete_checkpoint(self, owner: str, model_id: str, kind: str, name: str) -> Answer:
-        found = await self._get_checkpoint(f"tinker://{model_id}/{kind}/{name}", owner)
+        found = await self._find(self._store.find_checkpoint, f"tinker://{model_id}/{kind}/{name}", owner)
         await self._in_store(self._store.delete_checkpoint, found, owner=owner)
         return None
 
@@ -462,9 +446,9 @@ class TinkerApi:
     async def create_sampling_session(self, owner: str, body: types.CreateSamplingSessionRequest) -> Answer:
         session = self._get_session(body.session_id, owner)
         self._check_base(body.base_model, needed=body.model_path is None)
-        weights = self._base
+        weights = self._switch.base
         if body.model_path is not None:
-            checkpoint = await self._get_checkpoint(body.model_path, owner)
+            checkpoint = await self._find(self._store.find_checkpoint, body.model_path, owner)
             self._check_kind(checkpoint.lora)
             folder, of = self._store.folder_of(checkpoint) / "sampler", checkpoint.model_id
             weights = SamplerWeights(model_id=of, folder=folder, version=checkpoint.version, path=checkpoint.path)
@@ -517,9 +501,7 @@ class TinkerApi:
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""
-        found = await self._in_store(self._store.find_sequence, sequence_id, owner=owner)
-        if found is None:
-            raise HttpError(404, f"this key has no sequence {sequence_id[:200]!r}")
+        found = await self._find(self._store.find_sequence, sequence_id, owner)
         return {
             "sequence_id": found.sequence_id,
             "model_id": found.model_id or None,

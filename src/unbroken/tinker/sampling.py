@@ -19,8 +19,8 @@ import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from unbroken.engines.base import Engine
-from unbroken.engines.checks import check_vocabulary, require_scoring, require_updatable
+from unbroken.engines.base import Engine, UpdatableEngine
+from unbroken.engines.checks import check_vocabulary, require_scoring
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
@@ -50,30 +50,29 @@ class SamplerWeights:
     """The checkpoint's, if they are of one."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Requests for the same weights, which run together."""
 
     weights: SamplerWeights
     size: int = 0
-    ready: asyncio.Future[None] = field(default_factory=asyncio.Future)
-    """Ends when the engine has the weights, or could not load them."""
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WeightSwitch:
     """Gives the engine the weights that requests need, one kind of weights at a time."""
 
-    def __init__(self, engine: Engine, *, make_base: Callable[[Path], Path]) -> None:
+    def __init__(self, engine: UpdatableEngine, *, make_base: Callable[[Path], Path]) -> None:
         """`make_base` makes the update that restores the base model's weights after one from a folder."""
-        self._engine = engine
-        self._make_base = make_base
+        self.base = SamplerWeights()
+        """The base model's weights, which the engine has at the start."""
+        self._engine, self._make_base = engine, make_base
         self._base_folder: Path | None = None
         self._groups: list[_Group] = []
-        """The first one runs, or its weights are being loaded."""
-        self._beginning: asyncio.Task[None] | None = None
+        """It is the turn of the first one."""
         self._loading = asyncio.Lock()
-        self._loaded: tuple[SamplerWeights | None, int] = None, 0
-        """What the engine has, and its version; None: the base model's, as at the start."""
+        self._loaded = self.base, 0
+        """What the engine has, and its version."""
         self._versions: dict[int, int] = {engine.policy_version: 0}
         """The model's version of each version of the engine."""
 
@@ -83,65 +82,52 @@ class WeightSwitch:
         # The group that runs takes no more once others wait.
         group = next((each for each in self._groups[1:] or self._groups if each.weights is weights), None)
         if group is None:
-            group = _Group(weights=weights)
+            group = _Group(weights)
             self._groups.append(group)
-            if len(self._groups) == 1:
-                self._beginning = asyncio.create_task(self._begin(group))
+        self._groups[0].turn.set()
         group.size += 1
         try:
-            await asyncio.shield(group.ready)
+            await group.turn.wait()
+            await asyncio.shield(self._load(weights))
             yield
         finally:
             group.size -= 1
-            self._go_on()
+            if not group.size:
+                self._groups.remove(group)
+            for first in self._groups[:1]:
+                first.turn.set()
 
     async def publish(self, weights: SamplerWeights, folder: Path, version: int) -> None:
         """Give an `inflight` sampler newer weights, also between two ids of its running requests."""
-        async with self._loading:
-            weights.folder, weights.version = folder, version
-            if self._groups and self._groups[0].weights is weights:
-                await self._load(weights)
+        weights.folder, weights.version = folder, version
+        if self._groups and self._groups[0].weights is weights:
+            await self._load(weights)
 
     def name_versions(self, sequence: SampledSequence) -> SampledSequence:
         """The same with the model's versions instead of the engine's."""
         spans = (replace(each, policy_version=self._versions[each.policy_version]) for each in sequence.version_spans)
         return replace(sequence, version_spans=tuple(spans))
 
-    async def _begin(self, group: _Group) -> None:
-        try:
-            async with self._loading:
-                await self._load(group.weights)
-            group.ready.set_result(None)
-        except Exception as error:
-            group.ready.set_exception(error)
-            group.ready.exception()  # also if nobody waits for it any more
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """When all requests of the first group have ended, begin the next one."""
-        if self._groups and self._groups[0].ready.done() and not self._groups[0].size:
-            del self._groups[0]
-            if self._groups:
-                self._beginning = asyncio.create_task(self._begin(self._groups[0]))
-
     async def _load(self, weights: SamplerWeights) -> None:
         """Load weights, unless the engine has them."""
-        wanted = (None, 0) if weights.folder is None else (weights, weights.version)
-        if self._loaded == wanted:
-            return
-        engine = require_updatable(self._engine)
-        if weights.folder is not None and not weights.folder.exists():
-            why = "its session has ended, or made newer ones"
-            raise HttpError(410, f"weights of model {weights.model_id} are gone: {why}")
-        if weights.folder is not None and self._base_folder is None:  # now, while the folder is there
-            self._base_folder = await asyncio.to_thread(self._make_base, weights.folder)
-        folder = weights.folder or self._base_folder
-        assert folder is not None
-        policy_version = engine.policy_version + 1
-        self._versions[policy_version] = weights.version
-        self._versions.pop(policy_version - _MAX_VERSIONS, None)
-        await engine.update_weights(FileSource(folder), policy_version=policy_version, in_flight=InFlight.PAUSE)
-        self._loaded = wanted
+        async with self._loading:
+            folder, version = weights.folder, weights.version
+            if self._loaded == (weights, version):
+                return
+            if folder is not None and not folder.exists():
+                why = "its session has ended, or made newer ones"
+                raise HttpError(410, f"weights of model {weights.model_id} are gone: {why}")
+            if folder is not None and self._base_folder is None:  # now, while the folder is there
+                self._base_folder = await asyncio.to_thread(self._make_base, folder)
+            source = folder or self._base_folder
+            assert source is not None, "the engine has the base model's weights until others are loaded"
+            policy_version = self._engine.policy_version + 1
+            self._versions[policy_version] = version
+            self._versions.pop(policy_version - _MAX_VERSIONS, None)
+            await self._engine.update_weights(
+                FileSource(source), policy_version=policy_version, in_flight=InFlight.PAUSE
+            )
+            self._loaded = weights, version
 
 
 def write_base(loaded: Path, target: Path, model: Path) -> Path:
@@ -157,19 +143,19 @@ def write_base(loaded: Path, target: Path, model: Path) -> Path:
     return target
 
 
-def _make_params(given: types.SamplingParams, *, end_ids: tuple[int, ...], room: int, num_tops: int) -> SamplingParams:
-    """Convert to ours. `end_ids` end a completion unless `stop` is an empty list; `room` is left in the context."""
+def _make_params(context: ServerContext, body: types.SampleRequest, room: int) -> SamplingParams:
+    """Convert to ours; the ids that end a turn stop it too, unless `stop` is an empty list."""
+    given, ends = body.sampling_params, context.get_stop_token_ids()
     stop = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
-    ids = {each for each in stop if isinstance(each, int)}
     return SamplingParams(
         max_tokens=max(1, room) if given.max_tokens is None else given.max_tokens,
         temperature=given.temperature,
         top_k=max(given.top_k, 0),
         top_p=given.top_p,
         seed=None if given.seed is None else given.seed % 2**63,
-        stop_token_ids=tuple(sorted({*ids, *(end_ids if stop or given.stop is None else ())})),
+        stop_token_ids=tuple({*(each for each in stop if isinstance(each, int)), *(() if given.stop == [] else ends)}),
         stop_strings=tuple(each for each in stop if isinstance(each, str)),
-        num_top_logprobs=num_tops,
+        num_top_logprobs=body.topk_sample_logprobs,
     )
 
 
@@ -184,12 +170,7 @@ async def sample(
     engine, ids = context.service.engine, prompt.token_ids
     _check(body, len(ids))
     targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
-    params = _make_params(
-        body.sampling_params,
-        end_ids=context.get_stop_token_ids(),
-        room=engine.context_length - len(ids),
-        num_tops=body.topk_sample_logprobs,
-    )
+    params = _make_params(context, body, engine.context_length - len(ids))
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
         (result,) = await _sample_with_room(context, requests)

@@ -511,8 +511,7 @@ def open_written() -> Any:
 
 
 def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TinkerApi:
-    for module in ("api", "sampling"):
-        monkeypatch.setattr(f"unbroken.tinker.{module}.require_updatable", lambda engine: engine)
+    monkeypatch.setattr("unbroken.tinker.api.require_updatable", lambda engine: engine)
     config = SimpleNamespace(model_name="tiny", limits=SimpleNamespace(max_n=8, max_body_bytes=1000))
     context: Any = SimpleNamespace(config=config, service=SimpleNamespace(engine=CountedEngine()))
     return TinkerApi(
@@ -718,13 +717,12 @@ async def test_only_the_last_samplers_without_a_name_have_files(store, monkeypat
             pass
 
 
-async def test_requests_for_the_same_weights_go_together(monkeypatch, tmp_path):
+async def test_requests_for_the_same_weights_go_together(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("unbroken.tinker.sampling.require_updatable", lambda engine: engine)
     engine = CountedEngine()
     switch = WeightSwitch(engine, make_base=lambda _: Path("base"))
-    base, one, two = SamplerWeights(), *(SamplerWeights(folder=tmp_path / each) for each in ("one", "two"))
+    base, one, two = switch.base, *(SamplerWeights(folder=tmp_path / each) for each in ("one", "two"))
     inside: set[SamplerWeights] = set()
 
     async def use(weights: SamplerWeights) -> None:
