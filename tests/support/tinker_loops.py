@@ -11,8 +11,8 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
+from unbroken.tinker.losses import PROTOBUF
 from unbroken.tinker.store import CallResult, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import PROTOBUF
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 KEY = "tml-one"
@@ -56,12 +56,11 @@ def record(
     finish: FinishReason = FinishReason.STOP,
     **options: Any,
 ) -> RecordedSequence:
-    """A sequence of the key `me`, whose ids from `cut` on are of version 4, and those before of 3."""
+    """A sequence whose ids from `cut` on are of version 4, and those before of 3."""
     number = len(ids)
     spans = ((0, cut % number, 3), (cut % number, number, 4))
     return RecordedSequence(
         sequence_id=name,
-        owner="me",
         model_id=model_id,
         prompt_ids=np.array(prompt_ids, np.int32),
         sampled=SampledSequence(
@@ -75,10 +74,9 @@ def record(
 
 
 def add_sequences(store: TinkerStore, sequences: Sequence[RecordedSequence]) -> None:
-    """Record what a call has sampled."""
-    first = sequences[0]
+    """Record what a call of the key `me` has sampled."""
     result = CallResult(answer=b"{}", sequences=sequences)
-    store.put_result(f"call of {first.sequence_id}", b"", result, owner=first.owner)
+    store.put_result(f"call of {sequences[0].sequence_id}", b"", result, owner="me")
 
 
 class RawClient:

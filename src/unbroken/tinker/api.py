@@ -20,19 +20,19 @@ from pydantic import BaseModel
 from tinker import types
 
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import EngineError, InvalidInputError, StoreError, TrainingError, UnbrokenError
+from unbroken.errors import EngineError, InvalidInputError, StoreError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import encode_json
+from unbroken.server.options import ServeOptions
 from unbroken.threads import DaemonThreads
+from unbroken.tinker.losses import add_metrics, encode_forward_backward, parse_forward_backward, read_data
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, encode_sample, read_prompt, sample, write_base
 from unbroken.tinker.sessions import MAX_SNAPSHOTS, Promise, Promises, TinkerSession, TrainingRun
 from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.tinker.wire import encode_forward_backward, encode_sample, parse_forward_backward, read_data, read_prompt
 from unbroken.transfer.files import write_tensors
-from unbroken.transfer.sources import NamedTensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -72,21 +72,18 @@ class TinkerApi:
         *,
         store: TinkerStore,
         options: TinkerOptions,
-        model: str,
-        tokenizer: str,
+        serving: ServeOptions,
         open_backend: Callable[[], Models | TrainerProcess],
     ) -> None:
-        """`model` and `tokenizer` are folders or hub names; the backend is opened with the first model."""
-        self._context, self._store, self._options, self._model = context, store, options, model
-        self._tokenizer = str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
+        """The backend is opened with the first model."""
+        self._context, self._store, self._options, self._model = context, store, options, serving.model
         self._open_backend = open_backend
         self._backend: Models | TrainerProcess | None = None
         """Where new models are made."""
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
         self._engine = require_updatable(context.service.engine)
-        self._switch = WeightSwitch(
-            self._engine, make_base=lambda loaded: write_base(loaded, store.temporary_folder / "base", Path(model))
-        )
+        base = partial(write_base, target=store.temporary_folder / "base", model=Path(serving.model))
+        self._switch = WeightSwitch(self._engine, make_base=base)
         self._promises: dict[str, Promises] = {}
         """By owner."""
         self._sessions: dict[str, TinkerSession] = {}
@@ -102,16 +99,13 @@ class TinkerApi:
         def call() -> T:
             if run.backend is None:
                 run.backend = self._backend = self._backend or self._open_backend()
-            try:
-                return run.backend.run(work)
-            except EngineError:
-                if self._backend is run.backend:
-                    self._backend = None
-                raise
+            return run.backend.run(work)
 
         try:
             return await self._training.run(call)
         except EngineError:
+            if self._backend is run.backend:
+                self._backend = None
             for session in tuple(self._sessions.values()):
                 if any(each.backend is run.backend for each in session.runs.values()):
                     self._end_soon(session, "the trainer's process ended")
@@ -145,17 +139,15 @@ class TinkerApi:
     async def create_session(self, owner: str, body: types.CreateSessionRequest) -> Answer:
         session = TinkerSession(session_id=str(uuid.uuid4()), owner=owner)
         self._sessions[session.session_id] = session
-        self._watch(session)
+        self._note_life(session)
         return {"type": "create_session", "session_id": session.session_id}
 
-    def _watch(self, session: TinkerSession) -> None:
-        """End a session whose client is silent; look again when it may be."""
-        idle_s = self._options.tinker_idle_s
-        left_s = session.seen_s + idle_s - time.monotonic()
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._watch, session)
-            return
-        self._end_soon(session, f"its client was silent for {idle_s:g} s")
+    def _note_life(self, session: TinkerSession) -> None:
+        """End a session later, unless its client gives another sign of life."""
+        if session.end is not None:
+            session.end.cancel()
+        idle_s, loop = self._options.tinker_idle_s, asyncio.get_running_loop()
+        session.end = loop.call_later(idle_s, self._end_soon, session, f"its client was silent for {idle_s:g} s")
 
     def _end_soon(self, session: TinkerSession, reason: str) -> None:
         task = asyncio.create_task(self._end_session(session, reason))
@@ -180,7 +172,7 @@ class TinkerApi:
         session = self._sessions.get(name.partition(":")[0])
         if session is None or session.owner != owner:
             return None
-        session.seen_s = time.monotonic()
+        self._note_life(session)
         return session
 
     def _get_session(self, session_id: str | None, owner: str, *, status: int = 404) -> TinkerSession:
@@ -204,18 +196,16 @@ class TinkerApi:
     # Models
 
     async def create_model(self, owner: str, body: types.CreateModelRequest) -> Answer:
-        lora = body.lora_config
-        return await self._begin_model(owner, body, None if lora is None or lora.rank == 0 else lora.model_dump())
+        return await self._begin_model(owner, body)
 
-    async def _begin_model(
-        self,
-        owner: str,
-        body: types.CreateModelRequest | types.LoadWeightsRequest,
-        lora: Mapping[str, Any] | None,
-        checkpoint: Checkpoint | None = None,
-    ) -> Promise:
+    async def _begin_model(self, owner: str, body: types.CreateModelRequest | types.LoadWeightsRequest) -> Promise:
         """Make a model, of the base model or of a checkpoint; the promise of before, if the call comes again."""
-        session = self._get_session(body.session_id, owner)
+        session, checkpoint = self._get_session(body.session_id, owner), None
+        if isinstance(body, types.LoadWeightsRequest):
+            checkpoint = await self._find(self._store.find_checkpoint, body.path, owner)
+            lora = checkpoint.lora
+        else:
+            lora = body.lora_config.model_dump() if body.lora_config and body.lora_config.rank else None
         self._check_base(body.base_model, needed=checkpoint is None)
         self._check_kind(lora)
         promises, content = self._promises_of(owner), body.model_dump_json().encode()
@@ -271,9 +261,7 @@ class TinkerApi:
     async def submit(self, owner: str, name: str, given: Mapping[str, Any], body_type: type[BaseModel]) -> Promise:
         """Take a call of a model, which the method of this name does in its turn; a body that is wrong fails then."""
         if name == "load_weights" and not given.get("model_id"):
-            body = types.LoadWeightsRequest.model_validate(given, extra="ignore")
-            checkpoint = await self._find(self._store.find_checkpoint, body.path, owner)
-            return await self._begin_model(owner, body, checkpoint.lora, checkpoint)
+            return await self._begin_model(owner, types.LoadWeightsRequest.model_validate(given, extra="ignore"))
         call = CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
 
@@ -303,7 +291,7 @@ class TinkerApi:
         facts = (await self._get_run(body.model_id, owner)).facts
         return {
             "type": "get_info",
-            "model_data": {"model_name": facts.base_model, "tokenizer_id": self._tokenizer},
+            "model_data": {"model_name": facts.base_model, "tokenizer_id": self._context.config.tokenizer},
             "model_id": body.model_id,
             "is_lora": facts.lora is not None,
             "lora_rank": None if facts.lora is None else facts.lora["rank"],
@@ -327,7 +315,7 @@ class TinkerApi:
         arguments = run.model_id, checked, loss, config, not message.forward_only
         output = await self._train(run, methodcaller("forward_backward", *arguments))
         if not message.forward_only:
-            run.count({**output.metrics, **metrics})
+            run.counted = add_metrics([run.counted, output.metrics, metrics])
         return CallResult(answer=encode_forward_backward(output, metrics), is_protobuf=True)
 
     async def optim_step(self, run: TrainingRun, body: types.OptimStepRequest) -> Made:
@@ -429,7 +417,7 @@ class TinkerApi:
 
     async def delete_checkpoint(self, owner: str, model_id: str, kind: str, name: str) -> Answer:
         found = await self._find(self._store.find_checkpoint, f"tinker://{model_id}/{kind}/{name}", owner)
-        await self._in_store(self._store.delete_checkpoint, found, owner=owner)
+        await self._in_store(self._store.delete_checkpoint, found)
         return None
 
     async def list_runs(self, owner: str) -> Answer:
@@ -487,14 +475,14 @@ class TinkerApi:
         promise = await promises.start(request_id, "sample", body.model_dump_json().encode())
         promise.sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         if promise.task is None and promise.result is None:
-            work = partial(self._sample, owner, weights, body, promise.sequence_ids)
+            work = partial(self._sample, weights, body, promise.sequence_ids)
             promise.task = asyncio.create_task(promises.run(promise, work))
         return promise
 
-    async def _sample(self, owner: str, weights: SamplerWeights, body: types.SampleRequest, names: list[str]) -> Made:
+    async def _sample(self, weights: SamplerWeights, body: types.SampleRequest, names: list[str]) -> Made:
         prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
         sequences, scored = await sample(self._context, self._switch, weights, body, prompt)
-        record = partial(RecordedSequence, owner=owner, model_id=weights.model_id, prompt_ids=prompt.token_ids)
+        record = partial(RecordedSequence, model_id=weights.model_id, prompt_ids=prompt.token_ids)
         of = [self._switch.name_versions(each) for each in sequences]
         recorded = [record(sequence_id=name, sampled=each) for name, each in zip(names, of, strict=True)]
         return CallResult(answer=encode_sample(sequences, scored), is_protobuf=True, sequences=recorded)
@@ -538,21 +526,13 @@ class TinkerApi:
         return None
 
 
-def check_finite(tensors: NamedTensors) -> NamedTensors:
-    """Pass weights on; `TrainingError` for those that are not finite, which no engine and no checkpoint gets."""
-    for name, tensor in tensors:
-        if not tensor.isfinite().all():
-            raise TrainingError(f"weight {name} is not finite, so it is not saved: load a checkpoint into this model")
-        yield name, tensor
-
-
 def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False) -> int:
     """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all."""
     with atomic_folder(folder) as temporary:
         if state:
             backend.save(model_id, temporary / "state", optimizer=True)
         (temporary / "sampler").mkdir()
-        list(write_tensors(temporary / "sampler", check_finite(backend.adapter(model_id))))
+        list(write_tensors(temporary / "sampler", backend.adapter(model_id)))
         for path in (temporary / "sampler").iterdir():  # `save` has flushed its own
             flush_to_disk(path)
         return sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())

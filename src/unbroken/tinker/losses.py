@@ -26,18 +26,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
+from unbroken.engines.checks import check_vocabulary
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.batch import Batch
 from unbroken.training.model.scores import TokenScores
+from unbroken.training.objective.losses import sum_by_trajectory
 from unbroken.types import TokenIds
 
+PROTOBUF = "application/x-protobuf"
+_MAX_CELLS = 2**24
+"""Most values of all tensors of a request, which may be sparse."""
+_DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messages.DType.items()}
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 SAMPLED = "sampled"
 """1 where a span says that the target was sampled; made by the server, of the spans."""
@@ -68,6 +76,112 @@ class Output(NamedTuple):
 
     logprobs: Sequence[NDArray[np.float32]]
     metrics: Mapping[str, float]
+
+
+def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> messages.ForwardBackwardRequest:
+    """Parse the body of `forward_backward`; `InvalidInputError` if it is no protobuf message, or is compressed."""
+    if PROTOBUF not in content_type or encoding not in ("", "identity"):
+        rule = f"the body must be {PROTOBUF} that is not compressed (client/config)"
+        raise InvalidInputError(f"{rule}, got {content_type[:100]!r}, {encoding[:100]!r}: use an SDK >= 0.38")
+    message = messages.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidInputError(f"the body must be a ForwardBackwardRequest in protobuf: {error}") from None
+    return message
+
+
+def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context_length: int) -> list[Datum]:
+    """Read the data of `forward_backward`; `InvalidInputError`, which names the datum, for what is wrong."""
+    if not message.data:
+        raise InvalidInputError("data must have at least one datum, got none")
+    num_cells, found = 0, []
+    for index, given in enumerate(message.data):  # before any sparse tensor becomes dense
+        for name, shape in ((name, list(tensor.shape)) for name, tensor in given.loss_fn_inputs.items()):
+            if len(shape) > 2 or min(shape, default=0) < 0 or max(shape[1:], default=1) > vocab_size:
+                rule = f"a shape [T], or [T, K] with K at most {vocab_size} (the vocabulary)"
+                raise InvalidInputError(f"data[{index}]: loss_fn_inputs[{name!r}] must have {rule}, got {shape[:9]}")
+            num_cells += math.prod(shape)
+    if num_cells > _MAX_CELLS:
+        raise InvalidInputError(f"loss_fn_inputs of all data must have at most {_MAX_CELLS} values, got {num_cells}")
+    for index, given in enumerate(message.data):
+        try:
+            found.append(_read_datum(given, vocab_size, context_length))
+        except ValueError as error:  # our own, or the SDK's
+            raise InvalidInputError(f"data[{index}]: {error}") from None
+    return found
+
+
+def _read_datum(given: messages.Datum, vocab_size: int, context_length: int) -> Datum:
+    parts = []
+    for number, chunk in enumerate(given.model_input):
+        name, kind = f"model_input.chunks[{number}]", chunk.WhichOneof("chunk")
+        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
+            raise InvalidInputError(f"{name} must be ids (encoded_text) of 4 bytes, got {kind}: training data are text")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+    input_ids = np.concatenate([np.zeros(0, np.int32), *parts])
+    if not 1 <= len(input_ids) <= context_length:
+        raise InvalidInputError(f"model_input must have 1 to {context_length} ids (the context), got {len(input_ids)}")
+    check_vocabulary(input_ids, vocab_size=vocab_size, name="model_input")
+    arrays = {name: _read_tensor(tensor, name) for name, tensor in sorted(given.loss_fn_inputs.items())}
+    targets = arrays.pop("target_tokens", None)
+    if targets is not None:
+        if targets.dtype != np.int64:
+            raise InvalidInputError(f"target_tokens must be int64, got {targets.dtype}")
+        if len(targets) != len(input_ids):
+            rule = f"shape [{len(input_ids)}] or [{len(input_ids)}, K], as model_input has {len(input_ids)} ids"
+            raise InvalidInputError(f"target_tokens must have {rule}, got {list(targets.shape)}")
+        check_vocabulary(targets, vocab_size=vocab_size, name="target_tokens")
+    for name, array in arrays.items():
+        arrays[name] = array.astype(np.float32)
+        if (arrays[name] != array).any():
+            raise InvalidInputError(f"loss_fn_inputs[{name!r}] must be float32, got values that float32 cannot hold")
+    return Datum(
+        input_ids=input_ids,
+        targets=targets,
+        inputs=arrays,
+        input_claims=tuple(map(_read_claim, given.model_input_spans)),
+        target_claims=tuple(map(_read_claim, given.loss_fn_input_spans)),
+    )
+
+
+def _read_tensor(tensor: messages.Tensor, field: str) -> NDArray[Any]:
+    """Read a tensor; a sparse one becomes dense, with 0 in cells that are not listed."""
+    name, dtype = f"loss_fn_inputs[{field!r}]", _DTYPES.get(tensor.dtype, "another")
+    if dtype != "float32" and dtype != "int64":
+        raise InvalidInputError(f"{name} must be float32 or int64, got {dtype}")
+    csr, shape = tensor.sparse_csr, list(tensor.shape)
+    is_sparse = tensor.WhichOneof("encoding") == "sparse_csr"
+    try:
+        indices = [np.frombuffer(each, np.int64).tolist() for each in (csr.crow_indices, csr.col_indices)]
+        values = np.frombuffer(csr.values if is_sparse else tensor.dense, dtype)
+        array = types.TensorData(values, dtype, shape or None, *(indices if is_sparse else ())).to_numpy()
+    except (AssertionError, ValueError, RuntimeError) as error:  # the first is the SDK's
+        kind = "a sparse tensor (CSR)" if is_sparse else "a tensor"
+        raise InvalidInputError(f"{name} must be {kind} of {dtype} of shape {shape}: {error}") from None
+    if not np.isfinite(array).all():
+        place = np.argwhere(~np.isfinite(array))[0].tolist()
+        raise InvalidInputError(f"{name}{place} must be finite, got {array[tuple(place)]}")
+    return array
+
+
+def _read_claim(span: messages.ProvenanceSpan) -> ProvenanceClaim:
+    is_sampled = span.WhichOneof("span") == "sampled_tokens"
+    given = span.sampled_tokens if is_sampled else span.prompt_tokens
+    kind = types.SampledProvenanceSpan if is_sampled else types.PromptProvenanceSpan
+    return kind(sequence_id=given.sequence_id, offset=given.offset, length=given.length)
+
+
+def encode_forward_backward(output: Output, metrics: Mapping[str, float]) -> bytes:
+    """The result of `forward_backward`: the logprobs of each datum's targets, and metrics."""
+    answer = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={**output.metrics, **metrics})
+    for values in output.logprobs:
+        field = answer.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
+        data = np.ascontiguousarray(values, np.float32)
+        field.data, field.dtype = data.tobytes(), messages.DTYPE_FLOAT32
+        field.offsets = np.array([0, data.nbytes], np.int64).tobytes()
+        field.trailing_shape.extend(data.shape[1:])
+    return bytes(answer.SerializeToString())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +310,11 @@ def compute_loss(
     """
     assert batch.targets is not None, "every row has targets"
     values, logprobs_N, used_N = dict(batch.values), scores.logprobs_N, batch.targets.trained_N
-    if "sequence_ratio_mask" in values:
-        values["sequence_log_ratio"] = _mean_log_ratio(logprobs_N, values, batch.num_row_tokens)
+    if "sequence_ratio_mask" in values:  # log s is the mean over the marked positions of a row; 0 without any
+        marked_N = (values["sequence_ratio_mask"] != 0).double()
+        parts = (marked_N * (logprobs_N.detach() - values["logprobs"]), marked_N)
+        sums = (sum_by_trajectory(of_N, batch.num_row_tokens, (), lambda _: 0.0)[0] for of_N in parts)
+        values["sequence_log_ratio"] = torch.div(*sums).nan_to_num().to(logprobs_N)
     values = {name: of_N[used_N] for name, of_N in values.items()}
     loss_N, clipped_N = _compute_terms(loss.name, logprobs_N[used_N], values, settings)
     total = (loss_N * values["weights"] if "weights" in values else loss_N).sum()
@@ -207,9 +324,7 @@ def compute_loss(
     return total, metrics
 
 
-@torch.no_grad()
-def _mean_log_ratio(logprobs_N: torch.Tensor, values: Values, num_row_tokens: Sequence[int]) -> torch.Tensor:
-    """[N] the mean of log p - log q over the positions in `sequence_ratio_mask` of its row; 0 in a row without any."""
-    whole = (logprobs_N - values["logprobs"], values["sequence_ratio_mask"] != 0)
-    parts = zip(*(torch.split(of_N, list(num_row_tokens)) for of_N in whole), strict=True)
-    return torch.cat([log_ratio[mask].mean().nan_to_num().expand(len(mask)) for log_ratio, mask in parts])
+def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several calls or passes together, as the SDK adds up those of chunks; means are left out."""
+    names = sorted({name for part in parts for name in part if name.endswith((":sum", ":max"))})
+    return {name: (max if ":max" in name else math.fsum)(part.get(name, 0.0) for part in parts) for name in names}

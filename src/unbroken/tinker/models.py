@@ -38,7 +38,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from unbroken.errors import CheckpointError, EngineError, InvalidInputError, TrainingError, UnbrokenError, WeightsError
-from unbroken.tinker.losses import Datum, Loss, Output, check_datum, compute_loss, find_loss, find_used
+from unbroken.tinker.losses import Datum, Loss, Output, add_metrics, check_datum, compute_loss, find_loss, find_used
 from unbroken.training.backend import TrainerBackend, make_optimizer
 from unbroken.training.config import SharedPrefixes, TrainerConfig
 from unbroken.training.model.adapters import causal_lm, checksum_of_frozen, fuse_adapters
@@ -55,6 +55,8 @@ MAX_RANK, ALPHA = 512, 32
 """Adapters are scaled by ALPHA / rank, as the hosted API does: the learning rates of its cookbook are for that."""
 _ADAPTER, _OPTIMIZER, _STATE = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
 _FORMAT = 1
+_PARTS = {"train_attn": ("attn", "attention"), "train_mlp": ("mlp", "ffn", "feed_forward", "expert", "moe")}
+"""What the paths of linear layers have in each part of a model."""
 
 
 @dataclass(slots=True)
@@ -158,9 +160,7 @@ class Models:
                 for row, found in zip(passes.rows, passes.logprobs, strict=True):
                     targets: Any = data[numbers[row]].targets
                     logprobs[numbers[row]] = np.ascontiguousarray(found.reshape(targets.shape), dtype=np.float32)
-        names = {name for of_pass in stats for name in of_pass} or {"loss:sum"}
-        metrics = {name: math.fsum(of_pass.get(name, 0.0) for of_pass in stats) for name in sorted(names)}
-        return Output(logprobs=logprobs, metrics=metrics)
+        return Output(logprobs=logprobs, metrics=add_metrics([{"loss:sum": 0.0}, *stats]))
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
         """Make a step with the sum of all gradients since the last one, which is 0 without any, and clear them. If they
@@ -175,14 +175,15 @@ class Models:
             group.update(betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=params.weight_decay)
         norm = backend.optimizer_step(params.learning_rate, max_grad_norm=params.grad_clip_norm or math.inf)
         model.num_steps += 1
-        if not torch.stack([each.isfinite().all() for each in model.parameters.values()]).all():
-            made = f"the step, with learning_rate {params.learning_rate} and eps {params.eps}, made weights that are"
-            raise TrainingError(f"{made} not finite: load a checkpoint into this model")
+        _check_finite(model, f"the step, with learning_rate {params.learning_rate} and eps {params.eps}, made weights")
         return {"grad_norm": norm, "num_steps": float(model.num_steps)}
 
     def adapter(self, model_id: str) -> WeightStream:
-        """The weights for an engine, to be read once, before the next call: of the adapter alone, or all weights."""
+        """The weights for an engine, to be read once, before the next call: of the adapter alone, or all weights.
+        `TrainingError` for those that are not finite, which no engine and no checkpoint gets.
+        """
         model, _ = self._activate(model_id)
+        _check_finite(model, "nothing is saved of weights")
         return (gather_weights if model.lora is None else gather_adapter_weights)(self._get_model())
 
     def save(self, model_id: str, folder: Path, optimizer: bool) -> None:
@@ -352,13 +353,15 @@ def _draw_first_weights(model: Any, seed: int) -> None:
 
 def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is trained."""
-    head = model.get_output_embeddings()
     found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
     for path, module in model.named_modules():
         is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
-        if is_linear and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B.")):
-            kind = "train_unembed" if module is head else _find_kind(path.lower())
-            found.get(kind, []).append(path)
+        is_router = path.endswith((".gate", ".router", ".shared_expert_gate"))
+        if is_linear and not is_router and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B.")):
+            of = [kind for kind, words in _PARTS.items() if any(word in path.lower() for word in words)]
+            kinds = ["train_unembed"] if module is model.get_output_embeddings() else of
+            for kind in kinds[:1]:
+                found[kind].append(path)
     if model.config.get_text_config().tie_word_embeddings:
         found["train_unembed"] = []
         if lora.train_attn or lora.train_mlp:
@@ -379,13 +382,9 @@ def _check_adam(params: AdamParams) -> None:
             raise InvalidInputError(f"adam_params.{name} must lie in [0, {'1)' if is_beta else '1e12]'}, got {value}")
 
 
-def _find_kind(path: str) -> str:
-    """What part of a layer a linear module belongs to; empty for routers, and what is in neither part."""
-    if path.split(".")[-1] in ("gate", "router", "shared_expert_gate"):
-        return ""
-    if "attn" in path or "attention" in path:
-        return "train_attn"
-    return "train_mlp" if any(part in path for part in ("mlp", "ffn", "feed_forward", "expert", "moe")) else ""
+def _check_finite(model: _Model, what: str) -> None:
+    if not torch.stack([each.isfinite().all() for each in model.parameters.values()]).all():
+        raise TrainingError(f"{what} that are not finite: load a checkpoint into this model")
 
 
 def _load_model(source: str, dtype: torch.dtype) -> Any:

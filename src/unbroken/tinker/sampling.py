@@ -9,13 +9,14 @@ New weights of a model whose sampler is `inflight` come between two ids of its r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
@@ -24,15 +25,23 @@ from unbroken.engines.checks import check_vocabulary, require_scoring
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
-from unbroken.server.images import RequestPrompt
-from unbroken.tinker.wire import write_tops
+from unbroken.server.images import ImageIntake, RequestPrompt
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
-from unbroken.types import FinishReason, InFlight, SampledSequence, SampleRequest, SampleResult, SamplingParams
+from unbroken.types import (
+    FinishReason,
+    InFlight,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TopLogprobs,
+)
 from unbroken.weights.folders import atomic_folder
 
 _MAX_VERSIONS = 10_000
 _FULL_S = 0.1
+_EMPTY_LOGPROB = -99999.0
 _MAX_SCORES = 2**24
 """Most logprobs that are computed to find those of given ids: positions times vocabulary."""
 
@@ -245,3 +254,52 @@ async def _score(
     if body.prompt_logprobs:
         answer.prompt_logprobs = logprobs.tobytes()
     return answer
+
+
+async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:
+    """The prompt's ids, with those of its images among them; `InvalidInputError` if it cannot be used."""
+    parts, images = [np.zeros(0, np.int64)], []
+    for number, chunk in enumerate(prompt.chunks):
+        if isinstance(chunk, types.EncodedTextChunk):
+            parts.append(np.array(chunk.tokens))  # of any size
+        elif isinstance(chunk, types.ImageChunk):
+            parts.append(np.array([intake.placeholder_id or 0]))
+            images.append((f"prompt.chunks[{number}]", chunk))
+        else:
+            raise InvalidInputError(f"prompt.chunks[{number}] must be ids (encoded_text) or an image, got {chunk.type}")
+    ids: NDArray[Any] = np.concatenate(parts)
+    check_vocabulary(ids, vocab_size=vocab_size, name="prompt")
+    sources, settings = [chunk.data for _, chunk in images], intake.encode_settings(None)
+    (placed,) = await intake.place([ids.astype(np.int32)], [sources], settings, names=lambda _: "images of prompt")
+    for (name, chunk), span in zip(images, placed.images, strict=True):
+        if chunk.expected_tokens not in (None, span.length):
+            rule = f"must be {span.length}, the ids that the model's image processor makes of it"
+            raise InvalidInputError(f"{name}.expected_tokens {rule}, got {chunk.expected_tokens}")
+    return placed
+
+
+def encode_sample(sequences: Sequence[SampledSequence], answer: messages.SampleResponse | None = None) -> bytes:
+    """The result of `asample`; `answer` has the prompt's scores."""
+    answer = messages.SampleResponse() if answer is None else answer
+    for sequence in sequences:
+        each = answer.sequences.add()
+        each.tokens = np.asarray(sequence.completion_ids, np.int32).tobytes()
+        each.logprobs = np.asarray(sequence.rollout_logprobs, np.float32).tobytes()
+        each.stop_reason = (
+            messages.STOP_REASON_STOP if sequence.finish_reason is FinishReason.STOP else messages.STOP_REASON_LENGTH
+        )
+        if sequence.top_logprobs is not None:
+            write_tops(each.topk_sampled_logprobs, sequence.top_logprobs)
+    return bytes(answer.SerializeToString())
+
+
+def write_tops(
+    message: messages.TopkLogprobs, tops: TopLogprobs, *, number: int | None = None, num_empty: int = 0
+) -> None:
+    """Write the most likely ids, or a `number` of them, with `num_empty` positions without any before them."""
+    start, padding = max(num_empty - 1, 0), ((num_empty, 0), (0, 0))
+    ids = np.pad(tops.token_ids[start:, :number], padding)
+    logprobs = np.pad(tops.logprobs[start:, :number], padding, constant_values=_EMPTY_LOGPROB)
+    message.token_ids = ids.astype(np.int32).tobytes()
+    message.logprobs = np.where(np.isfinite(logprobs), logprobs, _EMPTY_LOGPROB).astype(np.float32).tobytes()
+    message.length, message.k = ids.shape

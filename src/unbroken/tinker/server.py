@@ -22,10 +22,10 @@ from unbroken.server.http.json import json_response
 from unbroken.server.options import ServeOptions
 from unbroken.server.process import serve
 from unbroken.tinker.api import Answer, TinkerApi
+from unbroken.tinker.losses import PROTOBUF
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.sessions import Promise
 from unbroken.tinker.store import CallResult, TinkerStore
-from unbroken.tinker.wire import PROTOBUF
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
@@ -58,14 +58,7 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
     store = TinkerStore(
         tinker.tinker_store, files=tinker.tinker_files, keep_days=keep_days, sessions=tinker.tinker_sessions
     )
-    make_api = partial(
-        TinkerApi,
-        store=store,
-        options=tinker,
-        model=model,
-        tokenizer=options.tokenizer or model,
-        open_backend=open_backend,
-    )
+    make_api = partial(TinkerApi, store=store, options=tinker, serving=options, open_backend=open_backend)
     make_app = partial(create_tinker_app, make_api, tinker.read_keys())
     try:
         return serve(options, make_app=make_app, note=f"; the Tinker API with its files in {store.folder}")
@@ -80,27 +73,25 @@ def create_tinker_app(
     app = create_app(*given, more_routers=make_routes(), **options)
     app.state.tinker = make_api(app.state.context)
     if keys is not None:
-        app.add_middleware(KeyGate, keys=keys)
+        app.add_middleware(gate_keys, keys=keys)
     return app
 
 
-class KeyGate:
+def gate_keys(app: ASGIApp, *, keys: frozenset[bytes]) -> ASGIApp:
     """ASGI middleware outside the guard: the Tinker API's paths need one of several keys."""
+    digests = {hashlib.sha256(key).digest() for key in keys}
 
-    def __init__(self, app: ASGIApp, *, keys: frozenset[bytes]) -> None:
-        self._app = app
-        self._keys = {hashlib.sha256(key).digest() for key in keys}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, as ASGI has it."""
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = app
         if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/") and scope["path"] != f"{PREFIX}/healthz":
-            matched = [key for key in read_keys(scope) if hashlib.sha256(key).digest() in self._keys]
+            matched = [key for key in read_keys(scope) if hashlib.sha256(key).digest() in digests]
+            scope[AUTHORIZED] = next(iter(matched), None)
             if not matched:
                 error = HttpError(401, "the key in X-API-Key is none of those in --tinker-keys", code="invalid_api_key")
-                await error_response(error, path=scope["path"])(scope, receive, send)
-                return
-            scope[AUTHORIZED] = matched[0]
-        await self._app(scope, receive, send)
+                answer = error_response(error, path=scope["path"])
+        await answer(scope, receive, send)
+
+    return handle
 
 
 def make_routes() -> list[Routes]:

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,19 +42,17 @@ Ended: TypeAlias = tuple[int, str]
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, dict[str, Any] | CallResult]]
 
 
-def describe_failure(error: Exception) -> dict[str, Any]:
+def fail(error: Exception) -> CallResult:
     """The result of a call that failed, in the SDK's categories: `user` for what the caller can mend."""
     if isinstance(error, UnbrokenError) and not isinstance(error, EngineError):
-        return {"error": str(error), "category": "server" if isinstance(error, StoreError) else "user"}
-    found = to_http_error(error)
-    return {"error": found.message, "category": "user" if found.status < 500 else "server"}
+        message, is_ours = str(error), isinstance(error, StoreError)
+    else:
+        found = to_http_error(error)
+        message, is_ours = found.message, found.status >= 500
+    return CallResult(answer=encode_json({"error": message, "category": "server" if is_ours else "user"}))
 
 
-def _encode(answer: Mapping[str, Any]) -> CallResult:
-    return CallResult(answer=encode_json(answer))
-
-
-FORGOTTEN = _encode(describe_failure(HttpError(410, f"the result is kept for {ANSWERS_KEPT_S:g} s, and no longer")))
+FORGOTTEN = fail(HttpError(410, f"the result is kept for {ANSWERS_KEPT_S:g} s, and no longer"))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,8 +74,7 @@ class Promise:
     async def wait(self, timeout_s: float | None = None) -> CallResult | None:
         """Wait for the result; None if it takes longer."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.ended.wait()
+            await asyncio.wait_for(self.ended.wait(), timeout_s)
         return self.result if self.ended.is_set() else None
 
     def cancel(self) -> None:
@@ -134,13 +131,13 @@ class Promises:
         """Do the work of a call, and store its result, unless nobody can ask for it later."""
         try:
             made = await work()
-            promise.result = made if isinstance(made, CallResult) else _encode(made)
+            promise.result = made if isinstance(made, CallResult) else CallResult(answer=encode_json(made))
         except asyncio.CancelledError:
             if not promise.is_cancelled:  # the server stops
                 raise
-            promise.result = _encode(describe_failure(HttpError(499, "the call was cancelled")))
+            promise.result = fail(HttpError(499, "the call was cancelled"))
         except Exception as error:
-            promise.result = _encode(describe_failure(error))
+            promise.result = fail(error)
         write = partial(self._store.put_result, promise.request_id, promise.digest, promise.result, owner=self._owner)
         try:
             if is_kept:
@@ -148,7 +145,7 @@ class Promises:
             del self._open[promise.request_id]
         except Exception as error:  # what was trained is trained; what was sampled cannot be proven later
             if promise.result.sequences:
-                promise.result = _encode(describe_failure(error))
+                promise.result = fail(error)
             asyncio.get_running_loop().call_later(ANSWERS_KEPT_S, self._open.pop, promise.request_id, None)
         now = time.monotonic_ns()
         self._open_bytes -= promise.num_bytes
@@ -194,7 +191,7 @@ class TrainingRun:
         self.backend: Models | TrainerProcess | None = None
         """Has the model; None until it is made."""
         self.counted: dict[str, float] = {}
-        """The metrics of the `forward_backward` calls since the last step, added up as the SDK does for chunks."""
+        """The metrics of the `forward_backward` calls since the last step."""
         self.inflight = SamplerWeights(model_id=facts.model_id)
         """What its `inflight` samplers share."""
         self.snapshots: list[str] = []
@@ -208,13 +205,6 @@ class TrainingRun:
         """Why there are no more calls."""
         self._working: asyncio.Task[None] | None = None
         """Does calls while some wait."""
-
-    def count(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a call to those of its step; means are left out."""
-        for name, value in metrics.items():
-            known = self.counted.get(name, 0.0)
-            if name.endswith((":sum", ":max")):
-                self.counted[name] = known + value if name.endswith(":sum") else max(known, value)
 
     async def submit(self, seq_id: int | None, kind: str, work: Work, body: bytes) -> Promise:
         """Take a call, which runs after those with lower numbers; the promise of before, if it comes again."""
@@ -242,8 +232,7 @@ class TrainingRun:
                 continue
             self._arrived.clear()
             try:
-                async with asyncio.timeout(_MISSING_S):
-                    await self._arrived.wait()
+                await asyncio.wait_for(self._arrived.wait(), _MISSING_S)
             except TimeoutError:
                 missing, self._next = self._next, max(self._waiting) + 1
                 what = f"call {missing} of model {self.model_id} never arrived, or was refused"
@@ -252,12 +241,12 @@ class TrainingRun:
         await self._fail_waiting(f"model {self.model_id} is gone: {self._reason}", is_kept=False)
 
     async def _fail_waiting(self, reason: str, *, is_kept: bool = True) -> None:
-        async def fail() -> dict[str, Any]:
+        async def end() -> CallResult:
             raise HttpError(410, reason)
 
         waiting, self._waiting = self._waiting, {}
         for promise, _ in waiting.values():
-            await self._promises.run(promise, fail, is_kept=is_kept)
+            await self._promises.run(promise, end, is_kept=is_kept)
 
     async def end(self, reason: str) -> None:
         """Fail the calls that wait, and wait for the one that runs; there may be no more after it."""
@@ -273,7 +262,8 @@ class TinkerSession:
 
     session_id: str
     owner: str
-    seen_s: float = field(default_factory=time.monotonic)
+    end: asyncio.TimerHandle | None = None
+    """What ends it, unless its client gives another sign of life."""
     runs: dict[str, TrainingRun] = field(default_factory=dict)
     samplers: dict[str, SamplerWeights] = field(default_factory=dict)
     """What each of its sampling sessions, by its name, samples from."""

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
-from unbroken.ledger.store import Cursor, Tables, is_postgres_url, open_database, open_store_reader
+from unbroken.ledger.store import (
+    Cursor,
+    Tables,
+    is_postgres_url,
+    is_storable,
+    open_database,
+    open_store_reader,
+)
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")
@@ -43,10 +50,9 @@ _VERSION_1 = (
     """CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, facts TEXT NOT NULL, made {float} NOT NULL)""",
 )
-"""Folders of before had no version."""
+"""Folders of before had no version. In some stores sequences have one more column, `whole`, which is not used."""
 _VERSION_2 = (
     "ALTER TABLE sequences ADD COLUMN finish TEXT NOT NULL DEFAULT 'length'",
-    "ALTER TABLE sequences ADD COLUMN whole {integer} NOT NULL DEFAULT 0",
     "CREATE INDEX sequences_by_time ON sequences (made)",
     "CREATE INDEX sequences_by_model ON sequences (model, made)",
     """CREATE TABLE steps (
@@ -62,7 +68,6 @@ _VERSION_3 = (
     "CREATE INDEX results_by_time ON results (ended)",
     "CREATE INDEX answers_by_time ON results (ended) WHERE answer IS NOT NULL",
 )
-"""`whole` of sequences is not used since then."""
 _INSERT_SEQUENCE = (
     "INSERT INTO sequences (id, prompt, owner, model, ids, logprobs, versions, content, made, finish) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -88,7 +93,6 @@ class RecordedSequence:
     """One sampled sequence, as it left the engine."""
 
     sequence_id: str
-    owner: str
     model_id: str
     """The training run whose weights sampled it; empty for the base model."""
     prompt_ids: TokenIds
@@ -129,7 +133,7 @@ class ModelFacts:
             "model_owner": owner,
             "is_lora": self.lora is not None,
             "lora_rank": None if self.lora is None else self.lora["rank"],
-            "last_request_time": _format_time(self.used),
+            "last_request_time": datetime.fromtimestamp(self.used, UTC),
             "last_checkpoint": last.get(True),
             "last_sampler_checkpoint": last.get(False),
             "user_metadata": self.user_metadata,
@@ -169,16 +173,12 @@ class Checkpoint:
         return {
             "checkpoint_id": self.path.split("/", 3)[3],
             "checkpoint_type": "training" if self.is_for_training else "sampler",
-            "time": _format_time(self.made),
+            "time": datetime.fromtimestamp(self.made, UTC),
             "tinker_path": self.path,
             "size_bytes": self.num_bytes,
             "user_metadata": self.user_metadata,
-            "expires_at": None if self.expires is None else _format_time(self.expires),
+            "expires_at": None if self.expires is None else datetime.fromtimestamp(self.expires, UTC),
         }
-
-
-def _format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def hash_content(*parts: NDArray[Any]) -> bytes:
@@ -188,12 +188,6 @@ def hash_content(*parts: NDArray[Any]) -> bytes:
 
 def _to_bytes(ids: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(ids, np.int32).tobytes()
-
-
-def select(cursor: Cursor, query: str, *values: Any) -> list[tuple[Any, ...]]:
-    """The rows of a query."""
-    cursor.execute(query, values)
-    return cursor.fetch_all()
 
 
 def decode_sampled(ids: bytes, logprobs: bytes, versions: str, finish: str) -> SampledSequence:
@@ -210,8 +204,7 @@ def _begin(cursor: Cursor) -> str:
     """Note that a server has started; returns the name of the database."""
     cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
     cursor.execute("UPDATE store SET name = ? WHERE name = ''", (uuid.uuid4().hex,))
-    cursor.execute("SELECT name FROM store")
-    return str(cursor.fetch_one()[0])
+    return str(cursor.select("SELECT name FROM store")[0][0])
 
 
 class TinkerStore:
@@ -252,9 +245,9 @@ class TinkerStore:
         """Remove the files that a killed server left, and checkpoints whose time is over."""
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
         kept: set[Path] = set()
-        for owner, facts in self._read("SELECT owner, facts FROM checkpoints"):
+        for (facts,) in self._read("SELECT facts FROM checkpoints"):
             if (checkpoint := Checkpoint(**json.loads(facts))).is_over:
-                self.delete_checkpoint(checkpoint, owner=owner)
+                self.delete_checkpoint(checkpoint)
             else:
                 kept.add(self.folder_of(checkpoint))
         for kind in ("weights", "sampler_weights") if kept else ():  # without rows the database may be lost
@@ -263,9 +256,9 @@ class TinkerStore:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        if not all(value.isprintable() for value in values if isinstance(value, str)):
-            return []  # databases refuse some characters with errors
-        return self._database.read(lambda cursor: select(cursor, query, *values))
+        if not all(is_storable(value) for value in values if isinstance(value, str)):
+            return []
+        return self._database.read(lambda cursor: cursor.select(query, *values))
 
     def put_result(self, request_id: str, digest: bytes, result: CallResult, *, owner: str) -> None:
         """Record the result of a call, and what it sampled; and remove a few of those that were kept long enough."""
@@ -288,8 +281,8 @@ class TinkerStore:
             cursor.execute_many(_INSERT_SEQUENCE, rows)
             cursor.execute(f"UPDATE results SET answer = NULL WHERE {_OLD_ANSWERS}", (hour_ago, few))
             cursor.execute(f"DELETE FROM results WHERE {_OLD_RESULTS}", (kept_from, few))
-            cursor.execute(f"DELETE FROM sequences WHERE {_OLD_SEQUENCES} RETURNING prompt", (kept_from, few))
-            cursor.execute_many("DELETE FROM prompts WHERE id = ?", cursor.fetch_all())
+            old = cursor.select(f"DELETE FROM sequences WHERE {_OLD_SEQUENCES} RETURNING prompt", kept_from, few)
+            cursor.execute_many("DELETE FROM prompts WHERE id = ?", old)
 
         self._write(put)
 
@@ -303,9 +296,9 @@ class TinkerStore:
     def find_sequence(self, sequence_id: str, *, owner: str) -> RecordedSequence | None:
         """A sequence sampled for this owner, or a turn of a gateway's session; `StoreError` if that cannot be read."""
         found = self._find_sequences("s.id", sequence_id, owner)
-        return found[0] if found else self._find_turn(sequence_id, owner)
+        return found[0] if found else self._find_turn(sequence_id)
 
-    def _find_turn(self, sequence_id: str, owner: str) -> RecordedSequence | None:
+    def _find_turn(self, sequence_id: str) -> RecordedSequence | None:
         """A turn by its name, read from the gateway's store, which is not changed."""
         name = split_sequence_name(sequence_id)
         if name is None or self._sessions is None:
@@ -317,9 +310,7 @@ class TinkerStore:
         if node not in self._turns[session_id]:
             return None
         prompt_ids, sampled = self._turns[session_id][node]  # the gateway does not know whose weights its engine had
-        return RecordedSequence(
-            sequence_id=sequence_id, owner=owner, model_id="", prompt_ids=prompt_ids, sampled=sampled
-        )
+        return RecordedSequence(sequence_id=sequence_id, model_id="", prompt_ids=prompt_ids, sampled=sampled)
 
     def find_by_content(self, content: bytes, *, owner: str) -> list[RecordedSequence]:
         """The sequences, two at most, whose prompt and completion together are these ids."""
@@ -335,7 +326,6 @@ class TinkerStore:
         return [
             RecordedSequence(
                 sequence_id=name,
-                owner=owner,
                 model_id=model,
                 prompt_ids=np.frombuffer(prompt, np.int32),
                 sampled=decode_sampled(*columns),
@@ -350,8 +340,8 @@ class TinkerStore:
 
         def put(cursor: Cursor) -> None:
             cursor.execute("INSERT INTO models VALUES (?, ?, ?, ?, NULL)", values)
-            cursor.execute(f"DELETE FROM models WHERE {old} RETURNING id", (time.time() - self.keep_days * 86400,))
-            cursor.execute_many("DELETE FROM steps WHERE model = ?", cursor.fetch_all())
+            gone = cursor.select(f"DELETE FROM models WHERE {old} RETURNING id", time.time() - self.keep_days * 86400)
+            cursor.execute_many("DELETE FROM steps WHERE model = ?", gone)
 
         self._write(put)
 
@@ -376,12 +366,11 @@ class TinkerStore:
 
     def put_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
         """Record a checkpoint, whose files are whole, and then remove those of the one that it replaces."""
-        path, facts = checkpoint.path, json.dumps(asdict(checkpoint))
+        facts = json.dumps(asdict(checkpoint))
+        values = checkpoint.path, checkpoint.model_id, owner, facts, checkpoint.made
 
         def put(cursor: Cursor) -> list[Any]:
-            cursor.execute("DELETE FROM checkpoints WHERE path = ? RETURNING facts", (path,))
-            replaced = cursor.fetch_all()
-            values = path, checkpoint.model_id, owner, facts, checkpoint.made
+            replaced = cursor.select("DELETE FROM checkpoints WHERE path = ? RETURNING facts", checkpoint.path)
             cursor.execute("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", values)
             return replaced
 
@@ -399,10 +388,9 @@ class TinkerStore:
         found = Checkpoint(**json.loads(rows[0][0])) if rows else None
         return None if found is None or found.is_over else found
 
-    def delete_checkpoint(self, checkpoint: Checkpoint, *, owner: str) -> None:
+    def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Forget a checkpoint, and remove its files."""
-        values = owner, checkpoint.path
-        self._write(lambda cursor: cursor.execute("DELETE FROM checkpoints WHERE owner = ? AND path = ?", values))
+        self._write(lambda cursor: cursor.execute("DELETE FROM checkpoints WHERE path = ?", (checkpoint.path,)))
         shutil.rmtree(self.folder_of(checkpoint), ignore_errors=True)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:

@@ -17,10 +17,10 @@ from support.servers import listening
 from unbroken import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.integrations.tinker import make_data, name_sequence, split_sequence_name
+from unbroken.tinker.losses import read_data
 from unbroken.tinker.options import ProvenancePolicy
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.store import TinkerStore
-from unbroken.tinker.wire import read_data
 from unbroken.types import NO_VERSION, EncodedImage, ImageSpan, TrainingSample
 
 

@@ -471,6 +471,8 @@ def test_a_step_that_makes_weights_that_are_not_finite_is_an_error_until_others_
     for params in (AdamParams(eps=0), AdamParams()):  # 0 / 0
         with pytest.raises(TrainingError, match="made weights that are not finite: load a checkpoint"):
             models.optim_step("a", params)
+    with pytest.raises(TrainingError, match="nothing is saved of weights that are not finite: load a checkpoint"):
+        models.adapter("a")
     models.load("a", tmp_path / "good", optimizer=True)
     models.optim_step("a", AdamParams())
     for name in ("learning_rate", "eps", "weight_decay"):

@@ -13,7 +13,7 @@ import pytest
 
 from support.tinker_loops import add_sequences, record
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store import Cursor, open_snapshots
+from unbroken.ledger.store import open_snapshots
 from unbroken.tinker import store as store_module
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.store import (
@@ -44,12 +44,7 @@ def make_call(name: str = "s:sample:0:1", number: int = 2) -> list[RecordedSeque
 
 def select(location: str, query: str) -> list[Any]:
     """What another process reads."""
-
-    def read(cursor: Cursor) -> list[Any]:
-        cursor.execute(query)
-        return cursor.fetch_all()
-
-    return open_snapshots(location, TINKER_TABLES).read(read)
+    return open_snapshots(location, TINKER_TABLES).read(lambda cursor: cursor.select(query))
 
 
 def write_files(store: TinkerStore, checkpoint: Checkpoint = SAVED) -> Path:
@@ -75,7 +70,7 @@ def test_a_store_is_one_servers_and_keeps_what_was_acknowledged(open_store):
     assert found == SAVED
     assert found.is_for_training
     assert store.find_checkpoint(path, owner="other") is None
-    store.delete_checkpoint(found, owner="me")
+    store.delete_checkpoint(found)
     assert not store.folder_of(SAVED).exists()
     expired = replace(SAVED, expires=found.made)
     store.put_checkpoint(expired, owner="me")

@@ -13,7 +13,7 @@ from typing import cast
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.ledger.store.base import SessionStore
 from unbroken.ledger.store.reader import StoreReader, StoreSnapshots
-from unbroken.ledger.store.sql import Cursor, Database, SqlSessionStore
+from unbroken.ledger.store.sql import Cursor, Database, SqlSessionStore, is_storable
 from unbroken.ledger.store.sqlite import SqliteDatabase, open_sqlite_snapshots
 from unbroken.ledger.store.tables import SESSION_TABLES, Tables
 from unbroken.ledger.store.writer import SessionWriter
@@ -27,6 +27,7 @@ __all__ = [
     "StoreSnapshots",
     "Tables",
     "is_postgres_url",
+    "is_storable",
     "open_database",
     "open_snapshots",
     "open_store",

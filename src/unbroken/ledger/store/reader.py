@@ -62,28 +62,21 @@ class StoreReader:
 
     def list_numbers(self) -> list[tuple[int, str]]:
         """The number and the status of every session, in order."""
-
-        def select(cursor: Cursor) -> list[tuple[int, str]]:
-            cursor.execute(f"SELECT session, {_STATUS} FROM sessions ORDER BY session")
-            return [(number, str(status)) for number, status in cursor.fetch_all()]
-
-        return self._snapshots.read(select)
+        statement = f"SELECT session, {_STATUS} FROM sessions ORDER BY session"
+        rows = self._snapshots.read(lambda cursor: cursor.select(statement))
+        return [(number, str(status)) for number, status in rows]
 
     def list_sessions(self, first: int, last: int) -> list[ListedSession]:
         """The sessions with numbers from `first` to `last`, in order."""
-
-        def select(cursor: Cursor) -> list[ListedSession]:
-            num_turns = "(SELECT COUNT(*) FROM turns WHERE turns.session = sessions.session)"
-            columns = f"session, CAST(session_id AS TEXT), {_STATUS}, {num_turns}"
-            cursor.execute(
-                f"SELECT {columns} FROM sessions WHERE session BETWEEN ? AND ? ORDER BY session", (first, last)
+        num_turns = "(SELECT COUNT(*) FROM turns WHERE turns.session = sessions.session)"
+        columns = f"session, CAST(session_id AS TEXT), {_STATUS}, {num_turns}"
+        statement = f"SELECT {columns} FROM sessions WHERE session BETWEEN ? AND ? ORDER BY session"
+        return [
+            ListedSession(number=number, session_id=name, status=str(status), num_turns=count)
+            for number, name, status, count in self._snapshots.read(
+                lambda cursor: cursor.select(statement, first, last)
             )
-            return [
-                ListedSession(number=number, session_id=name, status=str(status), num_turns=count)
-                for number, name, status, count in cursor.fetch_all()
-            ]
-
-        return self._snapshots.read(select)
+        ]
 
     def load(self, session_id: str) -> StoredSession | None:
         """Load a session as of one moment; None if it is unknown."""
@@ -127,9 +120,5 @@ class StoreReader:
 
     def list_images(self) -> list[str]:
         """The SHA-256 of all images, as hex digits."""
-
-        def select(cursor: Cursor) -> list[str]:
-            cursor.execute("SELECT DISTINCT name FROM session_blobs WHERE kind = 'image' ORDER BY name")
-            return [name for (name,) in cursor.fetch_all()]
-
-        return self._snapshots.read(select)
+        statement = "SELECT DISTINCT name FROM session_blobs WHERE kind = 'image' ORDER BY name"
+        return [name for (name,) in self._snapshots.read(lambda cursor: cursor.select(statement))]

@@ -47,8 +47,9 @@ class Cursor:
         """The next row of the result, as a tuple; None at the end."""
         return self._cursor.fetchone()
 
-    def fetch_all(self) -> list[Any]:
-        """The rows of the result that are left, as tuples."""
+    def select(self, statement: str, *values: Any) -> list[Any]:
+        """Run a statement, and return the rows of its result as tuples."""
+        self.execute(statement, values)
         rows: list[Any] = self._cursor.fetchall()
         return rows
 
@@ -121,7 +122,7 @@ class SqlSessionStore:
 
     def load(self, session_id: str) -> StoredSession | None:
         """Load a session as of one moment; None if it is unknown."""
-        if not _is_storable(session_id):
+        if not is_storable(session_id):
             return None
         return self._database.read(functools.partial(load_session, session_id))
 
@@ -136,7 +137,7 @@ class SqlSessionStore:
 
     def has_image(self, session_id: str, sha256: str) -> bool:
         """Whether a session refers to an image; false for an unknown session."""
-        if not (_is_storable(session_id) and _is_storable(sha256)):
+        if not (is_storable(session_id) and is_storable(sha256)):
             return False
 
         def select(cursor: Cursor) -> bool:
@@ -166,8 +167,8 @@ class SqlSessionStore:
                 condition, values = f"{condition} ORDER BY session LIMIT ?", [*values, limit]
             else:
                 condition = f"{condition} ORDER BY session"
-            cursor.execute(f"SELECT {_SESSION} FROM sessions WHERE {condition}", values)
-            return [decode_session(row) for row in cursor.fetch_all()]
+            rows = cursor.select(f"SELECT {_SESSION} FROM sessions WHERE {condition}", *values)
+            return [decode_session(row) for row in rows]
 
         return self._database.read(select)
 
@@ -213,12 +214,8 @@ class SqlSessionStore:
         is_over = "status = 'open' AND expires_s <= ?"
         if self._read_one(f"SELECT 1 FROM sessions WHERE {is_over} LIMIT 1", now_s) is None:
             return []
-
-        def write(cursor: Cursor) -> list[str]:
-            cursor.execute(f"UPDATE sessions SET status = 'expired' WHERE {is_over} RETURNING session_id", (now_s,))
-            return [row[0] for row in cursor.fetch_all()]
-
-        return self._database.write(write)
+        expire = f"UPDATE sessions SET status = 'expired' WHERE {is_over} RETURNING session_id"
+        return [row[0] for row in self._database.write(lambda cursor: cursor.select(expire, now_s))]
 
     def find_ended(self, session_ids: Sequence[str]) -> list[str]:
         """Find those of these sessions that have ended or were deleted, by any gateway, in the same order."""
@@ -228,8 +225,8 @@ class SqlSessionStore:
             for start in range(0, len(session_ids), _MAX_NAMED):
                 names = session_ids[start : start + _MAX_NAMED]
                 is_named = f"session_id IN ({', '.join('?' * len(names))})"
-                cursor.execute(f"SELECT session_id FROM sessions WHERE status = 'open' AND {is_named}", names)
-                found.update(row[0] for row in cursor.fetch_all())
+                rows = cursor.select(f"SELECT session_id FROM sessions WHERE status = 'open' AND {is_named}", *names)
+                found.update(row[0] for row in rows)
             return found
 
         is_open = self._database.read(select)
@@ -259,7 +256,7 @@ class SqlSessionStore:
 
     def find_owner_url(self, session_id: str) -> str | None:
         """The URL of the gateway that owns a session, if that is another one that runs and has one."""
-        if not _is_storable(session_id):
+        if not is_storable(session_id):
             return None
 
         def select(cursor: Cursor) -> str | None:
@@ -271,7 +268,7 @@ class SqlSessionStore:
 
     def release(self, session_id: str) -> None:
         """Give up a session."""
-        if not _is_storable(session_id):
+        if not is_storable(session_id):
             return
         values = (_NO_OWNER, session_id, self._database.owner)
         statement = "UPDATE sessions SET owner = ? WHERE session_id = ? AND owner = ?"
@@ -282,23 +279,18 @@ class SqlSessionStore:
         self._database.close()
 
     def _read_one(self, statement: str, value: Any) -> Any:
-        if isinstance(value, str) and not _is_storable(value):
+        if isinstance(value, str) and not is_storable(value):
             return None
-
-        def select(cursor: Cursor) -> Any:
-            cursor.execute(statement, (value,))
-            return cursor.fetch_one()
-
-        return self._database.read(select)
+        return next(iter(self._database.read(lambda cursor: cursor.select(statement, value))), None)
 
     def _check_writable(self, cursor: Cursor, session_ids: Sequence[str]) -> dict[str, int]:
         """The number of each session; they stay as they are until the transaction ends."""
         wanted = list(dict.fromkeys(session_ids))
-        if not_storable := [session_id for session_id in wanted if not _is_storable(session_id)]:
+        if not_storable := [session_id for session_id in wanted if not is_storable(session_id)]:
             raise UnknownSessionError(not_storable[0])
         condition = f"session_id IN ({', '.join('?' * len(wanted))}) {self._database.share}"
-        cursor.execute(f"SELECT session_id, session, status, owner FROM sessions WHERE {condition}", wanted)
-        found = {session_id: rest for session_id, *rest in cursor.fetch_all()}
+        rows = cursor.select(f"SELECT session_id, session, status, owner FROM sessions WHERE {condition}", *wanted)
+        found = {session_id: rest for session_id, *rest in rows}
         for session_id in wanted:
             if session_id not in found:
                 raise UnknownSessionError(session_id)
@@ -351,8 +343,7 @@ def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
     session = row[0]
 
     def select(columns: Sequence[str], table: str, rest: str) -> list[Any]:
-        cursor.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE session = ? {rest}", (session,))
-        return cursor.fetch_all()
+        return cursor.select(f"SELECT {', '.join(columns)} FROM {table} WHERE session = ? {rest}", session)
 
     tools = select(("name", "data"), "session_blobs JOIN blobs USING (sha256)", f"AND kind = '{_TOOLS}' ORDER BY name")
     return StoredSession(
@@ -377,8 +368,8 @@ def load_image(sha256: str, cursor: Cursor) -> bytes | None:
 
 
 def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
-    cursor.execute("SELECT sha256 FROM session_blobs JOIN sessions USING (session) WHERE session_id = ?", (session_id,))
-    digests = sorted(cursor.fetch_all())
+    of_session = "SELECT sha256 FROM session_blobs JOIN sessions USING (session) WHERE session_id = ?"
+    digests = sorted(cursor.select(of_session, session_id))
     cursor.execute("DELETE FROM sessions WHERE session_id = ?", (session_id,))
     was_there = cursor.num_changed == 1
     unused = "NOT EXISTS (SELECT 1 FROM session_blobs WHERE session_blobs.sha256 = blobs.sha256)"
@@ -391,7 +382,7 @@ def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
 
 def _find(cursor: Cursor, session_id: str, columns: str, rest: str = "") -> Any:
     """Get columns of a session; raises `UnknownSessionError` for an unknown one."""
-    if _is_storable(session_id):
+    if is_storable(session_id):
         cursor.execute(f"SELECT {columns} FROM sessions WHERE session_id = ? {rest}", (session_id,))
         if (row := cursor.fetch_one()) is not None:
             return row
@@ -409,6 +400,6 @@ def _check_image(sha256: str, data: bytes) -> bytes:
     return digest
 
 
-def _is_storable(text: str) -> bool:
+def is_storable(text: str) -> bool:
     """Whether text from outside can be the id of a session: databases refuse some characters with errors."""
     return text.isprintable()

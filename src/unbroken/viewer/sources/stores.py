@@ -43,7 +43,7 @@ from unbroken.ledger.tree import StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.files import MAX_TEXT, summarize
 from unbroken.runs.records.paths import describe_path, find_runs
-from unbroken.tinker.store import TINKER_TABLES, decode_sampled, select
+from unbroken.tinker.store import TINKER_TABLES, decode_sampled
 from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json, read_json
 from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
@@ -249,7 +249,7 @@ class _SequenceReader(StoreReader):
     def read_metrics(self, model_id: str) -> dict[str, Any]:
         """The numbers of a training run's steps by name."""
         query = "SELECT version, metrics FROM steps WHERE model = ? ORDER BY made"
-        rows = self._snapshots.read(lambda cursor: select(cursor, query, model_id))
+        rows = self._snapshots.read(lambda cursor: cursor.select(query, model_id))
         lines = [read_json(metrics, max_bytes=_MAX_BYTES) for _, metrics in rows]
         names = sorted({name for line in lines for name in line})
         values = {name: [line.get(name) for line in lines] for name in names}
@@ -264,7 +264,7 @@ class _SequenceReader(StoreReader):
         number, start = divmod(first - 1, _PAGES * PAGE_SIZE)
         run = {n: run["model_id"] for n, run in enumerate(self.list_runs(), start=1)}.get(number)
         query = "SELECT id FROM sequences WHERE model = ? ORDER BY made, LENGTH(id), id LIMIT ? OFFSET ?"
-        found = self._snapshots.read(lambda cursor: select(cursor, query, run, last - first + 1, start))
+        found = self._snapshots.read(lambda cursor: cursor.select(query, run, last - first + 1, start))
         return [
             ListedSession(number=first + n, session_id=str(name), status="sampled", num_turns=1)
             for n, (name,) in enumerate(found)
@@ -276,7 +276,7 @@ class _SequenceReader(StoreReader):
             "FROM models ORDER BY used DESC LIMIT 1)) FROM sequences s JOIN prompts p ON p.id = s.prompt "
             "LEFT JOIN models m ON m.id = s.model WHERE s.id = ?"
         )
-        rows = select(cursor, query, session_id)
+        rows = cursor.select(query, session_id)
         return _make_session(session_id, rows[0], self._find_texts) if rows else None
 
     def list_images(self) -> list[str]:
@@ -469,12 +469,12 @@ def _make_session(name: str, row: Sequence[Any], find_texts: Callable[[str], Tok
 
 def _list_runs(cursor: Cursor) -> list[dict[str, Any]]:
     counts, steps = (
-        dict(select(cursor, f"SELECT model, COUNT(*) FROM {table} GROUP BY model")) for table in ("sequences", "steps")
+        dict(cursor.select(f"SELECT model, COUNT(*) FROM {table} GROUP BY model")) for table in ("sequences", "steps")
     )
-    saved = select(cursor, "SELECT model, path FROM checkpoints ORDER BY made")
+    saved = cursor.select("SELECT model, path FROM checkpoints ORDER BY made")
     models = [
         {**read_json(facts, max_bytes=_MAX_BYTES), "used_s": used, "ended": ended}
-        for facts, used, ended in select(cursor, "SELECT facts, used, ended FROM models")
+        for facts, used, ended in cursor.select("SELECT facts, used, ended FROM models")
     ]
     models.sort(key=lambda facts: (facts["used"], facts["model_id"]))  # in the facts, it is when the model was made
     base = {"model_id": "", "base_model": models[-1]["base_model"] if models else "", "used": None}
