@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,6 +24,8 @@ from support.vllm_session import vision_vllm as vision_vllm
 
 # Each client of httpx reads all certificates that are trusted (140, 33 ms); no test speaks TLS with anybody.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
+# A busy machine answers late, and httpx waits for 5 s unless a test says how long.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write", "pool"), 60.0))
 
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from support.clusters import RECIPE, ClusterRun, Nodes
 from support.gateways import CHAT
-from support.packed_sender import free_port
 from support.postgres import PostgresServer, run_postgres
+from support.processes import free_port
 from support.served import save_tiny_model
 from unbroken.timeline import read_timeline
 

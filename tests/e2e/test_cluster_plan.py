@@ -12,7 +12,7 @@ import pytest
 
 from support.clusters import RECIPE
 from support.forks import commands_as_forks, run_python
-from support.packed_sender import free_port
+from support.processes import free_port
 from support.served import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]  # its ports must stay free until they are bound

@@ -137,7 +137,7 @@ async def test_a_gateway_over_an_upstream_imports_neither_torch_nor_transformers
         assert process.stdout is not None
         line = (await process.stdout.readline()).decode()
         url = line.split(" at ")[1].split()[0]
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             session = (await client.post("/v1/sessions", json={})).json()
             body = {"model": "any", "messages": [{"role": "user", "content": "Is it?"}]}
             answer = await client.post(f"{session['openai_base_url']}/chat/completions", json=body)

@@ -21,8 +21,8 @@ import pytest
 from support.effort import EFFORT
 from support.forks import ForkedPython
 from support.gateways import CHAT
-from support.packed_sender import free_port
 from support.postgres import run_postgres
+from support.processes import free_port
 from support.servers import encode, listening, make_app, scripted_engine, server_tokenizer
 from unbroken.types import TokenIds, token_ids
 
@@ -158,7 +158,7 @@ async def started_as_workers(folder: Path, *place: str | Path) -> AsyncIterator[
             os.kill(workers[0], signal.SIGKILL)
 
         yield Together(Balancer([f"http://127.0.0.1:{port}"], client), kill_one)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(left := list_workers(process.pid)) < NUM_WORKERS:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert workers[0] not in left

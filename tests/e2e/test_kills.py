@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from support.forks import ForkedPython
-from support.packed_sender import free_port
+from support.processes import free_port
 from support.served import save_tiny_model
 from support.watched_run import read_lines, read_problems
 from unbroken.runs.records.files import find_records, read_records

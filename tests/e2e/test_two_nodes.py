@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from support.architectures import tiny_model
 from support.forks import ForkedPython, forks_with
-from support.packed_sender import free_port
+from support.processes import free_port
 from support.servers import server_tokenizer
 from unbroken.training.checkpoints import find_checkpoints
 

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     folder = tmp_path_factory.mktemp("stock")
     save_model(folder / "model", tiny_vllm_model(0, tied=False))
-    from support.packed_sender import free_port
+    from support.processes import free_port
 
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [

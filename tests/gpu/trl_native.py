@@ -106,7 +106,8 @@ _BROKEN = """
 import sys, threading, time
 import requests, torch
 from transformers import AutoModelForCausalLM
-from support.packed_sender import GlooEndpoint, describe, free_port, send_packed
+from support.packed_sender import GlooEndpoint, describe, send_packed
+from support.processes import free_port
 
 url, folder, device, world_size = sys.argv[1:4] + [int(sys.argv[4])]
 weights = [(n, p.data.to(device)) for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]

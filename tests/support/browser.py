@@ -70,7 +70,7 @@ class Browser:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, condition: str, *, limit_s: float = 30.0) -> None:
+    def wait(self, condition: str, *, limit_s: float = 60.0) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + limit_s
         while self.run(condition) is not True:

@@ -141,7 +141,7 @@ class ClusterRun(WatchedRun):
 
     def check_nothing_is_left(self) -> None:
         """Processes of the run end with it, or within seconds."""
-        until_s = time.monotonic() + 15
+        until_s = time.monotonic() + 60
         while left := self._find_processes():
             assert time.monotonic() < until_s, left
             time.sleep(0.2)

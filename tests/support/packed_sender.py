@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,8 @@ from typing import Any
 
 import httpx
 import torch
+
+from support.processes import free_port
 
 
 class GlooEndpoint:
@@ -99,10 +100,3 @@ def describe(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
         "shapes": [list(weight.shape) for _, weight in weights],
     }
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import torch
 
-from support.packed_sender import free_port
+from support.processes import free_port
 
 
 class ParameterSender:

@@ -51,7 +51,7 @@ class PostgresServer:
         with (self._folder / "log").open("ab") as log:
             command = [self._programs / "postgres", "-D", self._folder / "data", *options]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder, **self._account)
-        for _ in range(200):
+        for _ in range(1200):
             ready = [self._programs / "pg_isready", "-q", "-h", self._folder]
             if subprocess.run(ready, check=False).returncode == 0:
                 return
@@ -62,7 +62,7 @@ class PostgresServer:
         """Stop at once, without a checkpoint."""
         if self._process is not None:
             self._process.send_signal(3)
-            self._process.wait(20)
+            self._process.wait(60)
             self._process = None
 
     def remove_sessions(self) -> None:

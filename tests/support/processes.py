@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from support.forks import ForkedPython
@@ -19,10 +21,7 @@ def run_processes(
     module: str, *arguments: str | Path, environment: Mapping[str, str] | None = None, codes: Sequence[int]
 ) -> list[str]:
     """As `run_two`, a process for each of the exit codes that they must have; returns what each has written."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
     shared |= {"WORLD_SIZE": str(len(codes)), "GLOO_SOCKET_IFNAME": "lo"}  # a host's name need not resolve
     shared |= environment or {}
     with tempfile.TemporaryDirectory() as folder:
@@ -41,3 +40,10 @@ def run_processes(
         texts = [output.read_text() for output in outputs]
         assert found == list(codes), "\n".join(texts)
         return texts
+
+
+def free_port() -> int:
+    """Return a port that is free now, and below those that the system gives to others meanwhile (Linux: 32768)."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port := 15_000 + secrets.randbelow(17_000))):
+            return port

@@ -101,7 +101,7 @@ def _start_command(arguments: Sequence[str], output: Path, errors: Path) -> subp
 
 def _check_none_is_left(session_id: int) -> None:
     """Check that the server's child processes end with it, or within seconds."""
-    until = time.monotonic() + 15
+    until = time.monotonic() + 60
     while left := _processes_of_session(session_id):
         assert time.monotonic() < until, f"the server left processes behind: {left}"
         time.sleep(0.2)

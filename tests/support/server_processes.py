@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.packed_sender import free_port
+from support.processes import free_port
 
 FOLDER = Path(__file__).parent
 

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from support.packed_sender import free_port  # noqa: E402
+from support.processes import free_port  # noqa: E402
 
 URL, FOLDER, OUTPUT, DEVICE = sys.argv[1:5]
 ON_CPU = DEVICE == "cpu"

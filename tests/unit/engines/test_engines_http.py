@@ -1,7 +1,6 @@
 """Servers as an engine: affinity, failover, and the same answers."""
 
 import asyncio
-import socket
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from support.processes import free_port
 from support.servers import listening, make_app, scripted_engine
+from support.waits import wait_until
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.scripted import ScriptedReply
 from unbroken.errors import (
@@ -214,12 +215,9 @@ async def list_chunks(engine: HttpEngine, request: SampleRequest) -> list[Sample
 
 
 async def test_servers_that_are_not_there_yet_are_waited_for(caplog) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     connecting = asyncio.create_task(HttpEngine.connect([url], wait_s=30.0))
-    while not caplog.text:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: caplog.text)
     async with listening(make_app(scripted_engine("hi")), port=int(url.rpartition(":")[2])):
         await (await connecting).close()
     assert f"waiting up to 30 s for ['{url}'] to serve" in caplog.text

@@ -13,6 +13,7 @@ import pytest
 from support.gateways import CALL, USER, ask, result, running_gateway, scripted
 from support.servers import encode, listening, make_app, scripted_engine, server_tokenizer
 from support.stock_server import StockServer
+from support.waits import wait_until
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import EchoError, EngineError, SamplingError
 from unbroken.types import (
@@ -105,16 +106,13 @@ async def test_a_cancelled_request_is_disconnected_and_ends_there() -> None:
         long = scripted_engine(lambda prompt_ids: [5] * 4000, allow_forks=True)
         server.engine = long
         task = asyncio.create_task(engine.sample(request(max_tokens=4000)))
-        while not server.num_running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: server.num_running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         async with aclosing(engine.stream(request("b", max_tokens=4000))) as chunks:
             await anext(chunks)
-        async with asyncio.timeout(10):
-            while server.num_running:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not server.num_running)
         assert long.num_sampled < 8000
         await engine.close()
 

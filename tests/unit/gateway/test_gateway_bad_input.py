@@ -16,6 +16,7 @@ import pytest
 
 from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
 from support.servers import asgi_client, encode, listening, scripted_engine
+from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import _AGENT_PATHS
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
@@ -36,12 +37,6 @@ async def check_unharmed(gateway: Gateway, created: dict[str, Any]) -> None:
     assert trained == encode(REPLY)
     session = await gateway.look(created)
     assert (session["num_turns"], session["forks"], session["in_flight"]) == (1, [], 0)
-
-
-async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.01)
 
 
 async def test_an_agent_may_look_whether_its_base_url_answers(tmp_path: Path) -> None:
@@ -350,7 +345,7 @@ async def test_a_reader_that_leaves_in_mid_stream(tmp_path: Path, choice: str) -
         created = await gateway.create(on_disconnect=choice)
         agent = gateway.agent(created)
         await leave_in_mid_stream(url, created["api_key"])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (session := await gateway.look(created))["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert session["num_turns"] == (1 if choice == "finish" else 0)
@@ -413,7 +408,7 @@ async def test_a_reader_that_stops_reading_holds_nothing_up(tmp_path: Path) -> N
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {created['api_key']}\r\n"
         writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (await gateway.look(created))["num_turns"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await ask(gateway.agent(other), [USER])

@@ -69,7 +69,7 @@ async def gateway_process(folder: Path, *words: str) -> AsyncIterator[Started]:
         key = read_control_key(folder / "sessions")
         assert key not in output.read_text() + errors.read_text()
         headers = {"Authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=match.group(2), timeout=30, headers=headers) as client:
+        async with httpx.AsyncClient(base_url=match.group(2), timeout=60, headers=headers) as client:
             yield Started(process, client)
     finally:
         process.send_signal(signal.SIGTERM)

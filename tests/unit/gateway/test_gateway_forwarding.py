@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from support.gateways import CHAT, USER, make_gateway, scripted
-from support.packed_sender import free_port
 from support.postgres import PostgresServer
+from support.processes import free_port
 from support.servers import listening
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.gateway.app import SESSION, Forwarding
@@ -42,7 +42,7 @@ async def two_gateways(postgres: PostgresServer) -> AsyncIterator[tuple[str, str
     async with (
         gateway_at(free_port(), engine, postgres) as first,
         gateway_at(free_port(), engine, postgres) as second,
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=60) as client,
     ):
         yield first, second, client
 
@@ -63,7 +63,7 @@ async def test_any_gateway_answers_for_a_session_as_its_own_does(
         second = await stack.enter_async_context(gateway_at(free_port(), other, postgres))
         created = await create(first)
         path = created["openai_base_url"].removeprefix(first)
-        agent = await stack.enter_async_context(httpx.AsyncClient(base_url=second, timeout=10))
+        agent = await stack.enter_async_context(httpx.AsyncClient(base_url=second, timeout=60))
         own_key = {"x-api-key": "sk-own"}  # the agent's, which opens nothing
         answer = await agent.post(f"{path}/chat/completions", json={"messages": [USER]}, headers=own_key)
         reply = answer.json()["choices"][0]["message"]
@@ -105,14 +105,14 @@ async def test_each_part_of_an_answer_comes_at_once_and_a_reader_that_leaves_is_
         second = await stack.enter_async_context(gateway_at(free_port(), engine, postgres))
         created = await create(first)
         keyed = {"Authorization": f"Bearer {created['api_key']}"}
-        client = await stack.enter_async_context(httpx.AsyncClient(headers=keyed, timeout=10))
+        client = await stack.enter_async_context(httpx.AsyncClient(headers=keyed, timeout=60))
         body = {"messages": [USER], "stream": True}
         async with client.stream("POST", f"{second}{CHAT}", json=body) as answer:
             async for part in answer.aiter_text():
                 assert "data: {" in part
                 break
         control = {"Authorization": "Bearer control"}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 looked = await client.get(f"{first}/v1/sessions/{created['session_id']}", headers=control)
                 if looked.json()["in_flight"] == 0:
@@ -129,7 +129,7 @@ async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_h
     lost = make_gateway(engine, store, api_key="control")
     async with (
         gateway_at(free_port(), engine, postgres) as url,
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=60) as client,
     ):
         async with listening(lost) as elsewhere:  # and not at the port that it advertises
             created = await create(elsewhere)
@@ -254,7 +254,7 @@ async def test_a_request_that_comes_while_another_gateway_takes_its_session_is_p
     async with (
         gateway_at(free_port(), engine, postgres) as first,
         gateway_at(free_port(), engine, postgres) as second,
-        httpx.AsyncClient(timeout=10) as client,
+        httpx.AsyncClient(timeout=60) as client,
     ):
         created = await create(first)
         monkeypatch.setattr(SqlSessionStore, "find_owner_url", find_late)

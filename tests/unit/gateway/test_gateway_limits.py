@@ -12,6 +12,7 @@ import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, ask, error, restarted, result, running_gateway, scripted
 from support.servers import listening, scripted_engine
+from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.store import open_store
 from unbroken.server.http.errors import HttpError
@@ -68,7 +69,7 @@ async def test_limits_of_requests_at_a_time(tmp_path: Path, stream: bool) -> Non
             )
             for text in ("a", "b")
         ]
-        done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        done, waiting = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         assert error(done.pop().result()) == (429, "session_busy")
         await engine.resume()
         assert (await waiting.pop()).status_code == 200
@@ -159,8 +160,7 @@ async def test_what_a_request_reserved_and_did_not_sample_is_given_back(tmp_path
         agent = gateway.agent(created)
         await engine.pause()
         first = asyncio.create_task(agent.post(CHAT, json=ask_for(1)))  # it may take all 100
-        while not engine.requests:  # noqa: ASYNC110  # until the engine has it
-            await asyncio.sleep(0)
+        await wait_until(lambda: engine.requests)
         busy = await agent.post(CHAT, json=ask_for(2))
         assert error(busy) == (429, "session_busy")
         assert busy.headers["Retry-After"]
@@ -187,11 +187,9 @@ async def test_the_ids_of_an_aborted_request_count_also_after_a_restart(tmp_path
         created = await gateway.create(limits={"tokens": 25, "turns": 1}, on_disconnect="abort")
         async with httpx.AsyncClient(base_url=url, headers={"x-api-key": created["api_key"]}) as agent:
             asking = asyncio.create_task(agent.post(CHAT, json=ask_for(1, stream=stream)))
-            async with asyncio.timeout(20):
-                while engine.num_sampled < 10:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: engine.num_sampled >= 10)
             asking.cancel()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (stored := store.load(created["session_id"])) or not stored.counters:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await gateway.look(created))["counters"] == stored.counters == {"aborted/sampled_ids": 10}

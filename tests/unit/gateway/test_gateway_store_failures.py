@@ -10,6 +10,7 @@ from pathlib import Path
 from support.gateways import CHAT, TOOLS, USER, ask, running_gateway, scripted
 from support.postgres import run_postgres
 from support.servers import encode
+from support.waits import wait_until
 from unbroken.gateway.config import GatewayConfig
 
 
@@ -24,8 +25,7 @@ async def test_a_turn_that_is_aborted_while_it_is_written_is_recorded_in_memory_
         with open_database(tmp_path) as database:
             database.execute("BEGIN IMMEDIATE")  # the turn's commit waits for the end of this
             asking = asyncio.create_task(ask(gateway.agent(created), [USER]))
-            while not engine.requests:  # noqa: ASYNC110  # the engine tells by this alone
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: engine.requests)
             await asyncio.sleep(0.5)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -61,8 +61,11 @@ async def test_a_session_that_another_gateway_ended_leaves_memory(tmp_path: Path
         await ask(gateway.agent(created), [USER])
         with open_database(tmp_path) as database:
             database.execute("UPDATE sessions SET status = 'finished'")
-        await asyncio.sleep(0.5)
-        assert (await gateway.look(created))["status"] == "finished"
+
+        async def has_ended() -> bool:
+            return (await gateway.look(created))["status"] == "finished"
+
+        await wait_until(has_ended)
         await gateway.create()
 
 

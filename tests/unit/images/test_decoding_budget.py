@@ -46,7 +46,7 @@ def test_pictures_are_decoded_as_many_at_a_time_as_fit_and_all_get_their_turn() 
     with ThreadPoolExecutor(16) as threads:
         works = [threads.submit(watched.hold, files[edge], edge * edge) for edge in (10, 50, 100, 50) * 20]
         for work in works:
-            work.result(timeout=30)
+            work.result(timeout=60)
     assert 5000 < watched.most_held <= 10_000
     assert watched.num_held == 0
 
@@ -67,7 +67,7 @@ def test_small_ones_do_not_overtake_a_large_one_for_ever() -> None:
             time.sleep(0.05)
             assert order == []
         for work in waiting:
-            work.result(timeout=30)
+            work.result(timeout=60)
     assert order == ["large", *["small"] * 4]
 
 

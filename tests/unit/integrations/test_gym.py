@@ -169,13 +169,13 @@ async def test_an_environment_that_was_still_being_made_at_a_cancellation_is_clo
 
     def make(_):
         begun.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return corridor
 
     monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=make))
     env = GymEnv("Slow-v0")
     starting = asyncio.create_task(env.start())
-    await asyncio.to_thread(begun.wait, 20)
+    await asyncio.to_thread(begun.wait, 60)
     starting.cancel()
     closing = asyncio.create_task(env.close())
     may_go_on.set()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.env_rollouts import call, play_env, texts
-from support.packed_sender import free_port
+from support.processes import free_port
+from support.waits import wait_until
 from unbroken.errors import EnvServerError, InvalidInputError, ToolDefinitionError
 from unbroken.integrations.mcp import McpEnv, McpServer, McpSession
 from unbroken.rollout.env import Env
@@ -151,8 +152,7 @@ async def test_a_rollout_that_is_cancelled_ends_its_process(tmp_path):
     server = McpServer(command=(sys.executable, "-c", program), open_timeout_s=60)
     env = McpEnv(QUESTION, server=server)
     rollout = asyncio.create_task(env.start())
-    while not (marks.exists() and marks.read_text()):  # noqa: ASYNC110 - another process writes it
-        await asyncio.sleep(0.05)
+    await wait_until(lambda: marks.exists() and marks.read_text())
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout

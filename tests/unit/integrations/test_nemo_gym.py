@@ -13,7 +13,7 @@ import pytest_asyncio
 from support.env_rollouts import call, fail_env, play_env, texts
 from support.fake_renderer import CALL, CALL_END, END, encode
 from support.nemo_gym_server import CounterServer, make_example, save_examples
-from support.packed_sender import free_port
+from support.processes import free_port
 from support.servers import listening
 from unbroken.errors import EnvServerError, InvalidInputError
 from unbroken.integrations.nemo_gym import Examples, NeMoGymEnv

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.env_rollouts import call, fail_env, play_env, texts
-from support.packed_sender import free_port
+from support.processes import free_port
 from support.server_processes import serve_openenv
 from unbroken.errors import EnvServerError, InvalidInputError
 from unbroken.integrations.openenv import OpenEnv, OpenEnvTools
@@ -161,22 +161,24 @@ async def test_a_server_that_breaks_the_protocol_is_an_error(answers, message):
 
 
 async def test_an_answer_that_comes_late_is_not_taken_for_the_next_one():
-    observation = '{"type": "observation", "data": {"observation": {"text": "x"}}}'
+    observation, may_answer = '{"type": "observation", "data": {"observation": {"text": "x"}}}', asyncio.Event()
 
     async def answer(socket):
         await socket.recv()
         await socket.send(observation)
         await socket.recv()
-        await asyncio.sleep(0.3)
+        await may_answer.wait()
         await socket.send(observation)
 
     async with websockets.serve(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        env = OpenEnv(f"http://127.0.0.1:{port}", action="message", timeout_s=0.1)
+        env = OpenEnv(f"http://127.0.0.1:{port}", action="message")
         await env.start()
+        env._episode.client._timeout_s = 0.1
         with pytest.raises(EnvServerError, match=r"did not answer within 0\.1 s"):
             await env._episode.client.step({})
-        await asyncio.sleep(0.4)
+        may_answer.set()
+        await asyncio.sleep(0.1)
         with pytest.raises(EnvServerError, match="still owes an answer"):
             await env._episode.client.step({})
         await env.close()

@@ -70,13 +70,13 @@ def test_the_lock_is_reentrant_and_is_taken_back_as_deep_as_it_was():
         time.sleep(0.05)
         assert others == []
         with lock.released():
-            other.join(timeout=5)
+            other.join(timeout=60)
             assert others == ["in"]
         again = threading.Thread(target=take)
         again.start()
         time.sleep(0.05)
         assert others == ["in"]
-    again.join(timeout=5)
+    again.join(timeout=60)
     assert others == ["in", "in"]
 
 

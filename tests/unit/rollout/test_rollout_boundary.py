@@ -9,6 +9,7 @@ import pytest
 from support.fake_renderer import END, call_ids
 from support.rollouts import HELLO, MORE, expect_free, play
 from support.scripted_env import ScriptedEnv
+from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import (
     EchoError,
@@ -246,7 +247,7 @@ async def test_a_cancellation_passes_through_ends_the_request_and_closes_the_env
     env, engine = ScriptedEnv(), ScriptedEngine([HELLO, HELLO])
     await engine.pause()
     rollout = asyncio.create_task(play(env, engine))
-    await asyncio.sleep(0.3)
+    await wait_until(lambda: engine.requests)
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout

@@ -9,6 +9,7 @@ import pytest
 from support.fake_renderer import END, call_ids
 from support.rollouts import HELLO, MORE, expect_free, play
 from support.scripted_env import ScriptedEnv
+from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import ContextOverflowError, EngineError
 from unbroken.ledger.export import export_samples
@@ -154,12 +155,13 @@ async def test_an_engine_that_hangs_fails_the_rollout_by_its_own_limit_and_is_ri
 
 async def test_waiting_for_the_engine_uses_up_no_time_of_the_rollout_and_is_measured():
     engine = ScriptedEngine([HELLO, HELLO])
-    rollout = asyncio.create_task(play(PausingEnv(engine), engine, limits=Limits(timeout_s=0.1)))
-    await asyncio.sleep(0.4)
+    rollout = asyncio.create_task(play(PausingEnv(engine), engine, limits=Limits(timeout_s=1.0)))
+    await wait_until(lambda: len(engine.requests) == 2)
+    await asyncio.sleep(1.1)
     await engine.resume()
     trajectory = await rollout
     assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.COMPLETED, 1.0)
-    assert 0.2 < trajectory.engine_s <= trajectory.wall_time_s
+    assert 1.0 < trajectory.engine_s <= trajectory.wall_time_s
 
 
 async def test_the_time_of_the_environment_counts_over_all_of_its_steps():

@@ -128,7 +128,7 @@ async def test_a_group_plays_its_siblings_concurrently():
 
     class Meeting(ScriptedEnv):
         async def start(self) -> EnvStart:
-            await asyncio.wait_for(all_there.wait(), 20)
+            await asyncio.wait_for(all_there.wait(), 60)
             return await super().start()
 
     group = await group_of(3, ScriptedEngine([HELLO] * 3), Meeting)

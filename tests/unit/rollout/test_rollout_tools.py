@@ -317,7 +317,7 @@ def test_a_tool_that_returns_after_its_loop_is_gone_disturbs_nobody():
 
     assert asyncio.run(late.call({})).status is ToolStatus.TIMEOUT
     release.set()
-    threads[0].join(5)
+    threads[0].join(60)
     assert not threads[0].is_alive()
 
 

@@ -209,7 +209,7 @@ def test_what_a_killed_run_has_forked_does_not_hold_its_folder(tmp_path):
     with subprocess.Popen([sys.executable, "-c", FORK, str(folder)], stdout=subprocess.PIPE) as process:
         child = int(process.stdout.readline())
         try:
-            assert process.wait(timeout=30) == -signal.SIGKILL
+            assert process.wait(timeout=60) == -signal.SIGKILL
             with lock_folder(folder):
                 pass
         finally:

@@ -16,8 +16,7 @@ import pytest
 
 from support import letters_recipe
 from support.forks import run_python
-from support.packed_sender import free_port
-from support.processes import run_processes, run_two
+from support.processes import free_port, run_processes, run_two
 from support.served import save_tiny_model
 from support.vllm_session import SMALL_VLLM
 from unbroken.runs.processes import without_launcher

@@ -17,8 +17,7 @@ import pytest
 from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.forks import ForkedPython, commands_as_forks
-from support.packed_sender import free_port
-from support.processes import run_two
+from support.processes import free_port, run_two
 from support.served import save_tiny_model, served
 from support.vision import save_vision_model
 from unbroken.cli import main

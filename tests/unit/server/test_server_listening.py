@@ -70,7 +70,7 @@ async def send_all(address: tuple[str, int], pieces: Iterable[bytes]) -> bytes:
     """Send pieces until the server closes the connection, for 10 seconds at most; returns its answer."""
     reader, writer = await asyncio.open_connection(*address)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
@@ -151,7 +151,7 @@ async def test_a_connection_without_a_whole_head_is_closed(start: bytes) -> None
         dribbling = asyncio.create_task(dribble())
         answer = b""
         with suppress(ConnectionError):
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(60):
                 while piece := await reader.read(1000):
                     answer += piece
         dribbling.cancel()

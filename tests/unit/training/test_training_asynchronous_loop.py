@@ -24,7 +24,7 @@ def run(source: TurnSource, maker: TurnMaker, config: LoopConfig, **options) -> 
     seen = Seen()
 
     async def make() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run_steps(source, maker, config, observe=seen.observe, **options)
 
     asyncio.run(make())

@@ -327,7 +327,7 @@ async def test_a_run_goes_on_with_fewer_or_more_groups_a_step(tmp_path, groups_p
 
     await run([GOOD] * 2, tmp_path, source=Numbered(3), checkpoints=checkpoints())
     source = Numbered(groups_per_step)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await run([GOOD] * 4, tmp_path, source=source, checkpoints=checkpoints())
     assert source.sampled == list(range(6, 6 + 2 * groups_per_step))
 
@@ -339,7 +339,7 @@ async def test_an_error_of_an_observer_ends_the_run(tmp_path):
                 raise ValueError("no room")
 
     with pytest.raises(ValueError, match="no room"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await train(
                 Steps([GOOD]),
                 trainer=make_trainer(),

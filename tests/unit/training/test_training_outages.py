@@ -224,7 +224,7 @@ class ProcessStandIn:
 
 def in_two_processes(*runs) -> list[str]:
     """How the runs of two processes end, each given a trainer."""
-    reports, barrier = [None, None], threading.Barrier(2, timeout=5)
+    reports, barrier = [None, None], threading.Barrier(2, timeout=60)
 
     def ended(rank: int) -> str:
         try:

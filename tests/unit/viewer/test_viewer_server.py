@@ -30,7 +30,7 @@ def server(tmp_path) -> Iterator[ViewerServer]:
 
 
 def get(server: ViewerServer, path: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("GET", path, headers=names)
     response = connection.getresponse()

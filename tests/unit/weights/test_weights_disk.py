@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
@@ -207,14 +208,6 @@ async def test_a_server_that_hangs_has_failed_after_a_while(tmp_path: Path) -> N
             await publisher.publish(model(1).named_parameters(), policy_version=1)
 
 
-async def wait_until(holds: Callable[[], Awaitable[bool]]) -> None:
-    for _ in range(200):
-        if await holds():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not come true within 10 s")
-
-
 async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +216,7 @@ async def test_a_server_that_no_trainer_knows_follows_the_newest_version(
     expected = TransformersEngine(model(2))
     run = tmp_path / "run"
 
-    async def is_logged(words: str) -> bool:
+    def is_logged(words: str) -> bool:
         return words in caplog.text
 
     async with servers(run) as known:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import importlib.util
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
+from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, WeightsError
@@ -255,12 +256,6 @@ async def servers(url: str, number: int, dtype: torch.dtype = torch.float32) -> 
         yield clients
 
 
-async def wait_until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await holds():  # noqa: ASYNC110  # of a server
-            await asyncio.sleep(0.02)
-
-
 async def test_servers_are_told_of_versions_in_a_store_in_their_dtype_and_others_find_them(
     memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,18 +311,10 @@ async def test_a_server_that_cannot_make_the_newest_version_takes_the_newest_who
         await asyncio.sleep(0.3)
         assert caplog.text.count("is not loaded, and is tried again: the versions in memory://run cannot be read") == 1
         trainer.write()
-
-        async def has_newest() -> bool:
-            return engine.policy_version == 6
-
         await asyncio.sleep(0.3)
         assert engine.policy_version == 4  # its link is broken
         trainer.write()
-
-        async def has_whole() -> bool:
-            return engine.policy_version == 7
-
-        await wait_until(has_whole)
+        await wait_until(lambda: engine.policy_version == 7)
 
 
 async def test_a_server_takes_no_folder_outside_its_store(memory: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.waits import wait_until
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.engines.transformers.batch import MAX_MASK
 from unbroken.errors import EngineError, SamplingError
@@ -111,8 +112,7 @@ async def test_others_do_not_wait_for_the_passes_of_a_long_prompt() -> None:
     expected = await sample(engine, ask("alone", 20, max_tokens=40))
     model.base_model.register_forward_pre_hook(measure, with_kwargs=True)
     long = asyncio.create_task(sample(engine, ask("long", 100_000)))
-    while not sizes:  # noqa: ASYNC110  # the engine has no event for a pass
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: sizes)
     num_before = len(sizes) + 1
     assert await sample(engine, ask("short", 20, max_tokens=40)) == expected
     during = sizes[num_before:]

@@ -12,6 +12,7 @@ import torch
 
 from support.models import tiny_qwen3
 from support.reference_sampling import reference_logprobs
+from support.waits import wait_until
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.engines.transformers.sampling import find_kept
 from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SamplingParams, token_ids
@@ -74,8 +75,7 @@ async def test_an_aborted_request_has_the_sets_of_what_it_has():
     engine = TransformersEngine(tiny_qwen3())
     request = SampleRequest(request_id="a", prompt_ids=[1, 2], params=replace(PARAMS, top_k=4, max_tokens=900))
     asked = asyncio.create_task(engine.sample(request))
-    while engine.stats.num_sampled < 5:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: engine.stats.num_sampled >= 5)
     await engine.abort("a")
     (sequence,) = (await asked).sequences
     assert len(sequence.kept_ids) == len(sequence.completion_ids) > 0

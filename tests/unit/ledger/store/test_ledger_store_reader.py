@@ -187,7 +187,7 @@ def test_a_database_of_several_gateways_is_read_in_transactions_that_are_read_on
         assert listed.num_turns == 1
         assert reader.find_state() == "running"
         store.close()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while reader.find_state() != "ended":
             assert time.monotonic() < end
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.sessions import make_commit, make_session
+from support.waits import wait_until
 from unbroken.errors import SessionEndedError, StoreError
 from unbroken.ledger.records import SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionWriter, open_store
@@ -26,7 +27,7 @@ class SlowStore(SqlSessionStore):
 
     def commit(self, commits: Sequence[TurnCommit]) -> None:
         self.sizes.append(len(commits))
-        assert self.may_write.acquire(timeout=20)
+        assert self.may_write.acquire(timeout=60)
         super().commit(commits)
 
 
@@ -45,12 +46,6 @@ def count_turns(store: SlowStore, name: str) -> int:
     return len(loaded.turns)
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
 async def start(writer: SessionWriter, *commits: TurnCommit) -> list[asyncio.Task[None]]:
     tasks = [asyncio.create_task(writer.commit(commit)) for commit in commits]
     await asyncio.sleep(0)
@@ -60,7 +55,7 @@ async def start(writer: SessionWriter, *commits: TurnCommit) -> list[asyncio.Tas
 async def test_commits_that_wait_for_the_same_transaction_are_written_together(store):
     writer = SessionWriter(store)
     (first,) = await start(writer, make_commit("a", 0))
-    await until(lambda: store.sizes == [1])
+    await wait_until(lambda: store.sizes == [1])
     others = await start(writer, make_commit("b", 0), make_commit("c", 0), make_commit("a", 1))
     store.may_write.release(2)
     await asyncio.gather(first, *others)
@@ -89,7 +84,7 @@ async def test_a_bad_commit_fails_alone_and_in_order(store):
 async def test_a_cancelled_caller_s_turn_is_written_all_the_same(store):
     writer = SessionWriter(store)
     (task,) = await start(writer, make_commit("a", 0))
-    await until(lambda: store.sizes == [1])
+    await wait_until(lambda: store.sizes == [1])
     task.cancel()
     store.may_write.release(2)
     await writer.commit(make_commit("b", 0))
@@ -101,7 +96,7 @@ async def test_a_cancelled_caller_s_turn_is_written_all_the_same(store):
 async def test_no_more_than_the_limit_wait_in_the_queue(store):
     writer = SessionWriter(store, max_waiting=2)
     tasks = await start(writer, *(make_commit(name, 0) for name in "abcd"))
-    await until(lambda: store.sizes != [])
+    await wait_until(lambda: store.sizes != [])
     tasks[3].cancel()  # it has no place in the queue yet, so it is never written
     store.may_write.release(10)
     await asyncio.gather(*tasks, return_exceptions=True)

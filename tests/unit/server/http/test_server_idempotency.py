@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
+from support.waits import wait_until
 from unbroken.server.config import ServerLimits
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.guard import ReplayBody
@@ -64,8 +65,7 @@ async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:
     async with asgi_client(make_app(engine, limits=ServerLimits(max_queued=1))) as client:
         await engine.pause()
         first = asyncio.create_task(client.post("/v1/sample", json={**BODY, "params": {"max_tokens": 500}}))
-        while not engine.requests:  # noqa: ASYNC110  # the engine tells by this alone
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: engine.requests)
         assert (await client.post("/v1/sample", json=BODY, headers=KEY)).status_code == 429
         await engine.resume()
         await first

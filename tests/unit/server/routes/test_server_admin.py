@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from support.servers import MODEL, asgi_client, make_app, scripted_engine
+from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.types import FinishReason
@@ -35,7 +36,7 @@ async def test_keep_freezes_requests_until_the_resume() -> None:
         assert (await client.post("/pause?mode=keep")).json()["status"] == "paused"
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         waiting = asyncio.create_task(client.post("/v1/sample", json=SAMPLE))
-        await asyncio.sleep(0.05)
+        await wait_until(lambda: engine.requests)
         assert not waiting.done()
         assert (await client.get("/load")).json() == {"server_load": 1}
         assert (await client.post("/resume")).json()["status"] == "resumed"
@@ -62,11 +63,11 @@ async def test_abort_ends_requests_and_refuses_new_ones(query: str) -> None:
 
 
 async def test_wait_lets_requests_finish_and_refuses_new_ones() -> None:
-    engine = long_engine()
-    async with asgi_client(make_app(engine)) as client:
+    app = make_app(engine := long_engine())
+    async with asgi_client(app) as client:
         running = await begin(client, engine)
         pausing = asyncio.create_task(client.post("/pause?mode=wait"))
-        await asyncio.sleep(0.02)
+        await wait_until(lambda: app.state.context.service.admission.is_paused)
         assert not pausing.done()
         assert (await client.post("/v1/sample", json=SAMPLE)).status_code == 503
         await engine.resume()
@@ -80,21 +81,21 @@ async def test_frozen_requests_go_on_when_a_wait_follows_a_keep() -> None:
     async with asgi_client(make_app(engine)) as client:
         await client.post("/pause?mode=keep")
         frozen = asyncio.create_task(client.post("/v1/sample", json=SAMPLE))
-        await asyncio.sleep(0.02)
+        await wait_until(lambda: engine.requests)
         await client.post("/pause?mode=wait")
         assert (await frozen).status_code == 200
 
 
 async def test_a_pause_that_waits_ends_with_the_resume() -> None:
-    engine = long_engine()
-    async with asgi_client(make_app(engine)) as client:
+    app = make_app(engine := long_engine())
+    async with asgi_client(app) as client:
         running = await begin(client, engine)
         pausing = asyncio.create_task(client.post("/pause?mode=wait"))
-        await asyncio.sleep(0.02)
+        await wait_until(lambda: app.state.context.service.admission.is_paused)
         await client.post("/resume")
         await engine.pause()
         later = asyncio.create_task(client.post("/v1/sample", json=SAMPLE))
-        assert (await asyncio.wait_for(pausing, 20)).status_code == 200
+        assert (await asyncio.wait_for(pausing, 60)).status_code == 200
         await engine.resume()
         assert (await running).status_code == (await later).status_code == 200
 
@@ -164,8 +165,7 @@ async def test_a_session_ends_in_every_dialect(headers: dict[str, str]) -> None:
     async with asgi_client(make_app(engine)) as client:
         await engine.pause()
         task = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
-        while not engine.requests:  # noqa: ASYNC110  # until the engine has it
-            await asyncio.sleep(0)
+        await wait_until(lambda: engine.requests)
         answer = await client.post("/abort_requests", json={"request_ids": ["one"]})
         await engine.resume()
         assert (await task).status_code == 503

@@ -319,7 +319,7 @@ async def test_health_and_texts_do_not_wait_for_pictures() -> None:
     body = {"prompts": [[ID]] * len(images), "images": [in_base64(image) for image in images]}
     async with (
         listening(make_vision_app(vision_engine(), images=slow)) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         waiting = asyncio.create_task(client.post("/v1/sample", json=body))
         await asyncio.sleep(0.2)

@@ -107,14 +107,13 @@ async def test_a_long_text_does_not_hold_up_the_loop_or_other_texts() -> None:
     app = make_app(scripted_engine("hi", context_length=2**20))
     async with asgi_client(app) as client:
         long = asyncio.create_task(client.post("/tokenize", json={"prompt": "many words here " * 10_000}))
-        worst = 0.0
+        num_short = 0
         while not long.done():
-            start = time.perf_counter()
             short = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
             assert short.status_code == 200
-            worst = max(worst, time.perf_counter() - start)
+            num_short += 1
         assert (await long).json()["count"] == len(encode("many words here " * 10_000))
-    assert worst < 1.0
+    assert num_short > 3
 
 
 async def test_the_waiting_texts_of_a_client_that_left_are_dropped() -> None:

@@ -87,19 +87,19 @@ async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
 
     def slow() -> MemorySource:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         made = in_memory(WEIGHTS)
         copied_all.set()
         return made
 
     waiting = asyncio.create_task(run_copy(slow))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, 60)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go_on.set()
-    assert await asyncio.to_thread(copied_all.wait, 10)
-    async with asyncio.timeout(5):
+    assert await asyncio.to_thread(copied_all.wait, 60)
+    async with asyncio.timeout(60):
         while open_rows():  # noqa: ASYNC110  # it is closed when the loop hears of it
             await asyncio.sleep(0.01)
 

@@ -183,7 +183,7 @@ async def test_a_trainer_that_dies_in_mid_transfer_leaves_the_old_weights(shared
         receiving = asyncio.create_task(asyncio.to_thread(sender.http.post, "/update_weights", json=body))
         await asyncio.to_thread(sender.endpoint.broadcast, weights[0][1].detach(), src=0)
         sender.endpoint.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert "the trainer is gone" in message(await receiving)
         assert "POST /init_weight_transfer_engine again" in message(await asyncio.to_thread(sender.finish))
     assert (engine.policy_version, await greedy(engine)) == (before, old)

@@ -90,7 +90,7 @@ async def test_parameters_are_gone_with_their_update_even_if_its_caller_leaves(s
             source = await engine.communicator.collect()
             update = engine.update_weights(source, policy_version=before + 1)
             loading = asyncio.create_task(update)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not engine._lock.locked():  # noqa: ASYNC110  # until the update has begun
                     await asyncio.sleep(0)
                 loading.cancel()
