@@ -12,12 +12,7 @@ import pytest_asyncio
 
 from support.scripted_env import ScriptedEnv
 from support.vision import picture, vision_tokenizer
-from support.vision_engines import (
-    VisionEngine,
-    load_vision_model,
-    model_logprobs,
-    start_vision_vllm,
-)
+from support.vision_engines import VisionEngine, load_vision_model, model_logprobs, start_vision_vllm
 from unbroken.images.processor import ImageInputs
 from unbroken.ledger.export import export_samples
 from unbroken.rendering.template import TemplateRenderer
@@ -49,13 +44,7 @@ QUESTION = [
     }
 ]
 TOOL_REPLY = [
-    {
-        "role": "tool",
-        "content": [
-            {"type": "text", "text": "A crop <|image_pad|>: "},
-            {"type": "image", "image": THIRD},
-        ],
-    }
+    {"role": "tool", "content": [{"type": "text", "text": "A crop <|image_pad|>: "}, {"type": "image", "image": THIRD}]}
 ]
 MORE = [{"role": "user", "content": "And now?"}]
 

@@ -33,11 +33,7 @@ def subject_of(
     tokenizer = make_tokenizer(source, control_tokens=control_tokens)
     own = TemplateRenderer(tokenizer, template_kwargs=options or {})
     return Subject(
-        name=name,
-        tokenizer=tokenizer,
-        renderer=renderer or own,
-        template_renderer=own,
-        options=options or {},
+        name=name, tokenizer=tokenizer, renderer=renderer or own, template_renderer=own, options=options or {}
     )
 
 

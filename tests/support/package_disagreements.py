@@ -197,12 +197,7 @@ DISAGREEMENTS = [
     ),
     *(
         Disagreement(
-            pair=pair,
-            what=what,
-            applies=has_calls_or_results,
-            example=example,
-            template=template,
-            package=package,
+            pair=pair, what=what, applies=has_calls_or_results, example=example, template=template, package=package
         )
         for pair in ("deepseek-v3", "deepseek-r1")
         for what, example, template, package in (

@@ -76,10 +76,7 @@ CONFIGS = {
     "lora": config(kl_weight=0.1),
     "dpo": config(dpo=DpoConfig(beta=0.3)),
     "gspo": config(
-        clip=ClipConfig(low=0.2, high=0.3),
-        entropy_weight=0.05,
-        num_minibatches=1,
-        old_logprobs=OldLogprobs.SAMPLER,
+        clip=ClipConfig(low=0.2, high=0.3), entropy_weight=0.05, num_minibatches=1, old_logprobs=OldLogprobs.SAMPLER
     ),
     "reward": config(kl_weight=0.1, kl=KlConfig(estimator=KlEstimator.K1, place=KlPlace.REWARD)),
     "followed": config(
@@ -106,11 +103,7 @@ ELASTIC = ("plain", "lora", "followed")
 """Configs whose checkpoints other numbers of processes load, and sharded ones those that are not."""
 
 
-OBJECTIVES = {
-    "dpo": OnlineDpo(),
-    "gspo": ALGORITHMS["gspo"],
-    "reward": ALGORITHMS["reinforce_plus_plus"],
-}
+OBJECTIVES = {"dpo": OnlineDpo(), "gspo": ALGORITHMS["gspo"], "reward": ALGORITHMS["reinforce_plus_plus"]}
 """Those of the other names are `PolicyGradient()`."""
 
 
@@ -144,12 +137,7 @@ def samples_of(
     config_name: str, rank: int, step: int
 ) -> list[TrainingSample] | list[PreferencePair] | list[TrajectoryRows] | list[TrainingSample | TrajectoryRows]:
     """The rows, pairs or trajectories of one process in one step."""
-    draws = {
-        "dpo": random_pairs,
-        "gspo": random_trajectories,
-        "reward": random_trajectories,
-        "shared": branching_rows,
-    }
+    draws = {"dpo": random_pairs, "gspo": random_trajectories, "reward": random_trajectories, "shared": branching_rows}
     draw: Any = draws.get(config_name, random_rows)
     if config_name == "constant":  # an idle trajectory in each process, also in one without rows to train
         idle = random_rows(np.random.default_rng(100 * step + rank), 2 + rank)

@@ -155,12 +155,7 @@ class UpdatableEngine(PausableEngine, Protocol):
         ...
 
     async def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        policy_version: int,
-        reuse_kv: bool = False,
-        in_flight: InFlight = InFlight.PAUSE,
+        self, source: WeightSource, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> WeightReceipt:
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 

@@ -141,9 +141,7 @@ class HttpEngine:
             if request.request_id in self._aborted:
                 nothing = SampledSequence.aborted(request.params)
                 return SampleResult(
-                    prompt_ids=request.prompt_ids,
-                    sequences=(nothing,) * request.n,
-                    image_sha256s=request.image_sha256s,
+                    prompt_ids=request.prompt_ids, sequences=(nothing,) * request.n, image_sha256s=request.image_sha256s
                 )
             raise
         finally:

@@ -129,11 +129,7 @@ async def open_server(
     if not models[0].keys() >= {"id", "max_model_len"}:
         raise unexpected_answer(client.base_url, "/v1/models", {"data": models})
     if "vocab_size" in models[0]:
-        facts = _read_facts(
-            models,
-            vocab_size=models[0]["vocab_size"],
-            policy_version=await client.policy_version(),
-        )
+        facts = _read_facts(models, vocab_size=models[0]["vocab_size"], policy_version=await client.policy_version())
         return client, facts
     if vocab_size is None:
         raise EngineError(

@@ -269,12 +269,7 @@ class ScriptedEngine:
             running.wake.set()
 
     async def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        policy_version: int,
-        reuse_kv: bool = False,
-        in_flight: InFlight = InFlight.PAUSE,
+        self, source: WeightSource, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> WeightReceipt:
         """Take new weights; any names and shapes are taken."""
         check_source(source, self.weight_sources)

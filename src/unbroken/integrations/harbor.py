@@ -163,14 +163,7 @@ class _RunnableTask:
 class ContainerRunner:
     """Lets an agent of Harbor attempt tasks, each attempt a trial of Harbor."""
 
-    def __init__(
-        self,
-        config: ContainerConfig,
-        *,
-        trials: Path,
-        agent_timeout_s: float | None,
-        reward: str,
-    ) -> None:
+    def __init__(self, config: ContainerConfig, *, trials: Path, agent_timeout_s: float | None, reward: str) -> None:
         """Import harbor.
 
         Args:

@@ -418,13 +418,7 @@ def _write_items(message: Message) -> Iterator[_Item]:
         yield {"type": "reasoning", "id": _make_id("rs"), "summary": [{"type": "summary_text", "text": reasoning}]}
     if text or not (reasoning or calls):
         part = {"type": "output_text", "text": text, "annotations": []}
-        yield {
-            "type": "message",
-            "id": _make_id("msg"),
-            "role": "assistant",
-            "status": "completed",
-            "content": [part],
-        }
+        yield {"type": "message", "id": _make_id("msg"), "role": "assistant", "status": "completed", "content": [part]}
     for call in calls:
         arguments = call["function"]["arguments"]
         yield {

@@ -182,9 +182,5 @@ def attach_given(tree: TokenTree, parent: Position | None, given: GivenIds) -> P
     if parent is not None and len(given.token_ids) == 0:
         return parent
     return tree.add_given(
-        given.token_ids,
-        given.origin,
-        parent=parent,
-        message_indices=given.message_indices,
-        images=given.images,
+        given.token_ids, given.origin, parent=parent, message_indices=given.message_indices, images=given.images
     )

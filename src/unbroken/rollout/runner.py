@@ -22,13 +22,7 @@ from unbroken.ledger.nodes import ForkReason
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import Message, ToolSchema, check_messages, copy_containers
-from unbroken.rendering.base import (
-    LoadsImages,
-    ParsedResponse,
-    ParsedToolCall,
-    Renderer,
-    ThreadedRenderer,
-)
+from unbroken.rendering.base import LoadsImages, ParsedResponse, ParsedToolCall, Renderer, ThreadedRenderer
 from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
 from unbroken.rollout.failures import must_propagate, unwrap_group
 from unbroken.rollout.limits import Limit, Limits, TurnBudget

@@ -296,10 +296,7 @@ class _Receivers:
     """The servers that a publisher sends to, as `Members` of a directory."""
 
     def __init__(
-        self,
-        publisher: DiskPublisher,
-        clients: Mapping[str, AsyncClient],
-        make_client: Callable[[str], AsyncClient],
+        self, publisher: DiskPublisher, clients: Mapping[str, AsyncClient], make_client: Callable[[str], AsyncClient]
     ) -> None:
         self._publisher = publisher
         self._clients = dict(clients)

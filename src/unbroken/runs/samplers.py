@@ -176,12 +176,7 @@ def _have_agents(problems: Sequence[Problems]) -> bool:
 
 @asynccontextmanager
 async def open_sessions(
-    config: RunConfig,
-    *,
-    engine: Engine,
-    model: str | Path,
-    images: ImageInputs | None,
-    part: str,
+    config: RunConfig, *, engine: Engine, model: str | Path, images: ImageInputs | None, part: str
 ) -> AsyncIterator[SessionGateway]:
     """Open the gateway at `sessions.url`, or one in this process over its engine, until the block ends.
 

@@ -81,11 +81,7 @@ from unbroken.training.model.sharding import (
     reshard,
     shard_like,
 )
-from unbroken.training.model.weights import (
-    checkpoint_parameters,
-    gather_adapter_weights,
-    gather_weights,
-)
+from unbroken.training.model.weights import checkpoint_parameters, gather_adapter_weights, gather_weights
 from unbroken.training.state import (
     TrainerState,
     check_trained,
@@ -457,12 +453,7 @@ class TrainerBackend:
             model=self._origin,
         )
         return partial(
-            write_state,
-            tensors=copied,
-            state=state,
-            adapter_config=self._adapter_config,
-            key=key,
-            group=self._writers,
+            write_state, tensors=copied, state=state, adapter_config=self._adapter_config, key=key, group=self._writers
         )
 
     def load(self, folder: Path) -> TrainerState:
@@ -633,11 +624,7 @@ class TrainerBackend:
         return found.num_ids
 
     def _score(
-        self,
-        policy: PolicyLogprobs | BasePolicy,
-        samples: Sequence[TrainingSample],
-        *,
-        entropy: Entropy = Entropy.NONE,
+        self, policy: PolicyLogprobs | BasePolicy, samples: Sequence[TrainingSample], *, entropy: Entropy = Entropy.NONE
     ) -> list[RowScores]:
         if not self._same_rows.is_alone:
             shared, mine = self._same_rows.share(samples)

@@ -332,10 +332,7 @@ class TrainerConfig:
                 "CorrectionKind.NONE with OldLogprobs.SAMPLER, whose ratio is the correction already",
             ),
             kl_weight=(math.isfinite(self.kl_weight) and self.kl_weight >= 0, "finite and >= 0"),
-            kl=(
-                self.kl_weight > 0 or self.kl == KlConfig(),
-                "left out with kl_weight 0, which measures no distance",
-            ),
+            kl=(self.kl_weight > 0 or self.kl == KlConfig(), "left out with kl_weight 0, which measures no distance"),
             truncated=(isinstance(self.truncated, TruncatedRows), "a TruncatedRows"),
             zero_variance=(isinstance(self.zero_variance, ZeroVarianceRows), "a ZeroVarianceRows"),
             failed=(isinstance(self.failed, FailedRows), "a FailedRows"),
@@ -475,10 +472,7 @@ class LoopConfig:
             ),
             max_staleness=(self.max_staleness >= 0, ">= 0"),
             max_drops=(self.max_drops >= 0, ">= 0"),
-            max_groups_in_flight=(
-                self.max_groups_in_flight is None or self.max_groups_in_flight >= 1,
-                ">= 1, or None",
-            ),
+            max_groups_in_flight=(self.max_groups_in_flight is None or self.max_groups_in_flight >= 1, ">= 1, or None"),
             max_replacements=(
                 self.max_replacements is None or (math.isfinite(self.max_replacements) and self.max_replacements >= 0),
                 "finite and >= 0, or None",

@@ -409,9 +409,7 @@ class GroupSampler:
             max_staleness=config.max_staleness, groups_per_step=source.groups_per_step, max_lag=config.max_lag
         )
         self.pace = Pace(
-            groups_per_step=source.groups_per_step,
-            max_staleness=config.max_staleness,
-            is_adapted=config.adapt_ahead,
+            groups_per_step=source.groups_per_step, max_staleness=config.max_staleness, is_adapted=config.adapt_ahead
         )
         self.changed = asyncio.Event()
         """Set when a group has finished, or `lost` or `failure` is set."""

@@ -116,12 +116,7 @@ def audit_alone(source: str, folder: Path) -> AuditReport:
 
 @pytest.mark.parametrize(
     ("opening", "end"),
-    [
-        ("<seed:bos>", "<seed:eos>"),
-        ("]~b]", "[e~["),
-        ("[|role|]", "[|endofturn|]"),
-        ("<turn>", "</turn>"),
-    ],
+    [("<seed:bos>", "<seed:eos>"), ("]~b]", "[e~["), ("[|role|]", "[|endofturn|]"), ("<turn>", "</turn>")],
 )
 def test_control_tokens_are_found_in_a_template_without_a_tokenizer(opening: str, end: str, tmp_path: Path) -> None:
     source = templates.QWEN.replace("<|im_start|>", opening).replace("<|im_end|>", end)

@@ -123,12 +123,7 @@ async def server(directory: Path) -> AsyncIterator[AsyncClient]:
     [
         ("checkpoint", CheckpointError, r"step-00000002 cannot be written: .*too large.*earlier ones are unchanged", 2),
         ("weights", WeightsError, r"version 2 of the weights cannot be written.*too large.*make room", 1),
-        (
-            "metrics",
-            MetricsError,
-            r"metrics of step 1 cannot be written to .*: File too large. Free space",
-            2,
-        ),
+        ("metrics", MetricsError, r"metrics of step 1 cannot be written to .*: File too large. Free space", 2),
     ],
 )
 async def test_a_full_disk_ends_the_run_and_nothing_is_lost(tmp_path, what, error, message, version):

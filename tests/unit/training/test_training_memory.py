@@ -13,14 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.adapted import with_lora
 from support.models import tiny_qwen3
 from unbroken.training.config import OptimizerConfig, OptimizerName, TrainerConfig
-from unbroken.training.memory import (
-    GIB,
-    Layout,
-    ModelSizes,
-    count_pass_bytes,
-    describe_shortage,
-    estimate_memory,
-)
+from unbroken.training.memory import GIB, Layout, ModelSizes, count_pass_bytes, describe_shortage, estimate_memory
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "training.md"
 SHAPES = {

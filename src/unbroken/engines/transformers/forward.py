@@ -149,12 +149,7 @@ class SlotForward:
 
     @torch.inference_mode()
     def score(
-        self,
-        token_ids: TokenIds,
-        *,
-        temperature: float,
-        num_top_logprobs: int,
-        image_inputs: PlainInputs | None = None,
+        self, token_ids: TokenIds, *, temperature: float, num_top_logprobs: int, image_inputs: PlainInputs | None = None
     ) -> tuple[Logprobs, TopLogprobs | None]:
         """Return [T - 1] the logprob of each id after the first, by one plain forward pass, and the most likely ids.
 

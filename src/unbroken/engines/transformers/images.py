@@ -104,10 +104,7 @@ class ImageModel:
         for span, of_image in zip(spans, places, strict=True):
             keys[of_image] = self._key(span)
         return PromptImages(
-            keys=freeze(keys),
-            images=tuple(images),
-            places=places,
-            rope=self._rope(prompt_ids, spans, images),
+            keys=freeze(keys), images=tuple(images), places=places, rope=self._rope(prompt_ids, spans, images)
         )
 
     def score_inputs(self, prompt_ids: TokenIds, spans: Sequence[ImageSpan]) -> PlainInputs:
@@ -132,8 +129,7 @@ class ImageModel:
         types = torch.from_numpy(_token_types(prompt_ids, spans, images))[None].to(self._device)
         tensors = self._on_device(join_inputs(images))
         return PlainInputs(
-            token_types_1T=types,
-            tensors=tensors | _select_inputs(self._backbone.forward, name_token_types(types)),
+            token_types_1T=types, tensors=tensors | _select_inputs(self._backbone.forward, name_token_types(types))
         )
 
     def _rope(

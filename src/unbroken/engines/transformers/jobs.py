@@ -56,11 +56,7 @@ class Row:
         return self.returns_kept_ids or self.params.num_top_logprobs > 0 or self.job.feed is not None
 
     def add_sampled(
-        self,
-        token_id: int,
-        logprob: float,
-        top: tuple[TokenIds, Logprobs] | None,
-        kept: TokenIds | None,
+        self, token_id: int, logprob: float, top: tuple[TokenIds, Logprobs] | None, kept: TokenIds | None
     ) -> None:
         """Add the id that was just sampled; `top` is [K] and [K], and it was `kept` among these ids, if the request
         asks for them.

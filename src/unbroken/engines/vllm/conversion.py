@@ -95,11 +95,7 @@ def make_scoring_params(*, temperature: float, num_top_logprobs: int) -> VllmSam
 
 
 def convert_result(
-    output: RequestOutput | None,
-    request: SampleRequest,
-    policy_version: int | None = None,
-    *,
-    vocab_size: int = 0,
+    output: RequestOutput | None, request: SampleRequest, policy_version: int | None = None, *, vocab_size: int = 0
 ) -> SampleResult:
     """Convert the output of a finished request; None is a request that was aborted before its first id.
 

@@ -98,11 +98,7 @@ class PackageRenderer:
         )
 
     def open_response(
-        self,
-        *,
-        prompt_ids: TokenIds | None = None,
-        tools: Sequence[ToolSchema] = (),
-        reads_calls: bool = True,
+        self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
     ) -> ResponseReader:
         """Open a reader that returns everything at the end: the package parses whole completions only."""
 

@@ -74,13 +74,7 @@ def rollout_func(
             rollout derives its own seed from `seed`, if given.
         limits: for each episode.
     """
-    return TrlRollouts(
-        make_env,
-        engine=engine,
-        renderer=renderer,
-        sampling=sampling,
-        limits=limits,
-    )
+    return TrlRollouts(make_env, engine=engine, renderer=renderer, sampling=sampling, limits=limits)
 
 
 class TrlRollouts:

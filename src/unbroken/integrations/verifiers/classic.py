@@ -121,9 +121,7 @@ class _ComparedAttempts:
             group,
             trajectories=tuple(
                 replace(
-                    each,
-                    reward=outcomes[each.trajectory_id].reward,
-                    reward_parts=outcomes[each.trajectory_id].metrics,
+                    each, reward=outcomes[each.trajectory_id].reward, reward_parts=outcomes[each.trajectory_id].metrics
                 )
                 if each.trajectory_id in outcomes
                 else each

@@ -323,10 +323,7 @@ def _read_session(
 
 
 def _add_node(
-    tree: TokenTree,
-    node: Mapping[str, Any],
-    finish_reason: FinishReason | None,
-    images: Mapping[str, EncodedImage],
+    tree: TokenTree, node: Mapping[str, Any], finish_reason: FinishReason | None, images: Mapping[str, EncodedImage]
 ) -> SampledSequence | None:
     parent = None if node["parent"] is None else Position(**node["parent"])
     if node["origin"] != Origin.SAMPLED.value:

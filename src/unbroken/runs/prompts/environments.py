@@ -78,12 +78,7 @@ class Environments:
 
         def make(number: int) -> Env:
             names = None if rows is None else rows.tools(number)
-            own = {
-                "number": number,
-                "split": split,
-                "seed": self._seed,
-                "tools": select_tools(tools, names),
-            }
+            own = {"number": number, "split": split, "seed": self._seed, "tools": select_tools(tools, names)}
             if rows is not None:
                 own["messages"] = rows.messages(number)
             row = dict(rows.row(number)) if rows is not None and needs_row else {}
@@ -201,10 +196,7 @@ def _load_harbor(name: str, settings: PackageSettings) -> TaskEnvironment:
     section = section_of(TerminalConfig, prefix="environment_arguments.")
     config: TerminalConfig = build(section, read_table(settings.arguments, section, source="", folder=None))
     runner = ContainerRunner(
-        config.containers,
-        trials=settings.logs,
-        agent_timeout_s=config.agent_timeout_s,
-        reward=config.reward,
+        config.containers, trials=settings.logs, agent_timeout_s=config.agent_timeout_s, reward=config.reward
     )
     return TerminalTasks(Path(name), runner.read, config, max_attempt_s=settings.limits.timeout_s)
 

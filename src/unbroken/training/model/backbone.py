@@ -60,9 +60,7 @@ def hidden_states(
     if position_ids_BT is not None and by_rows:
         with no_masks():
             return last_hidden(
-                input_ids=token_ids_BT,
-                position_ids=position_ids_BT,
-                **RowBorders.of(position_ids_BT).as_inputs(),
+                input_ids=token_ids_BT, position_ids=position_ids_BT, **RowBorders.of(position_ids_BT).as_inputs()
             )
     if position_ids_BT is not None:
         return last_hidden(input_ids=token_ids_BT, position_ids=position_ids_BT)

@@ -78,8 +78,7 @@ class RowImages:
             token_types_BT[row, span.offset : span.stop] = torch.from_numpy(image.token_types.astype(np.int64))
         joined = join_inputs([image for _, _, image in processed])
         return PixelInputs(
-            token_types_BT=token_types_BT.to(device),
-            tensors={key: tensor.to(device) for key, tensor in joined.items()},
+            token_types_BT=token_types_BT.to(device), tensors={key: tensor.to(device) for key, tensor in joined.items()}
         )
 
     def example(self, device: torch.device) -> tuple[torch.Tensor, PixelInputs]:

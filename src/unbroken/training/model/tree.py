@@ -206,9 +206,7 @@ def _find_cuts(
         nodes = added_nodes[first:stop] + more_nodes
         costs = cheapest[first] + cost_of(
             TreeSizes(
-                num_nodes=nodes,
-                num_pairs=added_pairs[first:stop] + more_pairs,
-                num_rows=np.arange(1, stop - first + 1),
+                num_nodes=nodes, num_pairs=added_pairs[first:stop] + more_pairs, num_rows=np.arange(1, stop - first + 1)
             )
         )
         ends = 1 + first + np.flatnonzero(costs < cheapest[first + 1 : stop + 1])

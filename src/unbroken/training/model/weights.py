@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from unbroken.training.model.adapters import (
-    causal_lm,
-    gather_adapter,
-    is_adapted,
-    merge_parameters,
-    strip_wrappers,
-)
+from unbroken.training.model.adapters import causal_lm, gather_adapter, is_adapted, merge_parameters, strip_wrappers
 from unbroken.training.model.sharding import gather_tensor
 from unbroken.transfer.sources import TensorSpec, WeightStream
 

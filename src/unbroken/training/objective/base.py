@@ -174,11 +174,7 @@ class Objective(ABC, Generic[UnitT]):
 
     @abstractmethod
     async def make_units(
-        self,
-        groups: Sequence[TrajectoryGroup],
-        counters: Counters,
-        config: TrainerConfig,
-        processes: Processes = ALONE,
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig, processes: Processes = ALONE
     ) -> list[UnitT]:
         """The units to train on, in order of the groups; trajectories that give none are counted, by reason (I8).
 

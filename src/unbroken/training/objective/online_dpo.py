@@ -62,11 +62,7 @@ class OnlineDpo(Objective[PreferencePair]):
         return True
 
     async def make_units(
-        self,
-        groups: Sequence[TrajectoryGroup],
-        counters: Counters,
-        config: TrainerConfig,
-        processes: Processes = ALONE,
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig, processes: Processes = ALONE
     ) -> list[PreferencePair]:
         """Build the pairs (`build_pairs`)."""
         return await build_pairs(groups, counters, judge=self.judge, pairs=self.pairs)

@@ -132,11 +132,7 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         return Entropy.TRAINED if config.entropy_weight > 0 else Entropy.MEASURED
 
     async def make_units(
-        self,
-        groups: Sequence[TrajectoryGroup],
-        counters: Counters,
-        config: TrainerConfig,
-        processes: Processes = ALONE,
+        self, groups: Sequence[TrajectoryGroup], counters: Counters, config: TrainerConfig, processes: Processes = ALONE
     ) -> list[TrainingSample | TrajectoryRows]:
         """Build each trajectory's rows (`build_trajectories`).
 

@@ -53,12 +53,7 @@ def test_k1_and_k3_average_to_the_divergence(estimator):
 
 @pytest.mark.parametrize(
     ("estimator", "is_right"),
-    [
-        (KlEstimator.K1, False),
-        (KlEstimator.K2, True),
-        (KlEstimator.K3, False),
-        (KlEstimator.K3_RATIO_WEIGHTED, True),
-    ],
+    [(KlEstimator.K1, False), (KlEstimator.K2, True), (KlEstimator.K3, False), (KlEstimator.K3_RATIO_WEIGHTED, True)],
 )
 def test_in_the_loss_k2_and_the_ratio_weighted_k3_have_the_gradient_of_the_divergence(estimator, is_right):
     """Over all ids, each as often as the policy samples it; k1 has no gradient at all, k3 that of another distance."""

@@ -66,11 +66,7 @@ def test_i8_each_status_is_either_trained_on_or_counted_as_dropped(status):
 
 
 def test_what_the_policy_did_not_bring_about_is_not_trained_on():
-    left_out = {
-        TrajectoryStatus.FAILED,
-        TrajectoryStatus.ABORTED,
-        TrajectoryStatus.UNSCORED,
-    }
+    left_out = {TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED, TrajectoryStatus.UNSCORED}
     assert set(TrajectoryStatus) - TRAINABLE == left_out
 
 
