@@ -27,7 +27,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,7 +144,9 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
     """
     name = type(model).__name__
     if takes_images:
-        raise InvalidInputError(f"numerics must be fast with images, which {name} takes here")
+        raise InvalidInputError(
+            f"numerics must be fast with images, which {name} takes here: its text is exact with images = false"
+        )
     if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
         raise InvalidInputError(f"numerics must be fast for {name}: experts compute as many ids at once as chose them")
     if (num_threads := torch.get_num_threads()) > _MAX_THREADS:
@@ -188,39 +190,45 @@ def find_other_bits(model: Any, rounded: torch.dtype | None = None) -> str | Non
     length = max(choose_long_length(model) // multiple, 2) * multiple
     ids = (torch.arange(length) + 1).remainder(len(model.get_input_embeddings().weight))
     short = ids[:multiple].flip(0)
-    alone: dict[str, list[torch.Tensor]] = {}
-    found: list[str] = []
-
-    def record(name: str, output: torch.Tensor) -> None:
-        alone.setdefault(name, []).append(output[0])
-
-    def compare(name: str, output: torch.Tensor) -> None:
-        if not torch.equal(output[0, : len(short)], alone[name].pop(0)):
-            found.append(name)
-
-    _run_hooked(model, short[None], record, rounded)
-    both = torch.stack([pad(short, (0, length - len(short))), ids])
-    _run_hooked(model, both, compare, rounded)
-    return found[0] if found else None
+    run = model if rounded is None else functools.partial(call_rounded, model, rounded)
+    found = []
+    for rows in (short[None], torch.stack([pad(short, (0, length - len(short))), ids])):
+        outputs = ModuleOutputs(model)
+        run(input_ids=rows.to(model.device), use_cache=False)
+        found.append({name: output for name, output in outputs.end().items() if len(output) == rows.shape[1]})
+    alone, beside = found
+    names = (
+        name for name, output in alone.items() if name in beside and not torch.equal(beside[name][:multiple], output)
+    )
+    return next(names, None)
 
 
-def _run_hooked(
-    model: Any, ids_BT: torch.Tensor, see: Callable[[str, torch.Tensor], None], rounded: torch.dtype | None
-) -> None:
-    """Run a model, and show each output [B, T, ...] of a module, in the order in which they are computed."""
+class ModuleOutputs:
+    """Records what the modules of a model compute from now on: of each pass the first row's [T, ...]."""
 
-    def hook(name: str, _module: Any, _inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else getattr(output, "logits", output)
-        if isinstance(first, torch.Tensor) and first.shape[:2] == ids_BT.shape:
-            see(name or "the model", first)
+    def __init__(self, model: Any) -> None:
+        self._found: dict[str, list[torch.Tensor]] = {}
+        modules = model.named_modules()
+        self._handles = [each.register_forward_hook(functools.partial(self._keep, name)) for name, each in modules]
 
-    handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in model.named_modules()]
-    try:
-        run = model if rounded is None else functools.partial(call_rounded, model, rounded)
-        run(input_ids=ids_BT.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
+    def end(self) -> dict[str, torch.Tensor]:
+        """Stop, and return them by name in the order in which they were computed, the ids of all passes together."""
+        for handle in self._handles:
             handle.remove()
+        same = {
+            name: outputs for name, outputs in self._found.items() if len({each.shape[1:] for each in outputs}) == 1
+        }
+        return {name: torch.cat(outputs) for name, outputs in same.items()}
+
+    def _keep(self, name: str, module: Any, _inputs: Any, output: Any) -> None:
+        if isinstance(output, (tuple, list)):
+            several = [each for each in output if isinstance(each, torch.Tensor)]
+            is_plain = len(several) == 1 or not any(True for _ in module.children())  # else the sum is kept apart
+            output = several[0] if several and is_plain else None
+        output = getattr(output, "logits", output)
+        if isinstance(output, torch.Tensor) and output.ndim > 1:
+            first = output[0] if output.ndim > 2 else output
+            self._found.setdefault(name or "the model", []).append(first.detach().cpu())
 
 
 def attend(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,35 @@ async def test_a_model_whose_rotary_factors_or_soft_cap_transformers_treats_othe
     finally:
         await embedded.close()
         await engine.close()
+
+
+async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_module(tmp_path, capsys):
+    """vLLM runs transformers' modules, whose names are the trainer's; a CPU cannot have exact numerics with it."""
+    from support.architectures import tiny_model
+    from unbroken.cli import main
+
+    tiny_model("qwen3", hidden_size=64, head_dim=64, max_position_embeddings=256).save_pretrained(tmp_path)
+    vllm = [
+        "--enforce-eager",
+        "--skip-tokenizer-init",
+        "--model-impl",
+        "transformers",
+        "--num-gpu-blocks-override",
+        "64",
+    ]
+    options = ["--engine.kind=colocated", f"--engine.vllm-options={json.dumps(vllm)}", "--precision=bfloat16"]
+    command = ["numerics", str(tmp_path), "--rows=4", "--max-tokens=8", "--json", *options]
+    assert await asyncio.to_thread(main, command) == 1
+    printed = capsys.readouterr().out
+    fast, exact = json.loads(printed[printed.index("[\n  {") :])
+    assert "VllmEngine" in fast["subject"]
+    for way in ("prefill", "cached", "alone", "batches", "together", "updated"):
+        assert 0 < fast["ways"][way]["k3"] < 1e-2, way
+    found = re.fullmatch(
+        r"of 21 modules embed_tokens is the first that differs: 144 of 144 ids, by up to (\S+) \(bfloat16 and .*",
+        fast["modules"],
+    )
+    assert found is not None, fast["modules"]
+    assert float(found[1]) < 0.01  # rounding: another id's row would be further off
+    assert exact["ways"] == {}
+    assert "on this cpu device, got exact" in exact["refused"]

@@ -166,37 +166,47 @@ def add_numerics_parser(commands: Any) -> None:
     numerics = commands.add_parser(
         "numerics",
         help="compare the bits of sampler and trainer for a model on this machine",
-        description="Samples conversations of random ids with the embedded engine on a CPU, scores them as the trainer "
-        'does, and compares the logprobs, with trainer.numerics "fast" and "exact". The status is 0 if all are equal '
-        'with "exact", else 1.',
+        description="Samples rows of random ids with the engine of a run, scores them as its trainer does, compares "
+        'logprobs and outputs of modules, with trainer.numerics "fast" and "exact". The status is 0 if all logprobs '
+        'are equal with "exact", else 1.',
+        epilog="vLLM on a Hopper GPU: unbroken numerics MODEL --precision bfloat16 --engine.kind colocated",
         allow_abbrev=False,
     )
     add = numerics.add_argument
     add("model", metavar="MODEL", help="a folder or a hub's name")
+    add("options", nargs=argparse.REMAINDER, metavar="--FIELD VALUE", help="settings of a run, as of `unbroken train`")
+    _add_numerics_options(numerics)
+    numerics.set_defaults(run=run_numerics, parser=numerics)
+
+
+def _add_numerics_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--rows", type=int, default=32, metavar="N", help="conversations that are sampled together (32)")
     add("--max-tokens", type=int, default=64, metavar="N", help="maximum ids of a turn; the mean is half of it (64)")
-    add("--seed", type=int, default=0, metavar="S")
     add("--json", action="store_true", help="print the report as JSON")
-    numerics.set_defaults(run=run_numerics, parser=numerics)
 
 
 def run_numerics(arguments: argparse.Namespace) -> int:
     """Compare, and print the report; returns 0 if all logprobs are equal with exact numerics."""
+    own = argparse.ArgumentParser(prog="unbroken numerics MODEL", add_help=False, allow_abbrev=False)
+    _add_numerics_options(own)
+    arguments, options = own.parse_known_args(arguments.options, arguments)
     if min(arguments.rows, arguments.max_tokens) < 1:
         arguments.parser.error("--rows and --max-tokens must be >= 1")
     try:
-        from unbroken.runs.models import load_model
-        from unbroken.runs.numerics import compare_numerics, describe
+        from unbroken.runs.config import RunConfig
+        from unbroken.runs.numerics import Comparison, describe
+        from unbroken.runs.settings import read_options, section_of
     except ModuleNotFoundError as error:
         raise missing_extra(error, "numerics needs the train extra", "train") from error
 
-    model = load_model(arguments.model)
-    sizes = {"num_rows": arguments.rows, "max_tokens": arguments.max_tokens, "seed": arguments.seed}
-    reports = run_until_terminated(compare_numerics(model, **sizes))
+    values = read_options(options, section_of(RunConfig))
+    sizes = {"num_rows": arguments.rows, "max_tokens": arguments.max_tokens}
+    reports = run_until_terminated(Comparison(source=arguments.model, values=values, **sizes).measure())
     if arguments.json:
         print(json.dumps([asdict(report) for report in reports], indent=2, allow_nan=False))
     else:
-        print(describe(model, reports))
+        print(describe(reports))
     return 0 if all(report.is_exact for report in reports if report.numerics == "exact") else 1
 
 
@@ -235,8 +245,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             _print_text(format_help(recipe.section, recipe.values, command=command, doc=recipe.doc, shown=shown))
             return 0
         return run_command(
-            lambda: run_recipe(arguments.recipe, options),
-            advice="the same command continues from the last checkpoint",
+            lambda: run_recipe(arguments.recipe, options), advice="the same command continues from the last checkpoint"
         )
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "training needs the train extra", "train") from error

@@ -1,50 +1,60 @@
 """`unbroken numerics MODEL`: whether sampler and trainer compute the same bits for a model on this machine.
 
-The same rows are sampled by the embedded engine in three ways, and scored by the trainer's own forward pass, which has
-other shapes: several rows at once, each as a whole.
+Both are those of a run with the same settings. The engine samples rows in ways that add causes of other bits, one by
+one; the trainer scores them as in a step, several whole rows at once.
 
-    one pass    the engine scores whole rows: neither a cache nor other rows
-    alone       ids one by one, with a cache, no other row beside
-    together    conversations of several turns, which come and go: batches of all sizes, prompts in pieces, prefixes
-                that are cached
+    prefill     one id after prompts of many lengths, one prompt after the other
+    cached      an id more after each of them, whose beginning is in the prefix cache
+    alone       ids one by one, no other row beside
+    batches     2, 4, 8, ... rows that begin together
+    together    conversations of several turns, which come and go: batches of all sizes, prompts in pieces
+    updated     such conversations after a step of the trainer, by the weights that it has published
+
+For one row the outputs of modules are compared too: those that both have with one name and shape.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
+import multiprocessing
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
+from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError
-from unbroken.exactness import find_other_bits
-from unbroken.training.metrics.mismatch import Mismatch, mismatch
-from unbroken.training.model.logprobs import PolicyLogprobs
-from unbroken.types import Logprobs, Numerics, SampleRequest, SamplingParams, TokenIds, token_ids
+from unbroken.exactness import BLOCK, ModuleOutputs, fix_rotary
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.runs.config import EngineKind, Precision, RunConfig
+from unbroken.runs.engines import RunEngine, open_engine
+from unbroken.runs.models import load_model, prepare_model
+from unbroken.runs.processes import Rank
+from unbroken.runs.run import join_accelerator
+from unbroken.runs.settings import build, section_of
+from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
+from unbroken.training.model.adapters import causal_lm
+from unbroken.training.trainer import Trainer
+from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSample, token_ids
 
 NUM_TURNS = 3
-_NUM_ALONE = 4
-_ROWS_PER_PASS = 5
-_CHUNK_SIZE = 256
-_CERTAIN = -1e-4
-"""A logprob above is 0 but for rounding, by whatever arithmetic."""
+_NUM_ALONE, _NUM_PROMPTS = 4, 8
+_LONGEST_PROMPT = 600
+"""From some hundred ids on positions show whose frequencies differ in their last bit."""
 _MEAN_GIVEN = 16
 """Ids of a prompt, or of what comes between two turns; their number is drawn from a geometric distribution."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRow:
-    """A row as one of the ways sampled it."""
-
-    token_ids: TokenIds
-    logprobs: Logprobs
-    """[T] by the engine; NaN where the id was not sampled."""
+_CERTAIN = -1e-4
+"""A logprob above is 0 but for rounding, by whatever arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +62,19 @@ class NumericsReport:
     """Sampler against trainer, with one setting of `Numerics`."""
 
     numerics: Numerics
+    subject: str = ""
+    """Model, engine and trainer."""
     refused: str | None = None
     """Why this model cannot have it here; then nothing was measured."""
     ways: dict[str, Mismatch]
+    modules: str = ""
+    """What the comparison of modules has found."""
     proves_nothing: bool = False
     """Whether ids are so certain, or so alike, that any arithmetic would give equal logprobs."""
-    ids_per_cpu_s: float = 0.0
-    """That the engine sampled together."""
-    trained_ids_per_cpu_s: float = 0.0
-    """Of forward and backward passes."""
+    sampled_per_s: float = 0.0
+    """Ids of the conversations."""
+    trained_per_s: float = 0.0
+    """Ids of their step."""
 
     @property
     def is_exact(self) -> bool:
@@ -68,23 +82,82 @@ class NumericsReport:
         return bool(self.ways) and not self.proves_nothing and all(way.equal_share == 1.0 for way in self.ways.values())
 
 
-async def compare_numerics(model: Any, *, num_rows: int, max_tokens: int, seed: int) -> list[NumericsReport]:
-    """Compare with each setting; `model` is copied."""
-    return [
-        await _compare(copy.deepcopy(model), copy.deepcopy(model), numerics, num_rows, max_tokens, seed)
-        for numerics in Numerics
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared."""
+
+    source: str
+    """The model's folder, or its name on the hub."""
+    values: Mapping[str, Any]
+    """Fields of `RunConfig` by dotted names."""
+    num_rows: int
+    max_tokens: int
+
+    def configure(self, numerics: Numerics, output: Path) -> RunConfig:
+        """The settings of a run; raises `InvalidInputError` if it cannot have these numerics."""
+        own = {"output": output, "loop.num_steps": 1, "trainer.numerics": numerics}
+        own["trainer.warn_of_inexact"] = numerics is Numerics.EXACT
+        config: RunConfig = build(
+            section_of(RunConfig), {"trainer.optimizer.learning_rate": 1e-4, **self.values, **own}
+        )
+        if (kind := config.engine.kind) not in (EngineKind.EMBEDDED, EngineKind.COLOCATED):
+            raise InvalidInputError(f"engine.kind must be embedded or colocated to compare numerics, got {kind}")
+        return config
+
+    async def measure(self) -> list[NumericsReport]:
+        """Compare with each setting: with vLLM in a process of its own, for a process chooses its kernels once."""
+        if self.values.get("engine.kind") is not EngineKind.COLOCATED:
+            return [await _measure(self, numerics) for numerics in Numerics]
+        spawn, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
+        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+            return [await loop.run_in_executor(pool, _measure_apart, self, numerics) for numerics in Numerics]
 
 
-def describe(model: Any, reports: Sequence[NumericsReport]) -> str:
+@asynccontextmanager
+async def open_pair(config: RunConfig, source: str) -> AsyncIterator[tuple[RunEngine, Trainer]]:
+    """Open the engine and the trainer of a run; the engine is closed when the block ends."""
+    accelerator = join_accelerator(config, None)
+    is_rounded = config.precision is Precision.BFLOAT16
+    policy = load_model(source, config.chosen_model_settings, is_bfloat16=is_rounded)
+    async with open_engine(
+        config.engine, model=policy, source=source, output=config.output, device=accelerator.device, rank=Rank(),
+        adapter_rank=config.adapter_rank, numerics=config.trainer.numerics,
+    ) as opened:  # fmt: skip
+        fix_rotary(policy, opened.engine.context_length)
+        policy, reference = prepare_model(policy, config)
+        yield (
+            opened,
+            Trainer(policy, config.training, objective=config.objective, accelerator=accelerator, reference=reference),
+        )
+
+
+async def sample_row(
+    engine: Engine, params: SamplingParams, seed: Sequence[int], turns: Sequence[tuple[int, int]], pause_s: float = 0
+) -> TrainingSample:
+    """Sample a conversation of random ids; each turn has a number of given ids, and of sampled ones at most.
+
+    Before each there is a pause, exponential with this mean.
+    """
+    rng = np.random.default_rng(list(seed))
+    tree, end, ids = TokenTree(), None, token_ids([])
+    for turn, (num_given, num_sampled) in enumerate(turns):
+        await asyncio.sleep(float(rng.exponential(pause_s)))
+        given = token_ids(rng.integers(0, engine.vocab_size, num_given))
+        ids = token_ids([*ids, *given])
+        own = replace(params, seed=int(rng.integers(2**31)), max_tokens=num_sampled)
+        name = f"{'-'.join(map(str, seed))}-{turn}"
+        (sequence,) = (await engine.sample(SampleRequest(request_id=name, prompt_ids=ids, params=own))).sequences
+        origin = Origin.BRIDGE if turn else Origin.PROMPT
+        end = tree.add_sampled(sequence, parent=tree.add_given(given, origin, parent=end))
+        ids = token_ids([*ids, *sequence.completion_ids])
+    (row,) = export_samples(tree, float(rng.normal()))
+    return row
+
+
+def describe(reports: Sequence[NumericsReport]) -> str:
     """The report as text."""
-    num_threads = torch.get_num_threads()
-    lines = [
-        f"{type(model).__name__}, {model.num_parameters():,} parameters, {model.dtype} on {model.device}, "
-        f"{num_threads} thread{'s' * (num_threads > 1)}, torch {torch.__version__}",
-        "",
-        f"{'':8}{'sampled':12}{'tokens':>8}{'equal':>9}{'largest difference':>20}{'k3':>10}",
-    ]
+    lines = [*sorted({report.subject for report in reports if report.ways}), ""]
+    lines += [f"{'':8}{'sampled':12}{'tokens':>8}{'equal':>9}{'largest difference':>20}{'k3':>10}"]
     for report in reports:
         if report.refused is not None:
             lines.append(f"{report.numerics:8}refused: {report.refused}")
@@ -94,10 +167,8 @@ def describe(model: Any, reports: Sequence[NumericsReport]) -> str:
                 f"{report.numerics:8}{way:12}{found.num_tokens:>8}{share:>9}{found.max_abs:>20.2g}{found.k3:>10.1e}"
             )
         if report.ways:
-            sampled, trained = f"{report.ids_per_cpu_s:,.0f}", f"{report.trained_ids_per_cpu_s:,.0f}"
-            lines.append(f"{'':8}{sampled} ids a CPU second sampled, {trained} trained")
-    if (module := find_other_bits(model)) is not None:
-        lines += ["", f"the first module that has other bits for a row beside a longer one: {module}"]
+            lines.append(f"{'':8}{report.modules}")
+            lines.append(f"{'':8}{report.sampled_per_s:,.0f} ids a second sampled, {report.trained_per_s:,.0f} trained")
     exact = next(report for report in reports if report.numerics is Numerics.EXACT)
     verdict = 'exact, with trainer.numerics = "exact"' if exact.is_exact else "not exact here"
     if exact.proves_nothing:
@@ -105,77 +176,108 @@ def describe(model: Any, reports: Sequence[NumericsReport]) -> str:
     return "\n".join([*lines, "", f"verdict: {verdict}"])
 
 
-async def _compare(
-    sampling: Any, training: Any, numerics: Numerics, num_rows: int, max_tokens: int, seed: int
-) -> NumericsReport:
-    try:
-        engine = TransformersEngine(sampling, config=TransformersEngineConfig(numerics=numerics))
-        policy = PolicyLogprobs(training, chunk_size=_CHUNK_SIZE, numerics=numerics)
-    except InvalidInputError as error:
-        return NumericsReport(numerics=numerics, refused=str(error), ways={})
-    try:
-        started = time.process_time()
-        together = await asyncio.gather(*(_play(engine, [seed, number], max_tokens) for number in range(num_rows)))
-        sampled_s = time.process_time() - started
-        alone = [await _play(engine, [seed, num_rows + number], max_tokens) for number in range(_NUM_ALONE)]
-        whole = [await _score(engine, row) for row in together]
-    finally:
-        await engine.close()
-    started = time.process_time()
-    ways = {name: _compare_rows(policy, rows) for name, rows in (("one pass", whole), ("alone", alone))}
-    ways["together"] = _compare_rows(policy, together)
-    trained_s = time.process_time() - started
-    sampled = np.concatenate([row.logprobs[~np.isnan(row.logprobs)] for row in together])
-    num_trained = sum(len(row.token_ids) for row in (*whole, *alone, *together))
+def _measure_apart(comparison: Comparison, numerics: Numerics) -> NumericsReport:
+    return asyncio.run(_measure(comparison, numerics))
+
+
+async def _measure(comparison: Comparison, numerics: Numerics) -> NumericsReport:
+    with tempfile.TemporaryDirectory(prefix="unbroken-numerics-") as folder:
+        try:
+            config = comparison.configure(numerics, Path(folder))
+            async with open_pair(config, comparison.source) as (opened, trainer):
+                return await _compare(opened, trainer, config, comparison)
+        except InvalidInputError as error:
+            if numerics is Numerics.FAST:
+                raise
+            return NumericsReport(numerics=numerics, refused=str(error), ways={})
+
+
+async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, comparison: Comparison) -> NumericsReport:
+    engine: Any = opened.engine
+    sample = partial(sample_row, engine, config.rollouts.sampling)
+    sizes = comparison.num_rows, min(comparison.max_tokens, engine.context_length // 2)
+    rows = await _sample_apart(sample, engine.context_length, config.seed, *sizes)
+    await engine.record_outputs()
+    num_given = min(_LONGEST_PROMPT, engine.context_length // 2) // BLOCK * BLOCK + 1  # else passes are filled up
+    row = await sample([config.seed, 6], [(num_given, min(16, engine.context_length - num_given))])
+    await engine.record_outputs(file := config.output / "outputs.pt")
+    started = time.perf_counter()
+    rows["together"] = await _sample_together(sample, engine.context_length, [config.seed, 4], *sizes)
+    sampled_s = time.perf_counter() - started
+    if opened.before_update is not None:
+        await opened.before_update()
+    ways = {way: await _score(trainer, found) for way, found in rows.items()}
+    model = causal_lm(trainer.backend.policy.model)
+    outputs = ModuleOutputs(model.base_model)
+    await _score(trainer, [row])
+    modules = _compare_outputs(torch.load(file), outputs.end(), len(row.token_ids) - 1)
+    started = time.perf_counter()
+    await asyncio.to_thread(trainer.step, rows["together"])
+    trained_s = time.perf_counter() - started
+    assert opened.publisher is not None, "one process publishes itself"
+    await opened.publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    updated = await _sample_together(sample, engine.context_length, [config.seed, 5], *sizes)
+    if opened.before_update is not None:
+        await opened.before_update()
+    ways["updated"] = await _score(trainer, updated)
+    sampled = np.concatenate([row.rollout_logprobs[row.sampled_mask] for row in rows["together"]])
     return NumericsReport(
-        numerics=numerics,
+        numerics=config.trainer.numerics,
+        subject=f"{type(model).__name__}, {model.num_parameters():,} parameters; {type(engine).__name__}; trainer on "
+        f"{model.device} in {config.precision}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         ways=ways,
+        modules=modules,
         proves_nothing=bool(np.mean(sampled > _CERTAIN) >= 0.02 or len(np.unique(sampled)) < len(sampled) / 2),
-        ids_per_cpu_s=ways["together"].num_tokens / sampled_s,
-        trained_ids_per_cpu_s=num_trained / trained_s,
+        sampled_per_s=len(sampled) / sampled_s,
+        trained_per_s=sum(len(row.token_ids) for row in rows["together"]) / trained_s,
     )
 
 
-async def _play(engine: TransformersEngine, seed: Sequence[int], max_tokens: int) -> SampledRow:
-    """A conversation of random ids, whose turns end at random."""
-    rng = np.random.default_rng(list(seed))
-    longest = engine.context_length // NUM_TURNS - 1
-    ids, logprobs = token_ids([]), np.zeros(0, dtype=np.float32)
-    for turn in range(NUM_TURNS):
-        given = rng.integers(0, engine.vocab_size, min(int(rng.geometric(1 / _MEAN_GIVEN)), max(longest // 2, 1)))
-        params = SamplingParams(
-            max_tokens=min(int(rng.geometric(2 / max_tokens)), max_tokens, max(longest // 2, 1)),
-            temperature=0.9,
-            seed=int(rng.integers(2**31)),
-        )
-        ids = token_ids([*ids, *given])
-        name = f"{'-'.join(map(str, seed))}-{turn}"
-        (sequence,) = (await engine.sample(SampleRequest(request_id=name, prompt_ids=ids, params=params))).sequences
-        ids = token_ids([*ids, *sequence.completion_ids])
-        unknown = np.full(len(given), np.nan, dtype=np.float32)
-        logprobs = np.concatenate([logprobs, unknown, sequence.rollout_logprobs])
-    return SampledRow(token_ids=ids, logprobs=logprobs)
+async def _sample_apart(
+    sample: Any, context_length: int, seed: int, num_rows: int, max_tokens: int
+) -> dict[str, list[TrainingSample]]:
+    """The rows of the ways without conversations."""
+    room = max(context_length - max_tokens - 3, 1)
+    longest, turn = min(_LONGEST_PROMPT, room), [(min(_MEAN_GIVEN, room), max_tokens)]
+    drawn = np.random.default_rng([seed, 0]).geometric(0.25 / _MEAN_GIVEN, _NUM_PROMPTS - 1)
+    lengths = list(enumerate([longest, *np.minimum(drawn, longest).tolist()]))
+    ways = {
+        "prefill": [await sample([seed, 0, number], [(length, 1)]) for number, length in lengths],
+        "cached": [await sample([seed, 1, number], [(length, 1), (1, 1)]) for number, length in lengths],
+        "alone": [await sample([seed, 2, number], turn) for number in range(_NUM_ALONE)],
+        "batches": [],
+    }
+    for size in (2**k for k in range(1, num_rows.bit_length())):
+        ways["batches"] += await asyncio.gather(*(sample([seed, 3, size, number], turn) for number in range(size)))
+    return ways
 
 
-async def _score(engine: TransformersEngine, row: SampledRow) -> SampledRow:
-    scored = await engine.score(row.token_ids, temperature=0.9)
-    logprobs = np.concatenate([np.full(1, np.nan, dtype=np.float32), scored.logprobs])
-    return SampledRow(token_ids=row.token_ids, logprobs=np.where(np.isnan(row.logprobs), np.float32(np.nan), logprobs))
+async def _sample_together(
+    sample: Any, context_length: int, seed: Sequence[int], num_rows: int, max_tokens: int
+) -> list[TrainingSample]:
+    """Conversations of random lengths, in rows [R, turns, given and sampled]."""
+    most = max((context_length // NUM_TURNS - 1) // 2, 1)
+    means = np.tile([_MEAN_GIVEN, max(max_tokens / 2, 1)], (num_rows, NUM_TURNS, 1))
+    lengths = np.minimum(np.random.default_rng(list(seed)).geometric(1 / means), [most, min(max_tokens, most)]).tolist()
+    return list(await asyncio.gather(*(sample([*seed, n], turns, 0.01) for n, turns in enumerate(lengths))))
 
 
-def _compare_rows(policy: PolicyLogprobs, rows: Sequence[SampledRow]) -> Mismatch:
-    """Score the rows, several in a pass, with their backward pass, which training would make."""
-    trained: list[np.ndarray[Any, Any]] = []
-    for first in range(0, len(rows), _ROWS_PER_PASS):
-        part = rows[first : first + _ROWS_PER_PASS]
-        shape = len(part), max(len(row.token_ids) for row in part)
-        ids_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        for lane, row in enumerate(part):
-            ids_BT[lane, : len(row.token_ids)] = torch.from_numpy(row.token_ids.astype(np.int64))
-            mask_BT[lane, : len(row.token_ids)] = torch.from_numpy(~np.isnan(row.logprobs))
-        logprobs_N = policy(ids_BT, mask_BT, 0.9).logprobs_N
-        torch.autograd.backward(logprobs_N.sum())
-        trained.append(logprobs_N.detach().numpy())
-    policy.zero_grad(set_to_none=True)
-    sampled = np.concatenate([row.logprobs[~np.isnan(row.logprobs)] for row in rows])
-    return mismatch(np.concatenate(trained), sampled)
+async def _score(trainer: Trainer, rows: Sequence[TrainingSample]) -> Mismatch:
+    return mismatch_of_rows(rows, await asyncio.to_thread(trainer.logprobs, rows))
+
+
+def _compare_outputs(sampled: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor], num_ids: int) -> str:
+    """Say which module is the first, in the trainer's order, whose outputs differ: [T, ...] by name."""
+    names = [name for name, output in trained.items() if len(sampled.get(name, ())) == num_ids <= len(output)]
+    names = [name for name in names if sampled[name].shape[1:] == trained[name].shape[1:]]
+    for name in names:
+        own, other = sampled[name], trained[name][:num_ids]
+        if num := int((own != other).flatten(1).any(1).sum()):
+            far, kinds = (own.float() - other.float()).abs().max(), f"{own.dtype} and {other.dtype}"
+            return (
+                f"of {len(names)} modules {name} is the first that differs: {num} of {num_ids} ids, by up to "
+                f"{far:.2g} ({kinds.replace('torch.', '')})"
+            )
+    if not names:
+        return "modules were not compared: vLLM shows them with --enforce-eager in --engine.vllm-options"
+    return f"outputs of {len(names)} modules are equal"

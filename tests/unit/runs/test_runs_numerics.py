@@ -10,6 +10,7 @@ import pytest
 from support.architectures import tiny_model
 from support.letters_recipe import Config
 from support.served import save_tiny_model
+from support.vision import save_vision_model
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import EngineConfig, EngineKind, Precision
@@ -28,10 +29,25 @@ def test_a_dense_model_is_exact_here_and_the_report_says_what_fast_costs(model, 
     assert main(["numerics", str(model), "--rows", "6", "--max-tokens", "24"]) == 0
     report = capsys.readouterr().out
     fast, exact = ([line for line in report.splitlines() if line.startswith(kind)] for kind in ("fast", "exact"))
-    assert len(fast) == len(exact) == 3
+    assert len(fast) == len(exact) == 6
     assert all("100.0 %" in line for line in exact)
     assert any("100.0 %" not in line for line in fast)
+    modules = [line.strip() for line in report.splitlines() if "modules" in line]
+    assert modules[0].startswith("of 33 modules layers.0.self_attn.q_proj is the first that differs: ")
+    assert modules[1] == "outputs of 33 modules are equal"
     assert report.rstrip().endswith('verdict: exact, with trainer.numerics = "exact"')
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_text_rows_of_a_model_that_takes_images_are_exact(family, tmp_path, capsys):
+    save_vision_model(tmp_path, family)
+    assert main(["numerics", str(tmp_path), "--rows", "4", "--max-tokens", "12"]) == 0
+    assert "modules language_model.layers.0.self_attn.q_proj is the first" in capsys.readouterr().out
+
+
+def test_engines_that_run_elsewhere_are_refused(model, capsys):
+    assert main(["numerics", str(model), "--engine.kind", "started"]) == 1
+    assert "engine.kind must be embedded or colocated to compare numerics, got started" in capsys.readouterr().err
 
 
 def test_a_model_that_is_certain_of_its_ids_proves_nothing(tmp_path, capsys):

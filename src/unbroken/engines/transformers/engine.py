@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +45,7 @@ from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.weights import UpdateLoader, check_names
 from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
+from unbroken.exactness import ModuleOutputs
 from unbroken.images.processor import ImageProcessor
 from unbroken.transfer.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
 from unbroken.types import (
@@ -124,6 +126,13 @@ class TransformersEngine:
         """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
         self._asleep = False
 
+    async def record_outputs(self, file: Path | None = None) -> None:
+        """Record what modules compute from now on; or write it to a file, and stop (`exactness.ModuleOutputs`)."""
+        if file is None:
+            self._outputs = ModuleOutputs(self._forward.model.base_model)
+        else:
+            torch.save(self._outputs.end(), file)
+
     @property
     def vocab_size(self) -> int:
         """Prompt ids and stop ids lie in [0, vocab_size)."""
@@ -186,10 +195,7 @@ class TransformersEngine:
         One forward pass without a cache, between two steps; a pause does not delay it.
         """
         check_scorable(
-            token_ids,
-            temperature=temperature,
-            vocab_size=self._forward.vocab_size,
-            context_length=self.context_length,
+            token_ids, temperature=temperature, vocab_size=self._forward.vocab_size, context_length=self.context_length
         )
         check_top_logprobs(num_top_logprobs, maximum=self._forward.vocab_size)
         inputs: PlainInputs | None = None
@@ -232,12 +238,7 @@ class TransformersEngine:
             raise
 
     async def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        policy_version: int,
-        reuse_kv: bool = False,
-        in_flight: InFlight = InFlight.PAUSE,
+        self, source: WeightSource, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> WeightReceipt:
         """Take new weights. Those left out keep their values; all given ones are held until the copy is done.
 

@@ -127,6 +127,10 @@ class ControlledEngine:
         """Return at once; raises `EngineError` if the engine is closed or has failed."""
         self._check_open()
 
+    async def record_outputs(self, file: Path | None = None) -> None:
+        """Record what modules compute from now on; or write it to a file, and stop (`exactness.ModuleOutputs`)."""
+        await self._calls.rpc("record_outputs", file and str(file))
+
     async def pause(self) -> None:
         """Stop sampling after the current step; requests wait and keep what they have."""
         async with self._lock:
@@ -168,12 +172,7 @@ class ControlledEngine:
             await self._drop_all_kv()
 
     async def update_weights(
-        self,
-        source: WeightSource,
-        *,
-        policy_version: int,
-        reuse_kv: bool = False,
-        in_flight: InFlight = InFlight.PAUSE,
+        self, source: WeightSource, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
     ) -> WeightReceipt:
         """Take new weights. All of the model's must come, under the names of its checkpoint, or an adapter.
 
@@ -295,9 +294,7 @@ class ControlledEngine:
             await self._stop_steps("wait" if in_flight is InFlight.FINISH else "keep")
             return await delivery.receive(self._calls.rpc)
         outcomes: tuple[Any, Any] = await asyncio.gather(
-            self._stop_steps("keep"),
-            delivery.receive(self._calls.rpc),
-            return_exceptions=True,
+            self._stop_steps("keep"), delivery.receive(self._calls.rpc), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

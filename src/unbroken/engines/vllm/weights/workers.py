@@ -15,6 +15,7 @@ from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
 from unbroken.engines.vllm.weights.checkpoint import ExpertNames
 from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
 from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_experts_again, pack_heads_again
+from unbroken.exactness import ModuleOutputs
 from unbroken.transfer.packed import PackedReceiver, Transport, answer, make_gloo_broadcast
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, WeightSource
 
@@ -66,10 +67,7 @@ class ParameterReceiver(PackedReceiver):
         self.drop()
 
 
-RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {
-    **COMMON_RECEIVERS,
-    ParameterSource: ParameterReceiver,
-}
+RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {**COMMON_RECEIVERS, ParameterSource: ParameterReceiver}
 """The kinds of source that vLLM takes, and the receiver of each."""
 _KINDS = {kind.__name__: kind for kind in RECEIVERS}
 
@@ -81,12 +79,21 @@ class WorkerExtension:
     vllm_config: Any
     device: Any
     reload_weights: Callable[..., None]
+    _outputs: ModuleOutputs
     _receivers: dict[str, Receiver[Any]] | None = None
     _received: ReceivedWeights | None = None
 
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
         patch_prompt_logprobs(self.model_runner)
+
+    def record_outputs(self, file: str | None) -> None:
+        """Record what modules compute; or write it to a file, and stop."""
+        if file is None:
+            model = self.model_runner.get_model()
+            self._outputs = ModuleOutputs(getattr(model, "model", model))
+        elif self._rank_of_engine() == 0:
+            torch.save(self._outputs.end(), file)
 
     def map_on_free(self) -> None:
         """Let this worker end in its sleep without errors of CUDA; once."""
