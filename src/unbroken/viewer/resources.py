@@ -3,7 +3,7 @@
 index                        the runs
 run/0                        numbers of run 0, and its steps with rollouts
 run/0/step/12                its rollouts, without ids; 12@math: those of the evaluation of the set math after 12 steps
-run/0/lines/12               the same in columns without texts, for a table of all steps
+run/0/lines/12,13            the same of up to 25 steps in columns without texts, for a table of all steps
 run/0/find/TEXT              which rollouts have a text, of those whose lines were asked for
 run/0/step/12/rollout/3      one of them, whole
 run/0/step/12/rollout/3/retokenised      what the usual pipeline would have made of it
@@ -37,11 +37,9 @@ _PRELOAD = (
     "unbroken.rendering.loader",
     "transformers.models.auto.tokenization_auto",
 )
-_PATH = re.compile(
-    r"index|run/(\d{1,3})(?:/(step|lines)/(\d{1,12}(?:@[\w%.~-]{1,900})?)(?:/rollout/(\d{1,9})(/retokenised)?)?)?",
-    re.ASCII,
-)
-_FIND = re.compile(r"run/(\d{1,3})/find/([^/]{1,3000})", re.ASCII)
+_STEP = r"\d{1,12}(?:@[\w%.~-]{1,900})?"
+_PATH = re.compile(rf"index|run/(\d{{1,3}})(?:/step/({_STEP})(?:/rollout/(\d{{1,9}})(/retokenised)?)?)?", re.ASCII)
+_TABLE = re.compile(rf"run/(\d{{1,3}})/(?:lines/({_STEP}(?:,{_STEP}){{0,24}})|find/([^/]{{1,3000}}))", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
 
@@ -91,23 +89,22 @@ class Resources:
         Raises:
             LookupError: it does not exist.
         """
-        if (found := _FIND.fullmatch(path)) is not None and isinstance(
-            reader := self._find_run(int(found[1])), RunReader
-        ):
-            return reader.find_text(unquote(found[2]))
+        if (found := _TABLE.fullmatch(path)) and isinstance(reader := self._find_run(int(found[1])), RunReader):
+            _, steps, text = found.groups()
+            if text is not None:
+                return reader.find_text(unquote(text))
+            return {"steps": [reader.read_lines(_to_step(name)) for name in steps.split(",")]}
         match = _PATH.fullmatch(path)
         if match is None:
             raise LookupError(f"there is no {path}")
-        run, kind, name, rollout, retokenised = match.groups()
+        run, name, rollout, retokenised = match.groups()
         if run is None:
             return {"version": __version__, "runs": [run.describe() for run in self._runs]}
         reader = self._find_run(int(run))
         if name is None:
             return reader.read_run()
-        step = name if "@" in name else int(name)
-        if isinstance(reader, RunReader) and kind == "lines" and rollout is None:
-            return reader.read_lines(step)
-        if kind == "lines" or (isinstance(step, str) and not isinstance(reader, RunReader)):
+        step = _to_step(name)
+        if isinstance(step, str) and not isinstance(reader, RunReader):
             raise LookupError(f"there is no {path}")
         if rollout is None:
             return reader.read_step(step)
@@ -161,6 +158,10 @@ class Resources:
         if number >= len(self._runs):
             raise LookupError(f"there is no run {number}")
         return self._runs[number]
+
+
+def _to_step(name: str) -> int | str:
+    return name if "@" in name else int(name)
 
 
 def open_runs(

@@ -192,7 +192,7 @@ def test_summaries_of_another_form_are_named_and_no_line_is_shown(tmp_path: Path
     write_step(tmp_path, 0, members, summaries=summaries)
     write_step(tmp_path, 1, members, summaries=[summarize(members[0])] * 2)
     resources = open_runs([tmp_path])
-    lines = resources.get("run/0/lines/0")
+    (lines,) = resources.get("run/0/lines/0")["steps"]
     assert "line 0: summaries.0." in lines["problems"][0]
     assert lines["columns"]["index"] == []
     assert resources.get("run/0/step/1/rollout/0")["record"]["trajectory"] == "g0/0"

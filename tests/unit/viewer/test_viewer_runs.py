@@ -63,8 +63,8 @@ def test_files_with_and_without_summaries_have_the_same_lines_and_texts_are_foun
     evaluated = "7@Gr%C3%B6%C3%9Fe%20100%25"
     assert resources.get("run/0")["recorded_steps"] == [0, 1, evaluated]
     assert resources.get("run/0/find/ANSWER")["found"] == {}  # no lines were read
-    first, second, third = (resources.get(f"run/0/lines/{step}")["columns"] for step in (0, 1, evaluated))
-    assert first == second
+    first, second, third, gone = (e["columns"] for e in resources.get(f"run/0/lines/0,1,{evaluated},9")["steps"])
+    assert (first, gone) == (second, {"index": []})
     assert first["forks"] == [[], ["rewritten_history"]]
     assert third["trajectory"] == ["g0/0"]
     assert [each["text"] for each in resources.get("run/0/step/1")["trajectories"]] == [
@@ -75,7 +75,7 @@ def test_files_with_and_without_summaries_have_the_same_lines_and_texts_are_foun
     assert resources.get("run/0/find/nowhere")["found"] == {}
     assert resources.get(f"run/0/step/{evaluated}/rollout/0")["set"] == "Größe 100%"
     write_step(tmp_path, 1, members[:1], num_rollouts=1)
-    assert resources.get("run/0/lines/1")["columns"]["trajectory"] == ["g0/0"]
+    assert resources.get("run/0/lines/1")["steps"][0]["columns"]["trajectory"] == ["g0/0"]
     assert resources.get("run/0/find/b")["found"] == {0: [1]}
 
 

@@ -23,7 +23,9 @@ const FLAGS = {
 const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const RANGES = { reward: 'reward', value: 'component', ids: 'sampled ids', mismatch: 'mismatch', step: 'step' };
 const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part' };
-const NUM_LOADING = 4;
+const NUM_LOADING = 2;
+/* Steps of one request, after a few that are on the screen at once. */
+const NUM_STEPS = 25;
 const VIEWS = 'unbroken-views';
 /* What was chosen stays for the next step. */
 const choice = {};
@@ -156,7 +158,7 @@ function makeFilters(rollouts, kind, draw) {
     el('details', { class: 'more', open: !isNarrow() }, el('summary', {}, 'more filters'), el('div', {}, more.flat(2).filter(Boolean))));
 }
 
-/* The table of all rollouts of a run. Its lines come step by step, and are kept. */
+/* The table of all rollouts of a run. Its lines come some steps at a time, and are kept. */
 async function showTable(index, run) {
   const numbers = await getObject(`run/${run}`);
   if (!tables.has(run)) tables.set(run, { rows: [], loaded: new Set(), problems: [] });
@@ -180,20 +182,24 @@ async function fillTable(state) {
   const { run, numbers, table } = state;
   const waiting = numbers.recorded_steps.filter((step) => !table.loaded.has(step));
   state.total = numbers.recorded_steps.length;
-  let drawn = -Infinity;
+  let next = -Infinity;
   const load = async () => {
     while (waiting.length && state.ticket === shown) {
-      const step = waiting.shift();
-      const lines = await getObject(`run/${run}/lines/${step}`).catch((error) => ({ step, columns: { index: [] }, problems: [error.message] }));
-      objects.delete(`run/${run}/lines/${step}`);
-      if (table.loaded.has(step)) continue;
-      table.loaded.add(step);
-      table.problems.push(...lines.problems);
-      for (const row of expandLines(lines)) table.rows.push(row);
-      if (performance.now() - drawn < 500) continue;
-      if (drawn < 0) drawForm(state);
+      const steps = waiting.splice(0, isExport ? 1 : table.loaded.size ? NUM_STEPS : 2);
+      const path = `run/${run}/lines/${steps}`;
+      const found = await getObject(path).catch((error) => ({ steps: steps.map((step) => ({ step, columns: { index: [] }, problems: [error.message] })) }));
+      objects.delete(path);
+      for (const lines of found.steps) {
+        if (table.loaded.has(lines.step)) continue;
+        table.loaded.add(lines.step);
+        table.problems.push(...lines.problems);
+        for (const row of expandLines(lines)) table.rows.push(row);
+      }
+      const start = performance.now();
+      if (start < next || state.ticket !== shown) continue;
+      if (next < 0) drawForm(state);
       drawTable(state);
-      drawn = performance.now();
+      next = performance.now() + Math.max(500, 5 * (performance.now() - start));
     }
   };
   await Promise.all(Array.from({ length: NUM_LOADING }, load));

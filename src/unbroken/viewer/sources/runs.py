@@ -104,8 +104,11 @@ class RunReader:
         return list(self._list_files())
 
     def read_lines(self, step: int | str) -> dict[str, Any]:
-        """The lines of a step's rollouts in columns, without texts; raises as `read_step` does."""
-        files = self._find_step(step)
+        """The lines of a step's rollouts in columns, without texts; of a step that is gone only that problem."""
+        try:
+            files = self._find_step(step)
+        except LookupError as error:
+            return {"step": step, "columns": {"index": []}, "problems": [str(error)]}
         signature = [_signature(path) for path in files.paths]
         return self._lines.get(step, signature) or self._lines.add(step, signature, files.make_summary())
 
