@@ -29,7 +29,7 @@ from unbroken.threads import DaemonThreads
 from unbroken.tinker.losses import add_metrics, encode_forward_backward, parse_forward_backward, read_data
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, encode_sample, read_prompt, sample, write_base
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
 from unbroken.tinker.sessions import MAX_SNAPSHOTS, Promise, Promises, TinkerSession, TrainingRun
 from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.transfer.files import write_tensors
@@ -265,9 +265,8 @@ class TinkerApi:
         call = CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
 
-        async def work() -> Made:
-            made: Made = await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
-            return made
+        async def work() -> Any:
+            return await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
 
         return await run.submit(call.seq_id, name, work, encode_json(given))
 
@@ -480,12 +479,10 @@ class TinkerApi:
         return promise
 
     async def _sample(self, weights: SamplerWeights, body: types.SampleRequest, names: list[str]) -> Made:
-        prompt = await read_prompt(body.prompt, self._engine.vocab_size, self._context.images)
-        sequences, scored = await sample(self._context, self._switch, weights, body, prompt)
-        record = partial(RecordedSequence, model_id=weights.model_id, prompt_ids=prompt.token_ids)
-        of = [self._switch.name_versions(each) for each in sequences]
-        recorded = [record(sequence_id=name, sampled=each) for name, each in zip(names, of, strict=True)]
-        return CallResult(answer=encode_sample(sequences, scored), is_protobuf=True, sequences=recorded)
+        prompt_ids, sequences, answer = await sample(self._context, self._switch, weights, body)
+        record = partial(RecordedSequence, model_id=weights.model_id, prompt_ids=prompt_ids)
+        recorded = [record(sequence_id=name, sampled=each) for name, each in zip(names, sequences, strict=True)]
+        return CallResult(answer=answer, is_protobuf=True, sequences=recorded)
 
     async def describe_sequence(self, owner: str, sequence_id: str) -> Answer:
         """A sampled sequence, with the version of the weights of each id (the hosted API has no such path)."""

@@ -65,16 +65,13 @@ class ProvenanceCheck:
             elif not is_off:
                 self._match(datum)
             checked.append(datum)
-        return checked, {} if is_off else self._make_metrics()
-
-    def _make_metrics(self) -> dict[str, float]:
-        """Named as the SDK adds those of several chunks up."""
-        return {
+        metrics = {  # named as the SDK adds those of several chunks up
             **{f"provenance_{name}:sum": float(number) for name, number in self._counts.items()},
             "provenance_logprobs_difference:max": self._difference,
             "provenance_version_lag:max": float(max(self._lags, default=0)),
             "provenance_version_lag:mean": sum(lag * n for lag, n in self._lags.items()) / max(self._lags.total(), 1),
         }
+        return checked, {} if is_off else metrics
 
     def _check_spans(self, where: str, datum: Datum) -> dict[str, NDArray[np.float32]]:
         """Check a datum's spans; returns which of its targets were sampled, and with which logprobs."""

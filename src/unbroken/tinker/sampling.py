@@ -9,7 +9,7 @@ New weights of a model whose sampler is `inflight` come between two ids of its r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from unbroken.types import (
     SampleRequest,
     SampleResult,
     SamplingParams,
+    TokenIds,
     TopLogprobs,
 )
 from unbroken.weights.folders import atomic_folder
@@ -169,24 +170,32 @@ def _make_params(context: ServerContext, body: types.SampleRequest, room: int) -
 
 
 async def sample(
-    context: ServerContext,
-    switch: WeightSwitch,
-    weights: SamplerWeights,
-    body: types.SampleRequest,
-    prompt: RequestPrompt,
-) -> tuple[list[SampledSequence], messages.SampleResponse]:
-    """Sample completions of a prompt, and score it under the same weights: the answer has the scores alone."""
-    engine, ids = context.service.engine, prompt.token_ids
-    _check(body, len(ids))
-    targets = _read_targets(body.target_prompt_logprobs, len(ids), engine.vocab_size)
-    params = _make_params(context, body, engine.context_length - len(ids))
+    context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: types.SampleRequest
+) -> tuple[TokenIds, list[SampledSequence], bytes]:
+    """Sample completions of a prompt, and score it under the same weights; the prompt's ids, what was sampled with the
+    model's versions, and the answer.
+    """
+    engine = context.service.engine
+    prompt = await _read_prompt(body.prompt, engine.vocab_size, context.images)
+    length = len(prompt.token_ids)
+    _check(body, length)
+    targets = _read_targets(body.target_prompt_logprobs, length, engine.vocab_size)
+    params = _make_params(context, body, engine.context_length - length)
     requests = context.service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
         (result,) = await _sample_with_room(context, requests)
         answer = await _score(engine, body, prompt, targets)
-    if any(sequence.finish_reason is FinishReason.ABORT for sequence in result.sequences):
-        raise EngineError("the request was aborted")
-    return list(result.sequences), answer
+    for sequence in result.sequences:
+        if sequence.finish_reason is FinishReason.ABORT:
+            raise EngineError("the request was aborted")
+        has_stopped = sequence.finish_reason is FinishReason.STOP
+        each = answer.sequences.add()
+        each.tokens = np.asarray(sequence.completion_ids, np.int32).tobytes()
+        each.logprobs = np.asarray(sequence.rollout_logprobs, np.float32).tobytes()
+        each.stop_reason = messages.STOP_REASON_STOP if has_stopped else messages.STOP_REASON_LENGTH
+        if sequence.top_logprobs is not None:
+            _write_tops(each.topk_sampled_logprobs, sequence.top_logprobs)
+    return prompt.token_ids, list(map(switch.name_versions, result.sequences)), answer.SerializeToString()
 
 
 async def _sample_with_room(context: ServerContext, requests: list[SampleRequest]) -> list[SampleResult]:
@@ -203,7 +212,7 @@ async def _sample_with_room(context: ServerContext, requests: list[SampleRequest
 def _check(body: types.SampleRequest, length: int) -> None:
     if body.prompt_alt_tokens_k:
         raise InvalidInputError(
-            f"prompt_alt_tokens_k must be 0, got {body.prompt_alt_tokens_k}: it is not computed here"
+            f"prompt_alt_tokens_k is not computed here: it must be 0, got {body.prompt_alt_tokens_k}"
         )
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < length):
@@ -244,7 +253,7 @@ async def _score(
         first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
         logprobs[first:] = scored.logprobs[first - 1 :]
         if (tops := scored.top_logprobs) is not None and body.topk_prompt_logprobs:
-            write_tops(answer.topk_prompt_logprobs, tops, number=body.topk_prompt_logprobs, num_empty=first)
+            _write_tops(answer.topk_prompt_logprobs, tops, number=body.topk_prompt_logprobs, num_empty=first)
         if tops is not None and targets is not None:
             by_id, tensor = np.empty_like(tops.logprobs), answer.target_prompt_logprobs
             np.put_along_axis(by_id, tops.token_ids, tops.logprobs, axis=1)
@@ -256,7 +265,7 @@ async def _score(
     return answer
 
 
-async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:
+async def _read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIntake) -> RequestPrompt:
     """The prompt's ids, with those of its images among them; `InvalidInputError` if it cannot be used."""
     parts, images = [np.zeros(0, np.int64)], []
     for number, chunk in enumerate(prompt.chunks):
@@ -278,22 +287,7 @@ async def read_prompt(prompt: types.ModelInput, vocab_size: int, intake: ImageIn
     return placed
 
 
-def encode_sample(sequences: Sequence[SampledSequence], answer: messages.SampleResponse | None = None) -> bytes:
-    """The result of `asample`; `answer` has the prompt's scores."""
-    answer = messages.SampleResponse() if answer is None else answer
-    for sequence in sequences:
-        each = answer.sequences.add()
-        each.tokens = np.asarray(sequence.completion_ids, np.int32).tobytes()
-        each.logprobs = np.asarray(sequence.rollout_logprobs, np.float32).tobytes()
-        each.stop_reason = (
-            messages.STOP_REASON_STOP if sequence.finish_reason is FinishReason.STOP else messages.STOP_REASON_LENGTH
-        )
-        if sequence.top_logprobs is not None:
-            write_tops(each.topk_sampled_logprobs, sequence.top_logprobs)
-    return bytes(answer.SerializeToString())
-
-
-def write_tops(
+def _write_tops(
     message: messages.TopkLogprobs, tops: TopLogprobs, *, number: int | None = None, num_empty: int = 0
 ) -> None:
     """Write the most likely ids, or a `number` of them, with `num_empty` positions without any before them."""
