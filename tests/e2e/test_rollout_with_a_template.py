@@ -109,10 +109,6 @@ async def test_i1_what_a_template_writes_before_the_first_result_only_is_bridged
     tokenizer = make_tokenizer(QWEN.replace(result, f"('' if {num_before} else ' first') + {result}"))
     replies = [ids_of(tokenizer, COMPACT), ids_of(tokenizer, COMPACT), ids_of(tokenizer, "42<|im_end|>")]
     trajectory, _ = await play(tokenizer, replies)
-    assert trajectory.counters.as_dict() == {
-        "bridges/derived": 2,
-        "history/kept": 2,
-        "status/completed": 1,
-    }
+    assert trajectory.counters.as_dict() == {"bridges/derived": 2, "history/kept": 2, "status/completed": 1}
     [row] = export_samples(trajectory.tree, 1.0)
     assert tokenizer.decode(row.token_ids).count("<|im_start|>user first\n<tool_response>") == 1

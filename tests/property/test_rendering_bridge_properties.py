@@ -15,15 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support import templates
-from support.conversations import (
-    FAMILIES,
-    TOOLS,
-    WORDS,
-    Conversation,
-    Family,
-    bridge_of,
-    random_conversation,
-)
+from support.conversations import FAMILIES, TOOLS, WORDS, Conversation, Family, bridge_of, random_conversation
 from support.effort import num_cases
 from support.exact_bridges import is_exact
 from support.scripted_env import ScriptedEnv

@@ -54,11 +54,7 @@ def embedded() -> Subject:
         tiny_model(), config=TransformersEngineConfig(max_batch=8, context_length=CONTEXT_LENGTH)
     )
     weights = list(tiny_model(seed=1).named_parameters())
-    return Subject(
-        engine=engine,
-        num_sampled=lambda: engine.stats.num_sampled,
-        weights=weights,
-    )
+    return Subject(engine=engine, num_sampled=lambda: engine.stats.num_sampled, weights=weights)
 
 
 SUBJECTS = {"scripted": scripted, "embedded": embedded}
@@ -71,11 +67,7 @@ def on_vllm(engine: Any) -> Subject:
 
     weights = list(tiny_vllm_model(seed=engine.policy_version + 1).named_parameters())
     return Subject(
-        engine=engine,
-        num_sampled=lambda: engine.num_sampled,
-        weights=weights,
-        make_model=tiny_vllm_model,
-        poll_s=0.001,
+        engine=engine, num_sampled=lambda: engine.num_sampled, weights=weights, make_model=tiny_vllm_model, poll_s=0.001
     )
 
 

@@ -40,6 +40,8 @@ def check_parts(
     if config.numerics is Numerics.EXACT and accelerator.mixed_precision == "bf16":
         if config.gradient_checkpointing:
             raise InvalidInputError("numerics must be fast with gradient_checkpointing in bfloat16, got exact")
+        if has_images:
+            raise InvalidInputError("numerics must be fast with images, got exact: text is exact with images = false")
         from unbroken.engines.vllm.numerics import share_kernels
 
         share_kernels()

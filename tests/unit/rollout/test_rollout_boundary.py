@@ -11,13 +11,7 @@ from support.rollouts import HELLO, MORE, expect_free, play
 from support.scripted_env import ScriptedEnv
 from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import (
-    EchoError,
-    EngineError,
-    InvalidInputError,
-    MessagesError,
-    RewardError,
-)
+from unbroken.errors import EchoError, EngineError, InvalidInputError, MessagesError, RewardError
 from unbroken.rollout.env import Continue, EnvStart
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import CloseFailure, TrajectoryStatus

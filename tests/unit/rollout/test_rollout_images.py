@@ -77,11 +77,7 @@ async def test_i1_images_in_the_question_and_in_a_tools_answer_stay_one_sequence
     env = ToolEnv(question, [look, count], lambda messages: 1.0)
     trajectory = await play(env, engine, renderer=renderer)
     assert trajectory.error is None
-    assert trajectory.counters.as_dict() == {
-        "bridges/derived": 2,
-        "history/kept": 2,
-        "status/completed": 1,
-    }
+    assert trajectory.counters.as_dict() == {"bridges/derived": 2, "history/kept": 2, "status/completed": 1}
     assert [len(request.images) for request in engine.requests] == [2, 3, 3]
     check_against_rendering(trajectory, renderer, engine)
     (leaf,) = trajectory.tree.leaves()

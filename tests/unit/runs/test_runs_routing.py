@@ -105,10 +105,6 @@ async def test_a_run_with_agents_refuses_it_before_anything_is_loaded(tmp_path):
     config = RunConfig(output=tmp_path, loop=LoopConfig(num_steps=1), trainer=TrainerConfig(routing_replay=True))
     with pytest.raises(InvalidInputError, match="routing_replay must be false for problems with agents"):
         async with open_run(
-            config,
-            model="none",
-            train_on=Problems(agent=agent),
-            evaluate_on=(),
-            accelerator=Accelerator(cpu=True),
+            config, model="none", train_on=Problems(agent=agent), evaluate_on=(), accelerator=Accelerator(cpu=True)
         ):
             pass

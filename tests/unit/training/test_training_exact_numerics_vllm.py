@@ -8,12 +8,21 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import GemmaConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForImageTextToText,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
+    Qwen3Config,
+)
 
 import support.vllm_session  # noqa: F401  # vLLM's environment
 from support.adapted import with_lora
 from support.architectures import tiny_model
 from support.models import tiny_qwen3
+from support.vision import save_vision_model
+from support.vision_engines import own_processor
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import call_rounded
 from unbroken.training.config import TrainerConfig
@@ -68,6 +77,13 @@ def test_gradient_checkpointing_is_refused(bfloat16):
         Trainer(tiny_qwen3(), config, accelerator=bfloat16)
 
 
+def test_images_are_refused(bfloat16, tmp_path):
+    images = own_processor(save_vision_model(tmp_path))
+    config = TrainerConfig(numerics=Numerics.EXACT)
+    with pytest.raises(InvalidInputError, match="fast with images, got exact: text is exact with images = false"):
+        Trainer(AutoModelForImageTextToText.from_pretrained(tmp_path), config, accelerator=bfloat16, images=images)
+
+
 @pytest.mark.parametrize(
     ("config", "refused"),
     [
@@ -75,6 +91,7 @@ def test_gradient_checkpointing_is_refused(bfloat16):
         (Qwen3Config(head_dim=96), "attention heads of 96"),
         (LlamaConfig(hidden_size=64, num_attention_heads=2), "attention heads of 32"),
         (tiny_model("qwen3_moe").config, "experts"),
+        (Qwen2AudioConfig(), "an encoder"),
         (tiny_model("mistral", sliding_window=64).config, "a sliding_window"),
     ],
 )
@@ -84,8 +101,8 @@ async def test_models_that_are_not_known_to_be_exact_are_refused_by_name(config,
         await start(tmp_path)
 
 
-@pytest.mark.parametrize("config", [GemmaConfig(), Qwen3Config(head_dim=64), LlamaConfig()])
-async def test_models_of_other_sizes_are_not(config, tmp_path):
+@pytest.mark.parametrize("config", [GemmaConfig(), Qwen3Config(head_dim=64), LlamaConfig(), Qwen2_5_VLConfig()])
+async def test_models_of_other_sizes_and_the_text_of_image_models_are_not(config, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInputError, match="on this cpu device"):
         await start(tmp_path)

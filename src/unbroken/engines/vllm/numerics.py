@@ -55,8 +55,11 @@ def make_exact(args: Any) -> Any:
         if is_refused:
             raise InvalidInputError(f"numerics must be fast with vLLM's {name} = {getattr(args, name)}, got exact")
     own = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
-    check_config(AutoConfig.from_pretrained(args.model, **own))
+    config = AutoConfig.from_pretrained(args.model, **own)
+    check_config(config)
     _check_machine()
+    if config.get_text_config() is not config:  # its text alone: the trainer takes no images, so vLLM takes none
+        args = replace(args, limit_mm_per_prompt={"image": 0, "video": 0})
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     compilation = copy(args.compilation_config)
     compilation.mode = CompilationMode.NONE  # what the compiler makes of the modules has other bits
@@ -76,7 +79,7 @@ def check_config(config: Any) -> None:
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     others = sorted(set(layers or ()) - {"full_attention"})
     refused = {
-        "a vision tower or an encoder": text is not config,
+        "an encoder": text is not config and not hasattr(config, "vision_config"),
         "experts": bool(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_local_experts", None)),
         f"layers of {', '.join(others)}": bool(others),
         "a sliding_window": not layers and bool(getattr(text, "sliding_window", None)),
@@ -186,7 +189,7 @@ def attend_as_vllm(model: Any) -> None:
     AttentionInterface.register(_AS_VLLM, attend)
     AttentionMaskInterface.register(_AS_VLLM, _make_no_mask)
     model.set_attn_implementation(_AS_VLLM)
-    if model.config._attn_implementation != _AS_VLLM:
+    if model.config.get_text_config()._attn_implementation != _AS_VLLM:
         raise InvalidInputError(f"numerics must be fast for {type(model).__name__}, whose attention is code of its own")
     if (found := find_other_bits(model.get_decoder(), torch.bfloat16)) is not None:
         raise InvalidInputError(
@@ -197,7 +200,7 @@ def attend_as_vllm(model: Any) -> None:
 @torch.no_grad()
 def _compute_rotary_here(model: Any) -> None:
     """Compute the rotary frequencies where the model is, as vLLM does: powers of a CPU differ in their last bit."""
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         if hasattr(module, "inv_freq"):
             with torch.device(model.device):
                 same = type(module)(module.config)

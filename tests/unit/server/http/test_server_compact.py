@@ -50,11 +50,7 @@ async def test_an_array_elsewhere_or_of_another_kind_is_refused(fields: dict[str
 
 @pytest.mark.parametrize(
     "more",
-    [
-        b'"params": {"max_tokens": 3, "temperature": NaN}',
-        b'"session_id": "\\ud800"',
-        b'"n": 1' + b"0" * 5000,
-    ],
+    [b'"params": {"max_tokens": 3, "temperature": NaN}', b'"session_id": "\\ud800"', b'"n": 1' + b"0" * 5000],
     ids=["NaN", "surrogate", "large number"],
 )
 async def test_the_head_has_the_rules_of_json(more: bytes) -> None:

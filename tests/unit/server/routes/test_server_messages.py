@@ -251,10 +251,7 @@ async def test_ids_are_counted_without_sampling() -> None:
 
 async def test_images_come_in_user_messages_and_in_results_of_tools() -> None:
     engine = vision_engine("ok<|im_end|>")
-    image = {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": in_base64(image_file())},
-    }
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": in_base64(image_file())}}
     stored = {"type": "image", "source": {"type": "url", "url": f"sha256:{image_file().sha256}"}}
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
     history = [
@@ -273,8 +270,7 @@ async def test_images_come_in_user_messages_and_in_results_of_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [({"type": "any"}, ["add", "now"]), ({"type": "tool", "name": "now"}, ["now"])],
+    ("choice", "names"), [({"type": "any"}, ["add", "now"]), ({"type": "tool", "name": "now"}, ["now"])]
 )
 async def test_required_calls_are_structured_output(choice: dict[str, Any], names: list[str]) -> None:
     engine = scripted_engine(f"{CALL}<|im_end|>", takes_structured_output=True)
