@@ -18,16 +18,18 @@ changes few of them, by little: at a learning rate of 1e-6 one in fifty, at 1e-5
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ _BLOCK_BYTES = 2**24
 _MAX_SHARE = 0.5
 """A delta that has a larger share of the whole files' bytes is not worth its chain."""
 _MAX_THREADS = 8
+_CACHE, _NEW_S = "unbroken-versions-", 60.0
 Words = npt.NDArray[np.uint16]
 
 
@@ -98,12 +101,17 @@ class VersionStore:
         self._local: tuple[str, WeightFiles] | None = None
         """The version that was made here last: its name, and its files."""
         self._cache: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = -1
+        """Of the cache, which the system frees when this process ends, however it ends."""
 
     def close(self) -> None:
         """Remove what was made here."""
         self._local = None
         if self._cache is not None:
             self._cache.cleanup()
+            self._cache = None
+            with suppress(OSError):
+                os.close(self._lock)
 
     # Writing
 
@@ -207,7 +215,10 @@ class VersionStore:
     def _make(self, version: StoredVersion) -> WeightFiles:
         chain = self._find_chain(version)
         if self._cache is None:
-            self._cache = tempfile.TemporaryDirectory(prefix="unbroken-versions-", ignore_cleanup_errors=True)
+            _remove_abandoned()
+            self._cache = tempfile.TemporaryDirectory(prefix=_CACHE, ignore_cleanup_errors=True)
+            with suppress(OSError):  # a file system without locks, where none is removed either
+                self._lock = _lock(Path(self._cache.name))
         folder = Path(self._cache.name, version.name)
         with atomic_folder(folder) as temporary, self._explained("read"):
             _in_threads(lambda file: self._make_file(chain, file, temporary / file.name), version.files)
@@ -269,6 +280,27 @@ class VersionStore:
             raise WeightsError(
                 f"the versions in {self.url} cannot be {verb}: {type(error).__name__}: {error}"[:2000]
             ) from error
+
+
+def _remove_abandoned() -> None:
+    """Remove the caches of processes that were killed: none locks them, and they are older than one to be locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_CACHE}*"):
+        with suppress(OSError):  # it is locked, another user's, or no folder
+            lock = _lock(folder)
+            if time.time() - os.fstat(lock).st_mtime > _NEW_S:
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Open and lock a folder; raises `OSError` if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _sizes(files: Iterable[WeightFile]) -> list[tuple[str, int]]:

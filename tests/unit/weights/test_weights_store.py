@@ -6,6 +6,8 @@ import asyncio
 import copy
 import importlib.util
 import json
+import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -153,6 +155,21 @@ def test_old_versions_are_removed_but_for_those_that_others_need(memory: str, op
         reader = open_store(memory)
         trainer.check(reader.fetch(reader.find_newest()))  # type: ignore[arg-type]
     assert kept == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [4, 5], [4, 5, 6]]
+
+
+def test_what_a_killed_server_left_is_removed_and_what_one_holds_that_lives_is_not(
+    memory: str, open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    version = Trainer(tmp_path / "trainer", memory).write()
+    folders = [tmp_path / "temporary" / name for name in ("unbroken-versions-new", "unbroken-versions-old", "other")]
+    for folder in folders:
+        (folder / "version").mkdir(parents=True)
+    alive = open_store(memory).fetch(version).folder.parent
+    for folder in (*folders[1:], alive):
+        os.utime(folder, (0, 0))
+    open_store(memory).fetch(version)
+    assert [folder.exists() for folder in (*folders, alive)] == [True, False, True, True]
 
 
 def test_an_outage_costs_a_server_neither_its_base_nor_its_disk(
