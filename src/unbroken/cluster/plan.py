@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unbroken.cluster.processes import Kind, format_url
+from unbroken.cluster.processes import Kind
 from unbroken.cluster.registry import ENGINES, FOLDER, KEY
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store import is_postgres_url
+from unbroken.server.config import format_url
 
 if TYPE_CHECKING:
     from unbroken.runs.config import RunConfig

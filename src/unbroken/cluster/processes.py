@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from unbroken.server.config import format_url
+
 _KEEPER = 'read -r _; kill -KILL "-$1"'
 """Waits for the end of its input, which is that of whoever started it, however that ended."""
 _POLL_S = 0.5
@@ -234,11 +236,6 @@ def reserve_port(host: str) -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
     return held
-
-
-def format_url(host: str, port: int) -> str:
-    """The URL of a server at this address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def name_node(address: str, node_id: str) -> str:

@@ -32,10 +32,10 @@ from unbroken.gateway.options import GatewayOptions, SessionOptions
 from unbroken.ledger.store import is_postgres_url, open_store
 from unbroken.ledger.store.base import SessionStore
 from unbroken.rendering.encoding.text_codec import TextCodec
-from unbroken.server.config import ServerConfig
+from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
 from unbroken.server.options import AppOptions, ServeOptions
-from unbroken.server.process import format_url, listen, run_loop, run_server, serve
+from unbroken.server.process import listen, run_loop, run_server, serve
 
 T = TypeVar("T", bound=AppOptions)
 _SPAWN = multiprocessing.get_context("spawn")
@@ -155,7 +155,7 @@ async def _wait_until_readable(descriptor: int) -> None:
 def _work(options: GatewayOptions, shared: socket.socket, ready: Connection) -> None:
     """Serve as one of several workers; `ready` gets the line that says that it does."""
     own = listen("127.0.0.1", 0)
-    options = replace(options, gateway=replace(options.gateway, advertise=format_url(own)))
+    options = replace(options, gateway=replace(options.gateway, advertise=format_url(*own.getsockname()[:2])))
 
     def report(line: str) -> None:
         ready.send(line)

@@ -87,3 +87,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def format_url(host: str, port: int) -> str:
+    """The URL of a server at this address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

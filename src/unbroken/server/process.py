@@ -33,7 +33,7 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.loader import load_tokenizer_facts
 from unbroken.server.app import create_app, make_image_limits
-from unbroken.server.config import ServerConfig
+from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
 from unbroken.server.options import AppOptions, ServeOptions, name_option
@@ -150,7 +150,7 @@ async def run_server(
         for listener in listeners:
             listener.listen()  # whoever reads the line below may connect at once
         report(
-            f"unbroken serves {options.config.model_name} at {format_url(listeners[0])} "
+            f"unbroken serves {options.config.model_name} at {format_url(*listeners[0].getsockname()[:2])} "
             f"({type(engine).__name__}, {engine.context_length} ids of context{note})"
         )
         await _run_app(app, listeners, options, parent)
@@ -310,12 +310,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def format_url(listener: socket.socket) -> str:
-    """The URL of an open port."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 _DRAIN_S = 5
 
 
@@ -334,7 +328,7 @@ async def host_app(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> A
                 await asyncio.sleep(0.01)
             if serving.done():
                 serving.result()
-            yield format_url(listener)
+            yield format_url(*listener.getsockname()[:2])
         finally:
             server.should_exit = True
             await serving
@@ -344,4 +338,6 @@ async def _serve(server: HttpServer, listener: socket.socket) -> None:
     try:
         await server.serve(sockets=[listener])
     except SystemExit:  # as uvicorn ends if the application does not start
-        raise ServerError(f"the server at {format_url(listener)} did not start: the log has its error") from None
+        raise ServerError(
+            f"the server at {format_url(*listener.getsockname()[:2])} did not start: the log has its error"
+        ) from None

@@ -10,7 +10,8 @@ import pytest
 
 from support.servers import asgi_client, make_app, scripted_engine
 from unbroken.errors import InvalidInputError
-from unbroken.server.process import HttpServer, format_url, listen, make_uvicorn_config
+from unbroken.server.config import format_url
+from unbroken.server.process import HttpServer, listen, make_uvicorn_config
 
 
 async def test_answers_do_not_wait_for_nagles_algorithm() -> None:
@@ -39,13 +40,13 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
 
 def test_the_url_of_an_ipv6_address_has_brackets() -> None:
     with listen("127.0.0.1", 0) as listener:
-        assert format_url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert format_url(*listener.getsockname()[:2]) == f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         listener = listen("::1", 0)
     except InvalidInputError:
         pytest.skip("this machine has no IPv6")
     with listener:
-        assert format_url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+        assert format_url(*listener.getsockname()[:2]) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
 @asynccontextmanager
