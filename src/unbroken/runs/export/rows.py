@@ -33,7 +33,7 @@ from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.tree import StoredTree
 from unbroken.runs.records.files import FOLDER, find_expected, find_records, read_records
-from unbroken.runs.records.paths import cut_path, describe_path, find_runs
+from unbroken.runs.records.paths import cut_path, describe_path, describe_session, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
@@ -141,12 +141,12 @@ def _read_store(location: str) -> Iterator[Rollout]:
             if (stored := reader.load(listed.session_id)) is not None:
                 settings = stored.record.settings
                 head = {"model": settings.get("tokenizer") or settings.get("model")}
-                yield Rollout(kind=SESSION, head=head, record=describe_session(stored))
+                yield Rollout(kind=SESSION, head=head, record=_make_record(stored))
 
 
-def describe_session(stored: StoredSession) -> dict[str, Any]:
+def _make_record(stored: StoredSession) -> dict[str, Any]:
     """A session as the record of a rollout, with the rows that a trainer would get of it."""
-    record, turns, grown = stored.record, stored.turns, StoredTree.grow(stored)
+    grown = StoredTree.grow(stored)
     rows = []
     for path, row in zip(find_trained_paths(grown.tree), export_samples(grown.tree, 0.0), strict=True):
         cut = cut_path(path, len(row.token_ids))
@@ -155,20 +155,7 @@ def describe_session(stored: StoredSession) -> dict[str, Any]:
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
         rows.append({**describe_path(cut), **own})
-    outcome = record.outcome or {}
-    return {
-        "group": None,
-        "trajectory": record.session_id,
-        "status": outcome.get("status") or record.status.value,
-        "reward": outcome.get("reward"),
-        "reward_parts": outcome.get("metrics") or {},
-        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
-        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
-        "messages": [message.message for message in stored.messages],
-        "turns": [{"finish_reason": turn.sequence.finish_reason.value} for turn in turns],
-        "rows": rows,
-        "data": {"columns": metadata} if (metadata := record.settings.get("metadata")) else None,
-    }
+    return {**describe_session(stored), "rows": rows}
 
 
 def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator[dict[str, Any]]:

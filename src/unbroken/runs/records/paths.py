@@ -1,4 +1,4 @@
-"""The ids of a path as plain JSON: what each is, where it comes from, and what it was sampled with."""
+"""The ids of a path as plain JSON: what each is, where it comes from, and what it was sampled with; and a session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.ledger.nodes import Path
+from unbroken.ledger.nodes import BridgeKind, Path
+from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import NO_VERSION
 
@@ -27,6 +28,61 @@ def describe_path(path: Path) -> dict[str, Any]:
         "rollout_logprobs": to_floats(path.rollout_logprobs[path.sampled_mask]),
         "policy_versions": find_runs(versions, where=versions != NO_VERSION),
     }
+
+
+def describe_session(stored: StoredSession) -> dict[str, Any]:
+    """A gateway's session as the record of a rollout, without its rows."""
+    record, turns = stored.record, stored.turns
+    outcome = record.outcome or {}
+    return {
+        "kind": "trajectory",
+        "group": None,
+        "trajectory": record.session_id,
+        "status": _find_status(record),
+        "error": None,
+        "reward": outcome.get("reward"),
+        "reward_parts": outcome.get("metrics") or {},
+        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
+        "counters": stored.counters,
+        "data": {"columns": metadata} if (metadata := record.settings.get("metadata")) else None,
+        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
+        "messages": [message.message for message in stored.messages],
+        "turns": [_describe_turn(stored, turn) for turn in turns],
+    }
+
+
+def _find_status(record: SessionRecord) -> str:
+    """How the attempt ended, as it was reported; else the state of the session."""
+    status = (record.outcome or {}).get("status")
+    return status if record.status is SessionStatus.FINISHED and isinstance(status, str) else record.status.value
+
+
+def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "reward": None,
+        "num_sampled": len(turn.sequence.completion_ids),
+        "finish_reason": turn.sequence.finish_reason.value,
+        "cut_by": None,
+        "bridge": turn.continued == BridgeKind.DERIVED,
+        "refusal": turn.refusal,
+        "fork": turn.fork,
+        "branch": _find_branch(turn),
+        "message": stored.messages[turn.reply_node].message,
+        "call_statuses": [],
+        "closing": None,
+        "times": None,
+        "tolerances": turn.tolerances,
+        "created_s": round(turn.created_s - stored.record.created_s, 3),
+    }
+
+
+def _find_branch(turn: TurnRecord) -> str | None:
+    """Why a turn may begin a branch without a fork; the fork has its own reason."""
+    if turn.fork is not None:
+        return None
+    if turn.given is None:
+        return "sampled_again"
+    return "new_conversation" if turn.continued is None else "continued_again"
 
 
 def cut_path(path: Path, end: int) -> Path:

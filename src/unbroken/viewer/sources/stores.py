@@ -28,21 +28,14 @@ import numpy as np
 
 from unbroken.errors import StoreError
 from unbroken.ledger import nodes
-from unbroken.ledger.nodes import BridgeKind, Origin, Position
-from unbroken.ledger.records import (
-    GivenRecord,
-    MessageRecord,
-    SessionRecord,
-    SessionStatus,
-    StoredSession,
-    TurnRecord,
-)
+from unbroken.ledger.nodes import Origin, Position
+from unbroken.ledger.records import GivenRecord, MessageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store import Cursor, is_postgres_url, open_snapshots, open_store_reader
 from unbroken.ledger.store.reader import ListedSession, StoreReader
 from unbroken.ledger.tree import StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.files import MAX_TEXT, summarize
-from unbroken.runs.records.paths import describe_path, find_runs
+from unbroken.runs.records.paths import describe_path, describe_session, find_runs
 from unbroken.tinker.store import TINKER_TABLES, decode_sampled
 from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json, read_json
@@ -300,7 +293,7 @@ def _summarize_session(stored: StoredSession) -> dict[str, Any]:
     grown = StoredTree.grow(stored)
     paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
     rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
-    head = _describe_head(stored)
+    head = describe_session(stored)
     check_json([head, stored.record.settings])
     check_record({**head, "rows": []})
     line = summarize({**head, "rows": rows})
@@ -339,7 +332,7 @@ def _describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[s
         InvalidInputError: a message or another part that is stored as JSON has not the form of one.
     """
     grown = StoredTree.grow(stored)
-    record = {**_describe_head(stored), "rows": [_make_row(grown, leaf) for leaf in grown.tree.leaves()]}
+    record = {**describe_session(stored), "rows": [_make_row(grown, leaf) for leaf in grown.tree.leaves()]}
     check_json([record, stored.record.settings, stored.record.outcome])
     check_record(record)
     turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
@@ -362,60 +355,6 @@ def _get_model(record: SessionRecord) -> str | None:
     """The name of the model that a session was served by; None if the store does not say."""
     model = record.settings.get("model")
     return model if isinstance(model, str) else None
-
-
-def _describe_head(stored: StoredSession) -> dict[str, Any]:
-    """Everything but the rows."""
-    record, turns = stored.record, stored.turns
-    outcome = record.outcome or {}
-    return {
-        "kind": "trajectory",
-        "group": None,
-        "trajectory": record.session_id,
-        "status": _find_status(record),
-        "error": None,
-        "reward": outcome.get("reward"),
-        "reward_parts": outcome.get("metrics") or {},
-        "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
-        "counters": stored.counters,
-        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
-        "messages": [message.message for message in stored.messages],
-        "turns": [_describe_turn(stored, turn) for turn in turns],
-    }
-
-
-def _find_status(record: SessionRecord) -> str:
-    """How the attempt ended, as it was reported; else the state of the session."""
-    status = (record.outcome or {}).get("status")
-    return status if record.status is SessionStatus.FINISHED and isinstance(status, str) else record.status.value
-
-
-def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
-    return {
-        "reward": None,
-        "num_sampled": len(turn.sequence.completion_ids),
-        "finish_reason": turn.sequence.finish_reason.value,
-        "cut_by": None,
-        "bridge": turn.continued == BridgeKind.DERIVED,
-        "refusal": turn.refusal,
-        "fork": turn.fork,
-        "branch": _find_branch(turn),
-        "message": stored.messages[turn.reply_node].message,
-        "call_statuses": [],
-        "closing": None,
-        "times": None,
-        "tolerances": turn.tolerances,
-        "created_s": round(turn.created_s - stored.record.created_s, 3),
-    }
-
-
-def _find_branch(turn: TurnRecord) -> str | None:
-    """Why a turn may begin a branch without a fork; the fork has its own reason."""
-    if turn.fork is not None:
-        return None
-    if turn.given is None:
-        return "sampled_again"
-    return "new_conversation" if turn.continued is None else "continued_again"
 
 
 def _make_row(grown: StoredTree, leaf: Position) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from support.recorded import make_forked, make_rich, make_row, make_trajectory, 
 from support.recorded_sessions import write_image_store, write_store
 from support.sessions import make_commit, make_session, make_turn
 from unbroken.cli import main
+from unbroken.ledger.records import SessionStatus
 from unbroken.ledger.store import open_store
+from unbroken.viewer.sources.stores import StoreRun
 
 TOOL_TURNS = make_trajectory(
     "g3/0",
@@ -193,8 +195,11 @@ def test_a_store_is_exported_from_both_databases(tmp_path, location):  # noqa: F
     store.create(make_session(tokenizer="a/tokenizer", model="policy"))
     for number in range(2):
         store.commit([make_commit(number=number)])
+    store.finish("s", SessionStatus.FINISHED, {"status": 7, "reward": 0.5})  # no name of a status
     store.close()
     (row,) = export(location, tmp_path / "rows.parquet")
+    (shown,) = StoreRun(location, name="store").read_step(0)["trajectories"]
+    assert [(each["status"], each["reward"]) for each in (row, shown)] == [("finished", 0.5)] * 2
     first, second = make_turn(0), make_turn(1)
     ids = [part.tolist() for turn in (first, second) for part in (turn.given.token_ids, turn.sequence.completion_ids)]
     assert row["token_ids"] == [token for part in ids for token in part]
@@ -220,10 +225,7 @@ async def test_images_are_named_in_rows_and_refused_in_forms_that_process_them_a
     [
         (["{run}", "{new}.parquet", "--steps", "3"], "--steps must be A:B, such as 10:20, got '3'"),
         (["{run}", "{new}.parquet", "--steps", "4:9"], "has no rollouts of these steps"),
-        (
-            ["{run}", "{new}.csv"],
-            "TARGET must be a file .parquet, .jsonl or .eval, or a folder, got",
-        ),
+        (["{run}", "{new}.csv"], "TARGET must be a file .parquet, .jsonl or .eval, or a folder, got"),
         (
             ["{run}", "{new}.parquet", "--kind", "hard"],
             "SOURCE must be the folder of a run with hard, or the store of a",
