@@ -8,9 +8,9 @@ import os
 import select
 import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,44 +27,20 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
-from unbroken.runs.command import add_eval_parser, add_numerics_parser, add_sampler_parser, add_train_parser
+from unbroken.runs.command import add_eval_parser, add_numerics_parser, add_sampler_parser, add_train_parser, run_eval
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
 from unbroken.tinker.options import add_tinker_arguments, read_tinker_options
 from unbroken.viewer.command import add_view_parser
 
-_RARE = ("limits", "limits of sessions", "Tinker API")
-"""Titles of the groups of options that `--help` shows by their names, and `--help-all` in full."""
-
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose `--help` fits on two screens."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, is_short: bool = False, **settings: Any) -> None:
+        """With `is_short`, the help shows rare options by their names (`OptionGroup`)."""
         super().__init__(*arguments, **settings)
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show it with every option, and exit")
-
-    def format_help(self) -> str:
-        rare = [(group, group.description, group._group_actions) for group in self._action_groups]
-        for group, _, actions in rare:
-            if group.title in _RARE:
-                names = ", ".join(action.option_strings[0] for action in actions)
-                group.description, group._group_actions = (
-                    textwrap.fill(f"{names}: see --help-all", 106, break_on_hyphens=False),
-                    [],
-                )
-        try:
-            return super().format_help()
-        finally:
-            for group, description, actions in rare:
-                group.description, group._group_actions = description, actions
-
-
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(argparse.ArgumentParser.format_help(parser), end="")
-        parser.exit()
+        self.is_short = is_short
+        self.add_argument("--help-all", action="help", help="show it with every option, and exit")
 
 
 _COMPLETIONS = {
@@ -76,7 +52,7 @@ _COMPLETIONS = {
 
 
 class _InstallCompletion(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, shell: Any, option: str | None = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, given: Any, shell: Any, option: str | None = None) -> None:
         shell = shell or Path(os.environ.get("SHELL", "")).name
         if shell not in _COMPLETIONS:
             parser.error(f"{option} must be followed by one of {', '.join(_COMPLETIONS)}, got {shell or 'nothing'!r}")
@@ -84,12 +60,11 @@ class _InstallCompletion(argparse.Action):
             import shtab
         except ModuleNotFoundError as error:
             parser.error(str(missing_extra(error, f"{option} needs the completion extra", "completion")))
-        commands: Any = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         with suppress(ModuleNotFoundError, UnbrokenError):  # without the extra train there is nothing to train
             from unbroken.runs.recipe import load_recipe
 
             for name in load_recipe(None).section.all_fields():
-                commands.choices["train"].add_argument(f"--{name.replace('_', '-')}")
+                given.commands["train"].add_argument(f"--{name.replace('_', '-')}")
         target = Path.home() / _COMPLETIONS[shell]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(shtab.complete(parser, shell), "utf-8")
@@ -100,16 +75,16 @@ class _InstallCompletion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
-    parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(is_short=not any(word.startswith(("--help-all", "--install-completion")) for word in words))
     if words[:1] == ["serve"]:
         words = name_model(words)
     words, recipe_options = split_recipe_options(words)
-    arguments, others = parser.parse_known_args(words)
-    if others and arguments.run is not _serve:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.engine_options, arguments.recipe_options = others, recipe_options
     try:
+        arguments, others = parser.parse_known_args(words)
+        if others and arguments.run not in (_serve, run_eval):
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
+        arguments.others, arguments.recipe_options = others, recipe_options
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
@@ -127,13 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     parser = _Parser(prog="unbroken", description="Token-in, token-out rollouts and RL training.")
     parser.add_argument("--version", action="version", version=f"unbroken {__version__}")
     parser.add_argument(
         "--install-completion", action=_InstallCompletion, nargs="?", metavar="SHELL", help="for bash, fish or zsh"
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser_class: Any = partial(_Parser, is_short=is_short)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=parser_class)
+    parser.set_defaults(commands=commands.choices)
     add_demo_parser(commands)
     add_train_parser(commands)
     add_eval_parser(commands)
@@ -166,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    options = read_options(arguments, arguments.engine_options)
+    options = read_options(arguments, arguments.others)
     sessions = read_session_options(arguments)
     tinker = read_tinker_options(arguments)
     try:

@@ -119,7 +119,7 @@ def read_session_options(arguments: argparse.Namespace) -> SessionOptions | None
 
 
 def _add_session_fields(parser: argparse.ArgumentParser) -> None:
-    group = OptionGroup(parser, "limits of sessions", GatewayConfig)
+    group = OptionGroup(parser, "limits of sessions", GatewayConfig, is_rare=True)
     group.add("ttl_s", type=float, metavar="SECONDS")
     group.add("max_sessions", type=int, metavar="NUMBER")
     group.add("max_in_flight", type=int, metavar="NUMBER")

@@ -82,26 +82,18 @@ def add_eval_parser(commands: Any) -> None:
         "rollouts in files that `unbroken view` reads.\n`unbroken eval TASK --help` lists the settings of a task.",
         epilog=_EVAL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        conflict_handler="resolve",  # its own --help
         allow_abbrev=False,
     )
-    evaluate.add_argument(
+    add = evaluate.add_argument
+    add("-h", "--help", "--help-all", action=_EvalHelp, nargs=0, help="show this; after TASK, its settings")
+    add(
         "task",
         metavar="TASK",
         help="a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or an environment "
-        "(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER)",
+        "(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER); then settings as --FIELD VALUE, "
+        "e.g. --rollouts.sampling.temperature 0.6; --output FOLDER gets the rollouts",
     )
-    evaluate.add_argument(
-        "options",
-        nargs=argparse.REMAINDER,
-        metavar="--FIELD VALUE",
-        help="settings of the task, e.g. --rollouts.sampling.temperature 0.6; --output FOLDER gets the rollouts",
-    )
-    _add_eval_options(evaluate)
-    evaluate.set_defaults(run=run_eval, parser=evaluate)
-
-
-def _add_eval_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "--model",
         action="append",
@@ -119,32 +111,38 @@ def _add_eval_options(parser: argparse.ArgumentParser) -> None:
         help="for servers that do not say where their model is; otherwise the models' own",
     )
     add("--json", action="store_true", help="print the report as JSON; it is in OUTPUT/report.json too")
+    evaluate.set_defaults(run=run_eval)
+
+
+class _EvalHelp(argparse.Action):
+    """Prints the help of the command, and after a TASK the settings of that."""
+
+    def __call__(self, parser: argparse.ArgumentParser, given: Any, _: Any, option: str | None = None) -> None:
+        text = parser.format_help() if given.task is None else parser.format_usage()
+        if given.task is not None:
+            try:
+                from unbroken.runs.evaluate import open_task
+                from unbroken.runs.settings import format_help
+            except ModuleNotFoundError as error:
+                raise missing_extra(error, "evaluation needs the train extra", "train") from error
+            recipe, _ = open_task(given.task)
+            shown = () if option == "--help-all" else _EVAL_FIELDS
+            command = f"unbroken eval {given.task}"
+            text += f"\n{format_help(recipe.section, recipe.values, command=command, doc='', shown=shown)}"
+        _print_text(text)
+        parser.exit()
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
     """Evaluate, and print the report; returns the exit status."""
-    own = argparse.ArgumentParser(prog="unbroken eval TASK", add_help=False, allow_abbrev=False)
-    _add_eval_options(own)
-    arguments, options = own.parse_known_args(arguments.options, arguments)
+    options = list(arguments.others)
+    if arguments.reward:
+        rewards = ", ".join(f"{{function = {json.dumps(each)}}}" for each in arguments.reward)
+        options += ["--rewards", f"[{rewards}]"]
     try:
         from rich.console import Console
 
-        from unbroken.runs.evaluate import evaluate_task, open_task, print_report
-        from unbroken.runs.settings import format_help
-
-        if {"-h", "--help", "--help-all"} & set(options):
-            recipe, _ = open_task(arguments.task)
-            shown = () if "--help-all" in options else _EVAL_FIELDS
-            fields = format_help(
-                recipe.section, recipe.values, command=f"unbroken eval {arguments.task}", doc="", shown=shown
-            )
-            _print_text(f"{own.format_help()}\n{fields}")
-            return 0
-        if arguments.reward:
-            options += [
-                "--rewards",
-                f"[{', '.join(f'{{function = {json.dumps(each)}}}' for each in arguments.reward)}]",
-            ]
+        from unbroken.runs.evaluate import evaluate_task, print_report
 
         def work() -> None:
             report = evaluate_task(
@@ -156,7 +154,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             else:
                 print_report(report, Console(markup=False, width=None if sys.stdout.isatty() else 160))
 
-        return run_command(work, advice="models that are done are in the output folder")
+        return run_command(work, advice="what was sampled is kept")
     except ModuleNotFoundError as error:  # of the user's own modules it is another error
         raise missing_extra(error, "evaluation needs the train extra", "train") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def add_app_arguments(parser: argparse.ArgumentParser) -> None:
     access.add_key("admin_key")
     access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
     access.add("image_hosts", option="--allow-image-host", action="append", default=[], metavar="HOST[:PORT]")
-    limits = OptionGroup(parser, "limits", ServerLimits, description=first_paragraph(ServerLimits.__doc__))
+    limits = OptionGroup(parser, "limits", ServerLimits, is_rare=True)
     for each in dataclasses.fields(ServerLimits):
         limits.add(each.name, type=type(each.default), metavar="NUMBER")
 
@@ -195,9 +196,12 @@ class OptionGroup:
     """A group of options whose help and defaults are those of a config class's fields."""
 
     def __init__(
-        self, parser: argparse.ArgumentParser, title: str, config_class: type[Any], *, description: str | None = None
+        self, parser: argparse.ArgumentParser, title: str, config_class: type[Any], *, is_rare: bool = False
     ) -> None:
-        self._group = parser.add_argument_group(title, description)
+        """`--help` shows rare options by their names, and `--help-all` in full."""
+        self._is_hidden = is_rare and getattr(parser, "is_short", False)
+        self._names: list[str] = []
+        self._group = parser.add_argument_group(title, first_paragraph(config_class.__doc__) if is_rare else None)
         self._docs = read_field_docs(config_class)
         self._defaults = {each.name: each.default for each in dataclasses.fields(config_class)}
 
@@ -205,9 +209,12 @@ class OptionGroup:
         """Add the option of a field."""
         default = settings.setdefault("default", self._defaults[name])
         note = "" if default is None or default is False or default == [] else f" Default: {default}."
-        self._group.add_argument(
-            option or option_name(name), help=(self._docs[name] + note).replace("%", "%%"), **settings
-        )
+        text = (self._docs[name] + note).replace("%", "%%")
+        if self._is_hidden:
+            self._names.append(option or option_name(name))
+            shown = f"{', '.join(self._names)}: see --help-all"
+            self._group.description, text = textwrap.fill(shown, 106, break_on_hyphens=False), argparse.SUPPRESS
+        self._group.add_argument(option or option_name(name), help=text, **settings)
 
     def add_key(self, name: str) -> None:
         """Add the two options of a key: the key itself, and a file with it."""

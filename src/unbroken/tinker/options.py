@@ -79,7 +79,7 @@ class TinkerOptions:
 
 def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `TinkerOptions`."""
-    group = OptionGroup(parser, "Tinker API", TinkerOptions, description=TinkerOptions.__doc__)
+    group = OptionGroup(parser, "Tinker API", TinkerOptions, is_rare=True)
     parser.add_argument("--tinker", action="store_true", help="Serve the Tinker API too, and train.")
     group.add("tinker_store", metavar="STORE")
     group.add("tinker_files", type=Path, metavar="FOLDER")
