@@ -43,6 +43,8 @@ MakeAgentTask: TypeAlias = Callable[[int], AgentTask]
 """Makes the task of a problem's number for an agent; all attempts of a group get the same one."""
 Score: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[TrajectoryGroup]]
 """Takes a problem's number and its group, and returns the group with the final rewards."""
+Keep: TypeAlias = Callable[[int, TrajectoryGroup], Awaitable[None]]
+"""Takes a problem's number and its group once it is sampled."""
 DEFAULT_SET = "evaluation"
 """The name of a run's only set."""
 
@@ -121,14 +123,27 @@ class Sampler:
     elsewhere: SamplesElsewhere | None = None
     """What samples instead; then there are no `sessions` here."""
 
-    async def sample_groups(self, numbers: Sequence[int], *, size: int) -> list[TrajectoryGroup]:
-        """Sample the groups of these problems concurrently; the first error cancels all of them."""
+    async def sample_groups(
+        self, numbers: Sequence[int], *, size: int, keep: Keep | None = None
+    ) -> list[TrajectoryGroup]:
+        """Sample the groups of these problems concurrently; the first error, also of `keep`, cancels all of them.
+
+        Without `keep` they are returned, in their order; with it, each goes to it when it is sampled.
+        """
+
+        async def sample(number: int) -> list[TrajectoryGroup]:
+            group = await self.sample_group(number, size=size)
+            if keep is None:
+                return [group]
+            await keep(number, group)
+            return []
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(self.sample_group(number, size=size)) for number in numbers]
+                groups = [tasks.create_task(sample(number)) for number in numbers]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed.exceptions[0].__cause__
-        return [group.result() for group in groups]
+        return [each for group in groups for each in group.result()]
 
     async def sample_group(self, number: int, *, size: int) -> TrajectoryGroup:
         """Sample `size` trajectories of one problem concurrently.

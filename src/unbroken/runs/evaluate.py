@@ -12,6 +12,7 @@ Two models have the same problems and seeds, so their difference is that of each
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -29,16 +30,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
-from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
+from unbroken.errors import InvalidInputError, MetricsError, UnbrokenError, missing_extra
+from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
-from unbroken.runs.evaluation.evaluator import Evaluator, Sample, choose_ks, pass_at_k
+from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, Sample, choose_ks, pass_at_k, read_samples
 from unbroken.runs.evaluation.schedule import make_evaluators
-from unbroken.runs.folder import claim_folder, lock_folder
+from unbroken.runs.folder import claim_folder, lock_folder, may_change
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
+from unbroken.runs.records.files import find_records
 from unbroken.runs.settings import build, describe, read_options
+from unbroken.training.outages import Outages
 
 REPORT = "report.json"
 INTERVALS = (
@@ -96,9 +99,8 @@ def evaluate_task(
     key = read_key({**recipe.values, **given}.get("engine.api_key_file"), field="engine.api_key_file")
     found = [find_model(name, tokenizer, api_key=key) for name in models]
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
-    if config.output.is_dir() and any(config.output.iterdir()):
-        raise InvalidInputError(f"output must be a new or empty folder, and {config.output} holds files")
-    report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "models": [], "differences": []}
+    own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
+    report = _begin_report(config.output, task, {"TASK": task, **own, **describe(config)})
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [_size(each, config, num_problems, num_samples) for each in sets]
@@ -122,6 +124,39 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
             f"(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
         )
     return load_recipe(Path(task)), []
+
+
+def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
+    report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
+    if not output.is_dir() or not any(output.iterdir()):
+        return {**report, "models": [], "differences": []}
+    try:
+        found = json.loads((output / REPORT).read_text("utf-8"))
+        before = found["settings"]
+        report |= {"models": found["models"], "differences": found["differences"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InvalidInputError(
+            f"output must be a new or empty folder, or that of the same evaluation, and {output} holds other files"
+        ) from None
+    for name in sorted(before.keys() | settings.keys()):
+        old, new = before.get(name), settings.get(name)
+        if old != new and not (may_change(name) and not name.startswith("evaluation.")):
+            raise InvalidInputError(
+                f"{name} must be {old!r} as in the evaluation in {output}, which goes on with what it began with, got "
+                f"{new!r}: give that value, or another --output"
+            )
+    return report
+
+
+def _write_report(output: Path, report: Mapping[str, Any]) -> None:
+    part = output / f".{REPORT}.part"
+    try:
+        part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
+        part.replace(output / REPORT)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise MetricsError(f"{output / REPORT} cannot be written: {error}. Make room and start it again") from error
 
 
 def _configure(recipe: Recipe, given: Mapping[str, Any], models: Sequence[EvaluatedModel], *, name: str) -> RunConfig:
@@ -218,46 +253,75 @@ class _Evaluation:
     report: dict[str, Any]
 
     async def run(self, models: Sequence[EvaluatedModel]) -> None:
-        """Evaluate each model, and write the report after each."""
+        """Evaluate each model that is not in the report, and write the report after each."""
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
         output, labels = self.config.output, _make_labels([model.name for model in models])
         baseline: dict[str, dict[str, Measure]] = {}
         for model, label in zip(models, labels, strict=True):
             folder = output if len(models) == 1 else output / label
+            is_done = any(each["model"] == label for each in self.report["models"])
+            if is_done and (baseline or len(models) == 1):
+                continue
             settings = describe(replace(self.config, output=folder))
             own = {"model": model.source} if "model" in settings else {}  # the viewer says which it was
-            claim_folder(folder, self.recipe.name, {**settings, **own})
-            found = await self._evaluate(model, label, folder)
+            if not (folder / FOLDER).is_dir():
+                claim_folder(folder, self.recipe.name, {**settings, **own})
+                _write_report(output, self.report)
+            found = self._read(folder) if is_done else await self._evaluate(model, label, folder)
             self.report["differences"] += [
                 {"set": name, "model": label, "baseline": labels[0], "measures": _compare(of_set, found[name])}
                 for name, of_set in baseline.items()
             ]
             baseline = baseline or found
-            part = output / f".{REPORT}.part"
-            part.write_text(json.dumps(self.report, indent=1, allow_nan=False) + "\n", "utf-8")
-            part.replace(output / REPORT)
+            await asyncio.to_thread(_write_report, output, self.report)
+
+    def _read(self, folder: Path) -> dict[str, dict[str, Measure]]:
+        """The numbers of a model that is done."""
+        pass_reward = self.config.evaluation.pass_reward
+        paths = {each.name: find_records(folder / FOLDER / each.name)[0, 0] for each in self.sets}
+        return {name: measure(read_samples(path), pass_reward=pass_reward) for name, path in paths.items()}
 
     async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
         found: dict[str, dict[str, Measure]] = {}
         sets: dict[str, Any] = {}
         async with self._open(model, folder) as evaluators:
             for each in evaluators:
-                self.console.print(f"{label}: {each.name}, {each.num_problems} problems x {each.num_samples}")
-                begun_s = time.perf_counter()
-                groups = await each.sample()
-                seconds = time.perf_counter() - begun_s
-                numbers = (await each.record(0, groups)).numbers
-                found[each.name] = measure(groups, pass_reward=each.pass_reward)
+                problems = f"{label}: {each.name}, {each.num_problems} problems x {each.num_samples}"
+                num_kept, begun_s = len(each.read_kept()), time.perf_counter()
+                self.console.print(f"{problems}{f': {num_kept} problems are kept in {folder}' if num_kept else ''}")
+                evaluation, samples = await self._sample(each, is_server=model.is_server)
+                numbers = evaluation.numbers
+                found[each.name] = measure(samples, pass_reward=each.pass_reward)
                 sets[each.name] = {
                     **{name: numbers[name] for name in ("num_problems", "num_samples", "num_rollouts")},
-                    "seconds": round(seconds, 3),
-                    "statuses": Counter(member.status.value for group in groups for member in group.trajectories),
+                    "seconds": None if num_kept else round(time.perf_counter() - begun_s, 3),
+                    "statuses": Counter(sample.status.value for of_problem in samples for sample in of_problem),
                     "measures": {name: each.to_json() for name, each in found[each.name].items()},
                 }
         entry = {"model": label, "name": model.name, "tokenizer": model.source, "folder": str(folder), "sets": sets}
         self.report["models"].append(entry)
         return found
+
+    async def _sample(self, evaluator: Evaluator, *, is_server: bool) -> tuple[Evaluation, list[list[Sample]]]:
+        """Sample what is not kept; as in training, a server that is away is waited for. Every end says what is kept."""
+        found: list[tuple[Evaluation, list[list[Sample]]]] = []
+
+        async def evaluate() -> None:
+            found.append(await evaluator.evaluate_kept())
+
+        engine = evaluator.sampler.engine if is_server else None
+        try:
+            await Outages(None, None, self.config.loop, engine=engine).repeat(evaluate)
+        except BaseException:
+            number, output = len(evaluator.read_kept()), self.config.output
+            self.console.print(
+                f"{number} of {evaluator.num_problems} problems of {evaluator.name} are answered, and kept in "
+                f"{evaluator.output}: the same command with --output {output} goes on",
+                soft_wrap=True,
+            )
+            raise
+        return found[0]
 
     @asynccontextmanager
     async def _open(self, model: EvaluatedModel, folder: Path) -> AsyncIterator[list[Evaluator]]:
@@ -364,35 +428,33 @@ def _wilson(share: float, num: int, z: float = 1.959964) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-_OF_ROLLOUTS: dict[str, Callable[[Trajectory], float]] = {
+_OF_ROLLOUTS: dict[str, Callable[[Sample], float]] = {
     "completion_tokens/mean": lambda each: each.num_sampled,
-    "turns/mean": lambda each: len(each.turns),
+    "turns/mean": lambda each: each.num_turns,
     "seconds/mean": lambda each: each.wall_time_s,
-    "cut/share": lambda each: Sample.of(each).was_cut,
+    "cut/share": lambda each: each.was_cut,
     "failed/share": lambda each: each.status in (TrajectoryStatus.FAILED, TrajectoryStatus.ABORTED),
 }
 """Numbers that each rollout has. Seconds are from its start to its reward, while others are sampled."""
 
 
-def measure(groups: Sequence[TrajectoryGroup], *, pass_reward: float) -> dict[str, Measure]:
+def measure(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> dict[str, Measure]:
     """The numbers of an evaluation, by the names of `evaluation.jsonl`; a rollout without a reward counts as 0.
 
     `reward_parts/NAME` is over the rollouts that have this part.
     """
-    scored = [[each for each in group.trajectories if Sample.of(each).is_scored] for group in groups]
-    rewards = [[each.reward or 0.0 for each in of_group] for of_group in scored]
+    scored = [[each for each in samples if each.is_scored] for samples in problems]
+    rewards = [[each.reward or 0.0 for each in samples] for samples in scored]
     found = {"reward/mean": Measure.of(rewards)}
-    for name in dict.fromkeys(name for of_group in scored for each in of_group for name in each.reward_parts):
-        parts = [
-            [part for each in of_group if (part := each.reward_parts.get(name)) is not None] for of_group in scored
-        ]
+    for name in dict.fromkeys(name for samples in scored for each in samples for name in each.reward_parts):
+        parts = [[part for each in samples if (part := each.reward_parts.get(name)) is not None] for samples in scored]
         found[f"reward_parts/{name}"] = Measure.of(parts)
     for k in choose_ks(max(map(len, rewards), default=0)):
         counts = [(len(each), sum(reward >= pass_reward for reward in each)) for each in rewards]
         chances = [[pass_at_k(number, passed, k)] if number >= k else [] for number, passed in counts]
         found[f"pass@{k}"] = Measure.of(chances, is_pass=True)
     for name, read in _OF_ROLLOUTS.items():
-        found[name] = Measure.of([[float(read(each)) for each in group.trajectories] for group in groups])
+        found[name] = Measure.of([[float(read(each)) for each in samples] for samples in problems])
     return found
 
 
@@ -419,7 +481,9 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
             table.add_column(title, overflow="fold", no_wrap=not title)
         for row in dict.fromkeys(row for _, each in columns for row in each["measures"]):
             table.add_row(row, *(_format(each["measures"].get(row), row) for _, each in columns))
-        table.add_row("seconds in all", *(f"{each['seconds']:.1f}" if "seconds" in each else "" for _, each in columns))
+        table.add_row(
+            "seconds in all", *(f"{each['seconds']:.1f}" if each.get("seconds") else "" for _, each in columns)
+        )
         console.print(table)
     console.print(f"Intervals of {report['intervals']}.", highlight=False)
 

@@ -75,7 +75,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         InvalidInputError: another run writes into the folder, or it cannot be written.
     """
-    _check_no_other_files(folder)
     path = folder / _LOCK
     descriptor = _open_locked(path)
     held = [descriptor]

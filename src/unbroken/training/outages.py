@@ -39,13 +39,13 @@ class Outages:
 
     def __init__(
         self,
-        trainer: Trainer,
-        publish: Callable[[], Awaitable[WeightUpdate]],
+        trainer: Trainer | None,
+        publish: Callable[[], Awaitable[WeightUpdate]] | None,
         config: LoopConfig,
         *,
         engine: Engine | None = None,
     ) -> None:
-        """Without `engine` there is no waiting."""
+        """Without `engine` there is no waiting; without `trainer` and `publish` its weights stay as they are."""
         self._trainer = trainer
         self._publish = publish
         self._config = config
@@ -72,11 +72,11 @@ class Outages:
                 return
             if await in_any_process(self._trainer, self._engine is None):
                 raise lost
-            _log.warning("what comes after the step is done again: %s", lost)
+            _log.warning("what was lost is done again: %s", lost)
             await self._recover(started)
         raise OutageError(
-            f"rollouts after a step were lost {self._config.outages.max_losses} times although the engine came back "
-            f"each time (the last: {lost}): look into the engine's log for the cause"
+            f"rollouts were lost {self._config.outages.max_losses} times although the engine came back each "
+            f"time (the last: {lost}): look into the engine's log for the cause"
         ) from lost
 
     async def recover(self, error: EngineError | None) -> None:
@@ -112,7 +112,7 @@ class Outages:
             if (versions := member.tree.sampled_versions) and versions[0] < oldest_version:
                 return ServerBehindError(
                     f"trajectory {member.trajectory_id} was sampled with policy version {versions[0]}, and the trainer "
-                    f"has version {self._trainer.policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
+                    f"has version {self._policy_version} (LoopConfig.max_lag is {self._config.max_lag}, "
                     f"max_staleness {self._config.max_staleness})"
                 )
         if any(member.status in _SUSPICIOUS or isinstance(member.error, EngineError) for member in members):
@@ -137,10 +137,14 @@ class Outages:
     async def _recover(self, started: float) -> None:
         """Wait until every process's engine is healthy and has the trainer's weights, and count what was lost."""
         await self._retry(self._check_health)
-        if self._trainer.policy_version > 0:  # an engine starts with version 0
+        if self._policy_version > 0:  # an engine starts with version 0
             await self._publish_until_done()
         self._num_losses += 1
         self._lost_s += time.perf_counter() - started
+
+    @property
+    def _policy_version(self) -> int:
+        return 0 if self._trainer is None else self._trainer.policy_version
 
     async def _find_fault(self) -> EngineError | None:
         """The error of the engine's health check; None if it is healthy."""
@@ -174,7 +178,7 @@ class Outages:
             was_healthy = is_healthy
             if await in_any_process(self._trainer, time.monotonic() >= deadline_s):
                 raise OutageError(
-                    f"no engine took policy version {self._trainer.policy_version} for "
+                    f"no engine answered and took policy version {self._policy_version} for "
                     f"{self._config.outages.wait_s:g} s (OutageConfig.wait_s), the last time because of "
                     f"{format_loss(error)}"
                 ) from error
@@ -188,8 +192,9 @@ class Outages:
 
     async def _publish_until_done(self) -> WeightUpdate:
         """Publish the weights; servers that missed them are ignored from now on."""
+        assert self._publish is not None, "a trainer publishes"
         update = await self._retry(self._publish)
-        self.require_newest(self._trainer.policy_version)
+        self.require_newest(self._policy_version)
         return update
 
 

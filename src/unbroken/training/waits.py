@@ -17,9 +17,9 @@ _EVERY_S = 60.0
 _logger = logging.getLogger(__name__)
 
 
-async def in_any_process(trainer: Trainer, flag: bool) -> bool:
-    """Whether the flag is set in any process (`Trainer.in_any_process`)."""
-    return await asyncio.to_thread(trainer.in_any_process, flag)
+async def in_any_process(trainer: Trainer | None, flag: bool) -> bool:
+    """Whether the flag is set in any process (`Trainer.in_any_process`); without a trainer there is one process."""
+    return flag if trainer is None else await asyncio.to_thread(trainer.in_any_process, flag)
 
 
 async def from_all_processes(trainer: Trainer, value: _T) -> list[_T]:

@@ -190,12 +190,7 @@ async def test_a_server_that_is_down_is_named(tmp_path):
             r"weights_dir must be given exactly with kind server and transport files, got None",
         ),
         (
-            {
-                "kind": EngineKind.SERVER,
-                "urls": ("http://a",),
-                "versions_to": "s3://a/b",
-                "weights_dir": Path("w"),
-            },
+            {"kind": EngineKind.SERVER, "urls": ("http://a",), "versions_to": "s3://a/b", "weights_dir": Path("w")},
             r"weights_dir must be left out with versions_to, got w and s3://a/b",
         ),
         (

@@ -184,10 +184,10 @@ def test_a_lock_dies_with_the_process_that_holds_it(tmp_path):
         assert not claim_folder(tmp_path, "lookup.py", SETTINGS)
 
 
-def test_a_folder_with_other_files_gets_no_lock(tmp_path):
+def test_a_folder_with_other_files_keeps_these_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(InvalidInputError, match="holds other files"):
-        lock_folder(tmp_path).__enter__()
+    with pytest.raises(InvalidInputError, match="holds other files"), lock_folder(tmp_path):
+        claim_folder(tmp_path, "lookup.py", SETTINGS)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

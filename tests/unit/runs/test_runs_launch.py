@@ -123,8 +123,7 @@ async def run(config):
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "reason"),
-    [({}, -9, "was lost"), ({"seed": 1}, 1, "failed: ValueError: no such row")],
+    ("settings", "code", "reason"), [({}, -9, "was lost"), ({"seed": 1}, 1, "failed: ValueError: no such row")]
 )
 def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait_for(
     tmp_path, model, settings, code, reason

@@ -171,10 +171,7 @@ def test_advantages_and_losses_of_the_users_come_from_a_file_or_a_module(tmp_pat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "nowhere:doubled",
-            "advantages must name something that can be imported, got 'nowhere:doubled': Modul",
-        ),
+        ("nowhere:doubled", "advantages must name something that can be imported, got 'nowhere:doubled': Modul"),
         ("math:doubled", "advantages must name something that can be imported, got 'math:doubled': AttributeError"),
         ("math:pi", "advantages must name a function, got math:pi, which is 3.14"),
         ("nothere.py:doubled", "nothere.py must be a Python file, but it does not exist"),

@@ -330,10 +330,7 @@ def test_wrong_settings_of_samplers_are_refused(options, message):
 
 async def test_a_script_that_no_sampler_could_open_is_refused(tmp_path, model):
     config = letters_recipe.Config(
-        output=tmp_path / "run",
-        model=model,
-        engine=EngineConfig(kind="started"),
-        rollouts=RolloutConfig(samplers=1),
+        output=tmp_path / "run", model=model, engine=EngineConfig(kind="started"), rollouts=RolloutConfig(samplers=1)
     )
     problems = Problems(env=lambda number: pytest.fail("nothing is sampled"))
     with pytest.raises(InvalidInputError, match=r"rollouts.samplers must be 0 .* a script that calls train_model"):

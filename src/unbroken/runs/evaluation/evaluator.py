@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
 
-from unbroken.errors import (
-    EngineError,
-    MetricsError,
-    OutageError,
-    RolloutError,
-    ServerUnreachableError,
-)
+from unbroken.errors import EngineError, MetricsError, OutageError, RolloutError, ServerUnreachableError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup, TrajectoryStatus
-from unbroken.runs.collector import DEFAULT_SET, Sampler
+from unbroken.runs.collector import DEFAULT_SET, Keep, Sampler
 from unbroken.runs.processes import Rank
-from unbroken.runs.records.files import find_records
-from unbroken.runs.records.record import describe_groups, write_groups
+from unbroken.runs.records.files import find_records, read_records
+from unbroken.runs.records.files import summarize as summarize_record
+from unbroken.runs.records.record import describe_rewards, merge_records, write_groups
 from unbroken.training.model.sharding import fail_together
 
 _FILE = "evaluation.jsonl"
@@ -99,14 +95,50 @@ class Evaluator:
         lines = (line for line in read_evaluations(self.output) if _key(line) == key)
         return next((Evaluation(numbers=line) for line in lines), None)
 
+    async def evaluate_kept(self) -> tuple[Evaluation, list[list[Sample]]]:
+        """Evaluate the policy before the first step, in one process, and go on where an earlier call ended.
+
+        Each group is kept in a file of its own once it is sampled; when all are there, one file takes their place.
+        Raises as `evaluate` does, at the first group that lost its engine.
+        """
+        folder, kept = self.output / FOLDER / self.name, await asyncio.to_thread(self.read_kept)
+
+        async def keep(number: int, group: TrajectoryGroup) -> None:
+            samples = [Sample.of(each) for each in group.trajectories]
+            _check_engine(samples)
+            head = self._make_head(0, [samples]) | {"rank": number + 1, "num_processes": self.num_problems + 1}
+            await asyncio.to_thread(write_groups, folder, head, [group])
+            kept[number] = samples
+
+        await self._sample([number for number in self._numbers if number not in kept], keep)
+        samples = [kept[number] for number in self._numbers]
+        _check_failures(samples)
+        if list(find_records(folder)) != [(0, 0)]:
+            await asyncio.to_thread(merge_records, folder, self._make_head(0, samples))
+        line = self._make_line(0, samples)
+        if self.find(0) is None:
+            _write(self.output / _FILE, [*read_evaluations(self.output), line])
+        return Evaluation(numbers=line), samples
+
+    def read_kept(self) -> dict[int, list[Sample]]:
+        """The samples of the groups that `evaluate_kept` kept, by problem, but of groups with a rollout that failed."""
+        files = find_records(self.output / FOLDER / self.name)
+        if (whole := files.get((0, 0))) is not None:
+            return dict(enumerate(read_samples(whole)))
+        found = {rank - 1: samples for (_, rank), path in files.items() for samples in read_samples(path)}
+        return {number: each for number, each in found.items() if all(sample.error is None for sample in each)}
+
     async def sample(self) -> list[TrajectoryGroup]:
         """Sample this process's problems. It waits for no other process.
 
         Raises:
             OutageError: the gateway of agents is gone. (Other rollouts keep such an error in their trajectory.)
         """
+        return await self._sample(self._numbers)
+
+    async def _sample(self, numbers: Sequence[int], keep: Keep | None = None) -> list[TrajectoryGroup]:
         try:
-            return await self.sampler.sample_groups(self._numbers, size=self.num_samples)
+            return await self.sampler.sample_groups(numbers, size=self.num_samples, keep=keep)
         except ServerUnreachableError as error:
             raise _make_outage(format_error(error)) from error
 
@@ -118,18 +150,26 @@ class Evaluator:
         Raises as `evaluate` does.
         """
         samples = gather_samples(dict(zip(self._numbers, groups, strict=True)))
-        found = summarize(samples, pass_reward=self.pass_reward)
-        new = {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": num_lost}
-        head = {
-            "step": step, "set": self.name, "rank": self.rank.index, "num_processes": self.rank.num_processes,
-            "policy_version": found["policy_version/max"], "model": self.source, "counters": {},
-        }  # fmt: skip
+        new = self._make_line(step, samples) | {"num_lost": num_lost}
+        mine = [samples[number] for number in self._numbers]
+        head = self._make_head(step, mine) | {"policy_version": new["policy_version/max"]}
         with fail_together():
-            folder, first = self.output / FOLDER / self.name, head | describe_groups(groups)
-            await asyncio.to_thread(write_groups, folder, first, groups)
+            await asyncio.to_thread(write_groups, self.output / FOLDER / self.name, head, groups)
             if self.rank.index == 0:
                 _write(self.output / _FILE, [*read_evaluations(self.output), new])
         return Evaluation(numbers=new, groups=tuple(groups))
+
+    def _make_line(self, step: int, samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+        found = summarize(samples, pass_reward=self.pass_reward)
+        return {"step": step, "set": self.name, **found, "num_samples": self.num_samples, "num_lost": 0}
+
+    def _make_head(self, step: int, samples: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+        versions = [version for of_problem in samples for each in of_problem for version in each.versions]
+        return {
+            "step": step, "set": self.name, "rank": self.rank.index, "num_processes": self.rank.num_processes,
+            "policy_version": max(versions, default=None), "model": self.source, "counters": {},
+            **describe_rewards([[each.reward for each in of_problem] for of_problem in samples]),
+        }  # fmt: skip
 
     def find_last_step(self) -> int:
         """After how many steps the last evaluation in the file began; 0 for an empty file."""
@@ -166,28 +206,36 @@ def cut_evaluations(output: Path, last_step: int) -> None:
 def gather_samples(groups: Mapping[int, TrajectoryGroup]) -> list[list[Sample]]:
     """The samples of the problems of all processes, by number; an error in one process is raised in all."""
     mine = {number: [Sample.of(each) for each in group.trajectories] for number, group in groups.items()}
-    errors = [
-        (isinstance(each.error, EngineError), format_error(each.error) + format_frames(each.error))
-        for group in groups.values()
-        for each in group.trajectories
-        if each.error is not None
-    ]
-    everyone = gather_object([(mine, errors)])
-    of_problem = {number: samples for found, _ in everyone for number, samples in found.items()}
-    failed = [error for _, found in everyone for error in found]
-    lost = next((message for is_lost, message in failed if is_lost), None)
-    if lost is not None:
+    of_problem = {number: samples for found in gather_object([mine]) for number, samples in found.items()}
+    samples = [of_problem[number] for number in sorted(of_problem)]
+    for each in samples:
+        _check_engine(each)
+    _check_failures(samples)
+    return samples
+
+
+def read_samples(path: Path) -> list[list[Sample]]:
+    """The samples of each group in a file of rollouts; raises as `read_records` does."""
+    groups: dict[str, list[Sample]] = {}
+    for record in itertools.islice(read_records(path), 1, None):
+        groups.setdefault(record["group"], []).append(Sample.read(record))
+    return list(groups.values())
+
+
+def _check_engine(samples: Sequence[Sample]) -> None:
+    if (lost := next((each.error for each in samples if each.has_lost_engine), None)) is not None:
         raise _make_outage(lost)
-    if len(failed) == sum(map(len, of_problem.values())):
-        raise RolloutError(f"all {len(failed)} rollouts of the evaluation failed, the first with {failed[0][1]}")
-    return [of_problem[number] for number in sorted(of_problem)]
+
+
+def _check_failures(problems: Sequence[Sequence[Sample]]) -> None:
+    samples = list(itertools.chain.from_iterable(problems))
+    errors = [each.error for each in samples if each.error is not None]
+    if len(errors) == len(samples):
+        raise RolloutError(f"all {len(samples)} rollouts of the evaluation failed, the first with {errors[0]}")
 
 
 def _make_outage(reason: str) -> OutageError:
-    return OutageError(
-        f"the evaluation lost its engine ({reason}): once the engine is back, the same command evaluates again "
-        "(`unbroken eval` needs another --output)"
-    )
+    return OutageError(f"the evaluation lost its engine ({reason}): once the engine is back, the same command goes on")
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:
@@ -212,34 +260,52 @@ class Sample:
     """What the numbers need of one rollout."""
 
     reward: float | None
-    is_scored: bool
-    """False if no reward function has an opinion on it: it counts nowhere."""
+    status: TrajectoryStatus
     num_sampled: int
     """Ids sampled in all turns."""
-    was_cut: bool
-    """Whether its length, its turns or its time came to their limit."""
     versions: tuple[int, ...] = ()
-    """Policy versions that sampled its ids, each once."""
+    """Policy versions that sampled its ids, at least the first and the last."""
+    num_turns: int = 1
+    wall_time_s: float = 0.0
+    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+    has_lost_engine: bool = False
+
+    @property
+    def is_scored(self) -> bool:
+        """False if no reward function has an opinion on it: it counts nowhere."""
+        return self.status is not TrajectoryStatus.UNSCORED
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether its length, its turns or its time came to their limit."""
+        return self.status in _CUT
 
     @staticmethod
     def of(trajectory: Trajectory) -> Sample:
         """The sample of a rollout."""
+        error = trajectory.error
         return Sample(
-            reward=trajectory.reward,
-            is_scored=trajectory.status is not TrajectoryStatus.UNSCORED,
-            num_sampled=trajectory.num_sampled,
-            was_cut=trajectory.status in _CUT,
-            versions=trajectory.tree.sampled_versions,
-        )
+            reward=trajectory.reward, status=trajectory.status, num_sampled=trajectory.num_sampled,
+            versions=trajectory.tree.sampled_versions, num_turns=len(trajectory.turns),
+            wall_time_s=trajectory.wall_time_s, reward_parts=dict(trajectory.reward_parts),
+            error=None if error is None else format_error(error) + format_frames(error),
+            has_lost_engine=isinstance(error, EngineError),
+        )  # fmt: skip
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Sample:
+        """The sample of a rollout's record."""
+        found = summarize_record(record)
+        names = ("reward", "num_sampled", "num_turns", "wall_time_s", "reward_parts")
+        return Sample(
+            status=TrajectoryStatus(record["status"]), error=record["error"], versions=tuple(found["versions"] or ()),
+            **{name: found[name] for name in names},
+        )  # fmt: skip
 
 
 _CUT = frozenset(
-    {
-        TrajectoryStatus.TRUNCATED,
-        TrajectoryStatus.MAX_TURNS,
-        TrajectoryStatus.MAX_TOKENS,
-        TrajectoryStatus.TIMEOUT,
-    }
+    {TrajectoryStatus.TRUNCATED, TrajectoryStatus.MAX_TURNS, TrajectoryStatus.MAX_TOKENS, TrajectoryStatus.TIMEOUT}
 )
 
 

@@ -12,8 +12,9 @@ Worked example: the prompt 1 2, the sampled 3 4, the bridge 5, the sampled 6, wi
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from unbroken.runs.records.files import (
     MAX_TEXT,
     MAX_TEXTS,
     find_records,
+    read_records,
     summarize,
     write_records,
 )
@@ -83,38 +85,61 @@ def write_groups(
         MetricsError: it cannot be written.
     """
     images: dict[str, bytes] = {}
-    summaries: list[dict[str, Any]] = []
-    number = sum(len(group.trajectories) for group in groups)
-    max_text = min(MAX_TEXT, MAX_TEXTS // max(number, 1))
 
-    def make_lines() -> Iterator[dict[str, Any]]:
+    def make_records() -> Iterator[dict[str, Any]]:
         for group in groups:
             for member in group.trajectories:
                 rows = make_rows(member)
                 images.update(find_images(member, [each.row for each in rows]))
-                record = make_record(group.group_id, member, rows, data=group.data)
-                if number <= MAX_SUMMARIES:
-                    summaries.append(summarize(record, max_text=max_text))
-                yield record
+                yield make_record(group.group_id, member, rows, data=group.data)
+
+    number = sum(len(group.trajectories) for group in groups)
+    return _write(folder, {**head, "num_kept": len(groups)}, make_records(), number, images)
+
+
+def merge_records(folder: FilePath, head: Mapping[str, Any]) -> FilePath:
+    """Write one file in place of those that a step has; raises as `write_groups` and `read_records` do."""
+    paths = {rank: path for (step, rank), path in find_records(folder).items() if step == head["step"]}
+    chosen = [paths[0]] if 0 in paths else list(paths.values())  # a kill left others after they were merged
+    records = itertools.chain.from_iterable(itertools.islice(read_records(path), 1, None) for path in chosen)
+    return _write(folder, {**head, "num_kept": head["num_groups"]}, records, head["num_rollouts"], {})
+
+
+def _write(
+    folder: FilePath,
+    head: Mapping[str, Any],
+    records: Iterable[Mapping[str, Any]],
+    number: int,
+    images: Mapping[str, bytes],
+) -> FilePath:
+    """Write `number` records, and the images that are there when they were made."""
+    summaries: list[dict[str, Any]] = []
+    max_text = min(MAX_TEXT, MAX_TEXTS // max(number, 1))
+
+    def make_lines() -> Iterator[Mapping[str, Any]]:
+        for record in records:
+            if number <= MAX_SUMMARIES:
+                summaries.append(summarize(record, max_text=max_text))
+            yield record
 
     def make_head() -> dict[str, Any]:
         found = {"summaries": summaries} if number <= MAX_SUMMARIES else {}
-        return {"kind": "step", "format": FORMAT, **head, "num_kept": len(groups), **found}
+        return {"kind": "step", "format": FORMAT, **head, **found}
 
     step = head["step"]
     path = write_records(folder, step, head["rank"], make_lines(), images=images, make_head=make_head)
     for (other, rank), old in find_records(folder).items():
-        if other == step and rank >= head["num_processes"]:  # of an attempt with more processes
+        if other == step and rank >= head["num_processes"]:  # of an attempt with more processes, or merged
             old.unlink(missing_ok=True)
     return path
 
 
-def describe_groups(groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+def describe_rewards(groups: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     """The keys of a first line that say what all groups of a process are, those that are not kept too."""
-    rewards = np.array([reward for group in groups for reward in group.rewards if reward is not None])
+    rewards = np.array([reward for group in groups for reward in group if reward is not None])
     return {
         "num_groups": len(groups),
-        "num_rollouts": sum(len(group.trajectories) for group in groups),
+        "num_rollouts": sum(map(len, groups)),
         "rewards": [len(rewards), float(rewards.mean()), float(rewards.std())] if len(rewards) else [0, None, None],
     }
 

@@ -17,7 +17,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.runs.config import RolloutLogConfig
 from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import find_records, spread
-from unbroken.runs.records.record import RecordedRow, describe_groups, write_groups
+from unbroken.runs.records.record import RecordedRow, describe_rewards, write_groups
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.observer import StepRollouts
 from unbroken.training.trainer import Trainer
@@ -105,7 +105,7 @@ class Recorder:
             "num_processes": self.rank.num_processes,
             "policy_version": self.trainer.policy_version,
             "model": self.source,
-            **describe_groups(rollouts.groups),
+            **describe_rewards([group.rewards for group in rollouts.groups]),
             "counters": rollouts.counters.as_dict(),
         }
 

@@ -123,6 +123,30 @@ def test_a_data_set_is_a_task_with_a_reward_function_and_json_is_all_that_is_pri
     assert sorted(each["data"]["columns"]["answer"] for each in rollouts) == list("0123")
 
 
+def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_goes_on(tmp_path, model, capsys):
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(4)))
+    (tmp_path / "rewards.py").write_text(
+        "import os, signal, time\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n\n\n"
+        "def interrupted(completions, answer):\n"
+        "    with (HERE / 'calls').open('a') as file:\n        file.write(answer[0])\n"
+        "    if answer[0] == '3' and not (HERE / 'again').exists():\n"
+        "        while len(list(HERE.glob('out/evaluations/*/*.gz'))) < 3:\n            time.sleep(0.01)\n"
+        "        (HERE / 'again').touch()\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(5)\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    words = [str(tmp_path / "tasks.jsonl"), "--model", str(model), f"--reward={tmp_path / 'rewards.py'}:interrupted"]
+    words += ["--output", str(tmp_path / "out"), *SHORT]
+    assert main(["eval", *words]) == 130
+    assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
+    assert main(["eval", *words, "--samples=2"]) == 1
+    assert "--samples must be None as in the evaluation in" in capsys.readouterr().err
+    assert main(["eval", *words]) == main(["eval", *words]) == 0
+    assert sorted((tmp_path / "calls").read_text()) == list("01233")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = report["models"][0]["sets"]["evaluation"]
+    assert (len(report["models"]), found["num_rollouts"], found["seconds"]) == (1, 4, None)
+
+
 def test_a_run_of_no_steps_evaluates_keeps_all_rollouts_and_goes_on_with_steps(tmp_path, model):
     words = ["train", RECIPE, f"--output={tmp_path / 'run'}", f"--model={model}", "--evaluation.num-problems=2", *SHORT]
     assert main([*words, "--loop.num-steps=0"]) == 0
@@ -160,7 +184,11 @@ def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp
             ["--model", "{model}", "--rollouts.samplers", "2", "--engine.kind", "started"],
             "rollouts.samplers must be",
         ),
-        (RECIPE, ["--model", "{model}", "--output", "{model}"], "output must be a new or empty folder, and"),
+        (
+            RECIPE,
+            ["--model", "{model}", "--output", "{model}"],
+            "output must be a new or empty folder, or that of the same",
+        ),
         (RECIPE, ["--model", "{model}", "--nothing", "2"], "--nothing must be a field of the recipe"),
         (
             RECIPE,

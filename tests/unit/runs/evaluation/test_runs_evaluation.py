@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from unbroken.runs.collector import Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.evaluation.evaluator import Evaluator, read_evaluations
 from unbroken.runs.processes import Rank
+from unbroken.runs.records.files import find_records, read_records
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
 
@@ -88,6 +90,42 @@ async def test_an_evaluation_of_which_nothing_is_left_is_no_reward_of_0(tmp_path
     with pytest.raises(raised, match=message):
         await evaluator(tmp_path, fail).evaluate(0)
     assert read_evaluations(tmp_path) == []
+
+
+async def test_what_was_sampled_is_kept_and_an_evaluation_goes_on_with_the_rest(tmp_path):
+    whole, _ = await evaluator(tmp_path / "whole", num_problems=4).evaluate_kept()
+    before = evaluator(tmp_path / "part", num_problems=4)
+    folder = tmp_path / "part" / "evaluations" / "evaluation"
+
+    def end(number: int) -> Any:
+        """Problem 1 fails by itself, 2 loses the engine once 0 and 1 are kept."""
+
+        async def rewarded(messages: Any) -> float:
+            while number == 2 and len(find_records(folder)) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if number == 3:
+                await asyncio.sleep(30)
+            raise (EngineError("it is gone") if number == 2 else KeyError("x")) if number else InterruptedError
+
+        return rewarded if number else reward
+
+    def make(reward_of: Any) -> Problems:
+        return Problems(env=lambda k: ToolEnv([{"role": "user", "content": str(k)}], [], reward_of(k)))
+
+    with pytest.raises(OutageError, match=r"lost its engine \(EngineError: it is gone"):
+        await replace(before, sampler=replace(before.sampler, problems=make(end))).evaluate_kept()
+    assert list(find_records(folder)) == [(0, 1), (0, 2)]
+    assert read_evaluations(tmp_path / "part") == []
+    assert list(before.read_kept()) == [0]  # what failed is sampled again
+    evaluation, samples = await before.evaluate_kept()
+    assert evaluation.numbers == whole.numbers == read_evaluations(tmp_path / "part")[0]
+    assert len(before.sampler.engine.requests) == 4 + 3
+    assert [[sample.reward for sample in of_problem] for of_problem in samples] == [[0.0], [1.0], [2.0], [3.0]]
+    ((key, path),) = find_records(folder).items()
+    head, *records = read_records(path)
+    assert (key, head["num_kept"], [each["reward"] for each in head["summaries"]]) == ((0, 0), 4, [0.0, 1.0, 2.0, 3.0])
+    assert [each["messages"][0]["content"] for each in records] == list("0123")
+    assert (await before.evaluate_kept())[0] == evaluation
 
 
 class GoneGateway:

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.evaluation.evaluator import Sample, pass_at_k, summarize, tracked
 
 
-def samples(*rewards: float | None, is_scored: bool = True) -> list[Sample]:
-    return [
-        Sample(reward=each, is_scored=is_scored, num_sampled=4, was_cut=each is None, versions=(3, 5))
-        for each in rewards
-    ]
+def samples(*rewards: float | None, status: TrajectoryStatus = TrajectoryStatus.COMPLETED) -> list[Sample]:
+    return [Sample(reward=each, status=status, num_sampled=4, versions=(3, 5)) for each in rewards]
 
 
 def test_the_worked_example():
@@ -46,11 +44,12 @@ def test_the_standard_error_is_that_of_the_mean_of_problems(rewards):
 
 
 def test_what_has_no_reward_counts_as_0_and_what_is_unscored_counts_nowhere():
-    found = summarize([samples(1, None), samples(None, None, is_scored=False)], pass_reward=1.0)
+    cut, unscored = samples(None, status=TrajectoryStatus.TIMEOUT), samples(None, status=TrajectoryStatus.UNSCORED)
+    found = summarize([samples(1) + cut, unscored * 2], pass_reward=1.0)
     assert (found["reward/mean"], found["pass@1"], found["pass@2"]) == (0.5, 0.5, 1.0)
-    assert (found["num_without_reward"], found["num_cut"], found["num_rollouts"]) == (3, 3, 4)
+    assert (found["num_without_reward"], found["num_cut"], found["num_rollouts"]) == (3, 1, 4)
     assert found["reward/standard_error"] is None
-    nothing = summarize([samples(None, is_scored=False)], pass_reward=1.0)
+    nothing = summarize([unscored], pass_reward=1.0)
     assert (nothing["reward/mean"], "pass@1" in nothing) == (0.0, False)
 
 

@@ -24,7 +24,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
-from unbroken.runs.records.files import find_expected, find_records, read_records, spread, write_records
+from unbroken.runs.records.files import find_expected, find_records, read_lines, read_records, spread, write_records
 from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
@@ -182,6 +182,15 @@ def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, text, 
         list(read_records(tmp_path / "file"))
 
 
+def test_what_is_written_is_read_however_well_one_id_a_million_times_packs(tmp_path):
+    text = json.dumps({"rows": [{"token_ids": [5] * 200_000, "rollout_logprobs": [-0.0] * 200_000}]})
+    lines = [json.loads(text) | {"trajectory": n} for n in range(70)]
+    head = {"format": 1, "summaries": ["the " * 5_000_000]}
+    path = write_records(tmp_path, 0, 0, iter(lines), images={}, make_head=lambda: head)
+    assert sum(map(len, read_lines(path))) > 50 * path.stat().st_size  # it packs well all the same
+    assert [each["trajectory"] for each in list(read_records(path))[1:]] == list(range(70))
+
+
 def test_a_file_that_is_not_compressed_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"text")
     with pytest.raises(InvalidInputError, match="must be a file of rollouts: BadGzipFile"):
@@ -195,10 +204,7 @@ def test_what_is_chosen_is_evenly_spread():
 
 
 def make_group(name: str, rewards: list[float | None]) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        group_id=name,
-        trajectories=tuple(trajectory(reward) for reward in rewards),
-    )
+    return TrajectoryGroup(group_id=name, trajectories=tuple(trajectory(reward) for reward in rewards))
 
 
 def test_without_room_groups_with_variance_failures_and_extremes_come_first():

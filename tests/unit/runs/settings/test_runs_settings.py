@@ -161,10 +161,7 @@ def test_further_sampling_parameters_that_are_exact_go_through():
     [
         (["--sed", "3"], r"--sed must be a field of the recipe: did you mean --seed\?"),
         (["--learning-rate", "3"], r"--learning-rate must .*: did you mean --trainer.optimizer.learning-rate\?"),
-        (
-            ["--trainer.optimiser.lr", "3"],
-            r"--trainer.optimiser.lr .* mean --trainer.optimizer.learning-rate\?",
-        ),
+        (["--trainer.optimiser.lr", "3"], r"--trainer.optimiser.lr .* mean --trainer.optimizer.learning-rate\?"),
         (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean --trainer.optimizer.eps\?"),
         (["--trainer", "3"], r"--trainer has fields of its own: give one of trainer.old_logprobs, "),
         (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
