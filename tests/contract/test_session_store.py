@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.sessions import (
-    BROKEN,
-    TOOLS,
-    digest_key,
-    make_commit,
-    make_session,
-    make_turn,
-    open_later_store,
-    to_plain,
-)
+from support.sessions import BROKEN, TOOLS, digest_key, make_commit, make_session, make_turn, open_later_store, to_plain
 from unbroken.errors import InvariantError, NotOwnerError, SessionEndedError, StoreError, UnknownSessionError
 from unbroken.ledger.records import MessageRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store import SessionStore, open_store

@@ -17,15 +17,7 @@ from typing import Any
 import pytest
 
 from support.agent_players import ADDITIONS, ANSWER, NOTES, NUMBERS, Player, Step, add_up, count_trained, write_notes
-from support.agent_programs import (
-    CLAUDE_CODE,
-    CODEX,
-    OPENCODE,
-    Program,
-    make_environment,
-    mini_swe_agent,
-    script,
-)
+from support.agent_programs import CLAUDE_CODE, CODEX, OPENCODE, Program, make_environment, mini_swe_agent, script
 from support.gateways import make_gateway
 from support.servers import listening, scripted_engine
 from unbroken.client import AsyncClient

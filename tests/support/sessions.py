@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.records import (
-    GivenRecord,
-    ImageRecord,
-    MessageRecord,
-    SessionRecord,
-    TurnCommit,
-    TurnRecord,
-)
+from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, SessionRecord, TurnCommit, TurnRecord
 from unbroken.ledger.store import SessionStore, open_database
 from unbroken.ledger.store.sql import SqlSessionStore
 from unbroken.ledger.store.tables import MIGRATIONS, SESSION_TABLES
@@ -63,10 +56,7 @@ def make_turn(number: int = 0, *, num_ids: int = 5, choice: int = 0, image: byte
         images=images,
     )
     cut = num_ids // 2
-    spans = (
-        VersionSpan(start=0, stop=cut, policy_version=3),
-        VersionSpan(start=cut, stop=num_ids, policy_version=4),
-    )
+    spans = (VersionSpan(start=0, stop=cut, policy_version=3), VersionSpan(start=cut, stop=num_ids, policy_version=4))
     return TurnRecord(
         number=number,
         choice=choice,

@@ -84,12 +84,7 @@ class Verdict(StrEnum):
     """Without the model's tokenizer, control tokens were not recognised, or guessed wrong."""
 
 
-EXIT_CODES: Mapping[Verdict, int] = {
-    Verdict.FIT: 0,
-    Verdict.PARTLY_FIT: 3,
-    Verdict.UNFIT: 4,
-    Verdict.UNDECIDED: 5,
-}
+EXIT_CODES: Mapping[Verdict, int] = {Verdict.FIT: 0, Verdict.PARTLY_FIT: 3, Verdict.UNFIT: 4, Verdict.UNDECIDED: 5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,11 +124,7 @@ def find_verdict(
 
 
 def _find_fault(
-    about: AuditSetup,
-    kind: KindFinding,
-    rendering: RenderingFinding,
-    turn_ends: TurnEndFinding,
-    fuzz: FuzzFinding,
+    about: AuditSetup, kind: KindFinding, rendering: RenderingFinding, turn_ends: TurnEndFinding, fuzz: FuzzFinding
 ) -> tuple[Verdict, str, str] | None:
     """What makes a template not usable, or leaves it undecided."""
     if rendering.num_same < rendering.num_compared:

@@ -55,11 +55,7 @@ def name_template(file: Path) -> str:
 
 
 def make_table(
-    files: Sequence[Path],
-    config: AuditConfig,
-    limits: ProcessLimits | None = None,
-    *,
-    progress: Callable[[str], None],
+    files: Sequence[Path], config: AuditConfig, limits: ProcessLimits | None = None, *, progress: Callable[[str], None]
 ) -> str:
     """Audit the templates, each in a process with these limits, and write a table in Markdown.
 

@@ -103,12 +103,7 @@ def write_warm_model(folder: Path, config: WarmUpConfig, *, seed: int, num_heads
 
 
 def warm_up(
-    model: Any,
-    tokenizer: Any,
-    config: WarmUpConfig,
-    *,
-    seed: int,
-    on_stage: Callable[[str], None] = lambda _: None,
+    model: Any, tokenizer: Any, config: WarmUpConfig, *, seed: int, on_stage: Callable[[str], None] = lambda _: None
 ) -> None:
     """Train `model` in place. `on_stage` gets the name of each stage as it begins."""
     rng = random.Random(seed)

@@ -12,14 +12,7 @@ from typing import Any
 from unbroken.retokenising.changes import CAUSE_WORDS, Cause
 from unbroken.retokenising.comparison import Counts
 from unbroken.training.metrics.mismatch import Mismatch
-from unbroken.viewer.reports import (
-    SideBySide,
-    format_percent,
-    make_printable,
-    render_page,
-    to_plain,
-    write_text,
-)
+from unbroken.viewer.reports import SideBySide, format_percent, make_printable, render_page, to_plain, write_text
 
 JSON_FORMAT, JSON_VERSION = "unbroken-drift", 1
 _LABELS = {

@@ -273,9 +273,7 @@ class RecordedAnswer:
     async def sample(self) -> SampleResult:
         """Sample the whole reply."""
         return SampleResult(
-            prompt_ids=self.request.prompt_ids,
-            sequences=self.sequences,
-            image_sha256s=self.request.image_sha256s,
+            prompt_ids=self.request.prompt_ids, sequences=self.sequences, image_sha256s=self.request.image_sha256s
         )
 
     async def stream(self) -> AsyncGenerator[SampleChunk]:

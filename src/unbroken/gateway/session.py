@@ -297,10 +297,7 @@ class Session:
             return builder.render(match.messages, tools=question.tools, last=turn, reason=match.fork)
         num_before = self.state.forest.nodes[last.record.reply_node].place.position - 1
         prompt = builder.extend(
-            last.turn,
-            match.messages[num_before + 1 :],
-            earlier=match.messages[:num_before],
-            tools=question.tools,
+            last.turn, match.messages[num_before + 1 :], earlier=match.messages[:num_before], tools=question.tools
         )
         return replace(prompt, fork=prompt.fork or match.fork)
 

@@ -86,9 +86,7 @@ class Sessions:
             created_s=now_s,
             expires_s=now_s + (self._config.ttl_s if ttl_s is None else ttl_s),
             settings=StoredSettings(
-                **settings.model_dump(),
-                model=self._context.config.model_name,
-                tokenizer=self._context.config.tokenizer,
+                **settings.model_dump(), model=self._context.config.model_name, tokenizer=self._context.config.tokenizer
             ).model_dump(mode="json"),
         )
         self._num_creating += 1

@@ -378,11 +378,7 @@ class Renderer(Protocol):
         ...
 
     def open_response(
-        self,
-        *,
-        prompt_ids: TokenIds | None = None,
-        tools: Sequence[ToolSchema] = (),
-        reads_calls: bool = True,
+        self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
     ) -> ResponseReader:
         """Open a reader that parses a completion while it is sampled.
 

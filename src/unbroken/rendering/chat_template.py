@@ -110,11 +110,7 @@ class ChatTemplate:
         self._check_one_message()
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[ToolSchema] = (),
-        add_generation_prompt: bool,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[ToolSchema] = (), add_generation_prompt: bool
     ) -> str:
         """Render a conversation.
 

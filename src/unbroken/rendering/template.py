@@ -258,11 +258,7 @@ class TemplateRenderer:
             return reader.finish()
 
     def open_response(
-        self,
-        *,
-        prompt_ids: TokenIds | None = None,
-        tools: Sequence[ToolSchema] = (),
-        reads_calls: bool = True,
+        self, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = (), reads_calls: bool = True
     ) -> ResponseReader:
         """Open a reader that parses a completion while it is sampled; see `Renderer.open_response`."""
         return self._parser.open_reader(

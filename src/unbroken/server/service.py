@@ -17,14 +17,7 @@ from unbroken.server.config import ServerLimits
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.metrics import Metrics
-from unbroken.types import (
-    FinishReason,
-    SampleChunk,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-    ScoredSequence,
-)
+from unbroken.types import FinishReason, SampleChunk, SampleRequest, SampleResult, SamplingParams, ScoredSequence
 
 _LOOK_AGAIN_S = 0.05
 

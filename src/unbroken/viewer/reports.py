@@ -145,11 +145,7 @@ def render_page(package: str, name: str, **values: Any) -> str:
     """Render a template of a package, which extends `base.html.jinja` and may import `pieces.html.jinja`."""
     loaders = [PackageLoader(package, package_path=""), PackageLoader(_PACKAGE, package_path="report")]
     environment = Environment(
-        loader=ChoiceLoader(loaders),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(visible=make_printable, sha256=_hash, plain=to_plain)
     environment.globals.update(percent=format_percent)

@@ -85,11 +85,7 @@ async def test_an_attempt_is_a_trajectory_with_the_ids_that_were_sampled(tmp_pat
     assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.tools == tuple(TOOLS)
     assert [len(turn.parsed.tool_calls) for turn in trajectory.turns] == [1, 0]
-    assert trajectory.counters.as_dict() == {
-        "bridges/derived": 1,
-        "history/kept": 1,
-        "status/completed": 1,
-    }
+    assert trajectory.counters.as_dict() == {"bridges/derived": 1, "history/kept": 1, "status/completed": 1}
     assert again["outcome"] == {"reward": 5.0, "metrics": {}, "status": "completed"}
 
 

@@ -8,9 +8,7 @@ from support.fake_renderer import END, STOP_IDS, FakeRenderer, call_ids, encode
 from support.rollouts import HELLO, MORE, play
 from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import (
-    InvalidInputError,
-)
+from unbroken.errors import InvalidInputError
 from unbroken.rollout.env import EnvStart
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_group, run_rollout

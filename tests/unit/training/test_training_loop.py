@@ -82,9 +82,7 @@ def make_dpo_trainer() -> Trainer:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [make_trainer, lambda: make_trainer(rloo_advantages), make_dpo_trainer],
-    ids=["grpo", "rloo", "online dpo"],
+    "make", [make_trainer, lambda: make_trainer(rloo_advantages), make_dpo_trainer], ids=["grpo", "rloo", "online dpo"]
 )
 async def test_a_bandit_is_learnt_through_engine_loop_and_publisher(tmp_path, make):
     engine = TransformersEngine(tiny_qwen3())
@@ -122,13 +120,7 @@ class Steps:
 
 
 async def run(
-    steps: Sequence[TrajectoryGroup],
-    directory,
-    *,
-    trainer=None,
-    publisher=None,
-    on_step=None,
-    **options,
+    steps: Sequence[TrajectoryGroup], directory, *, trainer=None, publisher=None, on_step=None, **options
 ) -> list[dict]:
     """Train on these groups of version 0, one item per step, and return what was logged."""
     config = {
@@ -234,12 +226,7 @@ class Equal:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"max_replacements": 2.0},
-        {"max_staleness": 2},
-        {"make": make_dpo_trainer},
-    ],
+    [{}, {"max_replacements": 2.0}, {"max_staleness": 2}, {"make": make_dpo_trainer}],
     ids=["grpo", "dynamic sampling", "staleness", "online dpo"],
 )
 async def test_a_run_whose_rewards_are_all_equal_stops_after_three_steps_with_a_sentence(tmp_path, caplog, options):

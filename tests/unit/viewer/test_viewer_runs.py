@@ -84,14 +84,7 @@ def test_forks_have_their_reason_and_the_first_ids_that_differ():
     turn_of_node = match_turns(record["rows"], record["turns"])
     assert turn_of_node == {1: 0, 3: 1}
     (fork,) = find_forks(record["rows"], record["turns"], turn_of_node)
-    assert fork == {
-        "row": 1,
-        "parent_row": 0,
-        "position": 1,
-        "turn": 1,
-        "reason": "rewritten_history",
-        "ids": [2, 9],
-    }
+    assert fork == {"row": 1, "parent_row": 0, "position": 1, "turn": 1, "reason": "rewritten_history", "ids": [2, 9]}
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,7 @@ import pytest
 from support.gateways import USER, ask, running_gateway, scripted
 from support.image_servers import CAT, expanded
 from support.recorded import write_run
-from support.recorded_sessions import (
-    SHOWN,
-    finish,
-    recording_gateway,
-    write_image_store,
-    write_store,
-    write_tokenizer,
-)
+from support.recorded_sessions import SHOWN, finish, recording_gateway, write_image_store, write_store, write_tokenizer
 from support.servers import server_tokenizer
 from support.sessions import make_commit, make_session
 from unbroken.cli import main
@@ -70,10 +63,7 @@ async def test_a_session_is_a_rollout_with_branches_forks_and_messages_of_each(t
     assert [row["messages"] for row in record["rows"]] == [[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9]]
     assert [message["role"] for message in record["messages"][4:7]] == ["assistant", "tool", "assistant"]
     assert shown["turn_of_message"] == {1: 0, 3: 1, 6: 2, 9: 3}
-    assert [(fork["row"], fork["reason"]) for fork in shown["forks"]] == [
-        (1, "edited_reply"),
-        (2, "new_conversation"),
-    ]
+    assert [(fork["row"], fork["reason"]) for fork in shown["forks"]] == [(1, "edited_reply"), (2, "new_conversation")]
     assert shown["forks"][0]["ids"][0] != shown["forks"][0]["ids"][1]
     assert shown["session"]["settings"]["metadata"] == {"task": SHOWN}
     for row in record["rows"]:

@@ -81,10 +81,7 @@ async def test_other_weights_under_a_version_in_use_are_refused(tmp_path: Path) 
 
 async def test_a_version_that_came_another_way_is_not_taken_for_the_one_that_came_before(tmp_path: Path) -> None:
     engine = scripted_engine("never")
-    async with (
-        listening(make_app(engine, weights_dir=tmp_path)) as url,
-        AsyncClient(url, max_retries=0) as client,
-    ):
+    async with listening(make_app(engine, weights_dir=tmp_path)) as url, AsyncClient(url, max_retries=0) as client:
         publisher = DiskPublisher([client], tmp_path)
         await publisher.publish(model(1).named_parameters(), policy_version=1)
         assert (await client.weights_state())["digest"] is not None

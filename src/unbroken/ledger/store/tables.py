@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError, StoreError
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.records import (
-    GivenRecord,
-    ImageRecord,
-    MessageRecord,
-    SessionRecord,
-    SessionStatus,
-    TurnRecord,
-)
+from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, SessionRecord, SessionStatus, TurnRecord
 from unbroken.types import FinishReason, KeptIds, SampledSequence, VersionSpan
 
 _VERSION_1 = (
@@ -107,10 +100,7 @@ _VERSION_1 = (
 )
 """Arrays are blobs of little-endian int32 or float32, JSON is TEXT, and `blobs` has images and tools."""
 
-_VERSION_2 = (
-    "ALTER TABLE turns ADD COLUMN kept_ids {blob}",
-    "ALTER TABLE turns ADD COLUMN kept_sizes {blob}",
-)
+_VERSION_2 = ("ALTER TABLE turns ADD COLUMN kept_ids {blob}", "ALTER TABLE turns ADD COLUMN kept_sizes {blob}")
 """The ids that a turn's ids were sampled from, and how many at each; null if none are known."""
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)

@@ -89,12 +89,7 @@ class FormatReader:
     """Implements `ResponseReader` for one completion."""
 
     def __init__(
-        self,
-        call_format: CallFormat,
-        stream: IdStream,
-        *,
-        reasoning_opened: bool,
-        tools: Sequence[ToolSchema],
+        self, call_format: CallFormat, stream: IdStream, *, reasoning_opened: bool, tools: Sequence[ToolSchema]
     ) -> None:
         self._call_format = call_format
         self._openings = {region.opening: region for region in call_format.regions if region.opening}
@@ -406,10 +401,7 @@ class _OpenBody:
     def build(self, *, closing: str = "") -> CallBody:
         """Build the body from its pieces."""
         return CallBody(
-            text="".join(self.texts),
-            inner_delimiters=tuple(self.inner_delimiters),
-            header=self.header,
-            closing=closing,
+            text="".join(self.texts), inner_delimiters=tuple(self.inner_delimiters), header=self.header, closing=closing
         )
 
 

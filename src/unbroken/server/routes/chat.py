@@ -150,11 +150,7 @@ async def render_chat(body: ChatBody, request: Request) -> Response:
     context = get_context(request)
     _, prompt = await render_question(context, await _read_question(context, request, body))
     return json_response(
-        {
-            "model": context.config.model_name,
-            "token_ids": prompt.token_ids,
-            "features": format_features(prompt.images),
-        }
+        {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )
 
 
@@ -206,10 +202,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
 
 async def _answer(context: ServerContext, body: ChatBody, question: Question, turn: OpenTurn) -> Response:
     writer = ChoiceWriter(
-        codec=context.codec,
-        model_name=body.model or context.config.model_name,
-        body=body,
-        answer_id=turn.answer_id,
+        codec=context.codec, model_name=body.model or context.config.model_name, body=body, answer_id=turn.answer_id
     )
     if body.stream:
         readers = [open_reply(turn, question, context.metrics.events, index=k) for k in range(turn.request.n)]
@@ -260,12 +253,7 @@ class ChoiceWriter:
 
     def format_head(self, kind: str) -> dict[str, Any]:
         """The fields before the choices; `kind` is the name of the object."""
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_name,
-        }
+        return {"id": self.answer_id, "object": kind, "created": int(time.time()), "model": self.model_name}
 
     def format_choice(self, index: int, sequence: SampledSequence, reply: ReplyReader) -> dict[str, Any]:
         """Format a whole choice, whose reply is closed. With logprobs, call this in a text thread."""

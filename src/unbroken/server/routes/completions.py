@@ -32,13 +32,7 @@ from unbroken.server.wire.openai import (
     format_weight_versions,
     list_version_spans,
 )
-from unbroken.types import (
-    SampleChunk,
-    SampledSequence,
-    SampleRequest,
-    SampleResult,
-    ScoredSequence,
-)
+from unbroken.types import SampleChunk, SampledSequence, SampleRequest, SampleResult, ScoredSequence
 
 router = Routes(Access.CLIENT)
 _DEFAULT_MAX_TOKENS = 16

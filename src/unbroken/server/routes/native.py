@@ -163,9 +163,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
     context = get_context(request)
     sequences = [token_ids(ids, name="sequences") for ids in body.sequences]
     scored = await context.service.score(
-        await _place(context, sequences, body),
-        temperature=body.temperature,
-        num_top_logprobs=body.num_top_logprobs,
+        await _place(context, sequences, body), temperature=body.temperature, num_top_logprobs=body.num_top_logprobs
     )
     return negotiated_response(request, {"results": [_format_scored(sequence) for sequence in scored]})
 
@@ -232,9 +230,7 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
     "/v1/images",
     summary="Send an image once",
     response_description="`sha256`, the image's name from now on, and its `width` and `height`",
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"image/*": _FILE, "application/octet-stream": _FILE}},
-    },
+    openapi_extra={"requestBody": {"required": True, "content": {"image/*": _FILE, "application/octet-stream": _FILE}}},
 )
 async def upload(request: Request) -> Response:
     """Keep the file in the body: PNG, JPEG, WebP, BMP or GIF, under any content type, within the image limits."""

@@ -137,12 +137,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
     n = 1 if sampling.n is None else sampling.n
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     (sample_request,) = context.service.make_requests(
-        [prompt],
-        params,
-        n=n,
-        adapter=adapter,
-        session_id=get_session_id(request, body.session_id),
-        name=answer_id,
+        [prompt], params, n=n, adapter=adapter, session_id=get_session_id(request, body.session_id), name=answer_id
     )
     if body.stream:
         return await open_event_stream(_stream(context, body, sample_request, answer_id))

@@ -100,10 +100,7 @@ _SHARED_IGNORED = {
     "the server chooses": "guided_decoding_backend mm_payload return_mm_kwargs truncation_side",
 }
 COMPLETIONS = Fields(
-    refused={
-        **_SHARED_REFUSED,
-        _MEDIA: f"{_SHARED_REFUSED[_MEDIA]} mm_processor_kwargs",
-    },
+    refused={**_SHARED_REFUSED, _MEDIA: f"{_SHARED_REFUSED[_MEDIA]} mm_processor_kwargs"},
     ignored={**_SHARED_IGNORED, "a text is encoded as the tokenizer does": "add_special_tokens"},
     ignores_unknown=True,
 )
@@ -117,10 +114,7 @@ CHAT = Fields(
         "the model has no such tool": "web_search_options",
         "nothing is predicted": "prediction",
     },
-    ignored={
-        **_SHARED_IGNORED,
-        "set the template's variable in chat_template_kwargs": "reasoning_effort verbosity",
-    },
+    ignored={**_SHARED_IGNORED, "set the template's variable in chat_template_kwargs": "reasoning_effort verbosity"},
     ignores_unknown=True,
 )
 RESPONSES = Fields(

@@ -34,12 +34,7 @@ FUNCTIONARY_V31 = CallFormat(
     name="functionary_v31",
     regions=(
         call_region(_OPENING, _CLOSING, _read, ended_by=(_PYTHON, _END)),
-        Region(
-            kind=PartKind.TOOL_CALL,
-            opening=_PYTHON,
-            ended_by=(_PYTHON, _OPENING, _END),
-            read_calls=_read_python,
-        ),
+        Region(kind=PartKind.TOOL_CALL, opening=_PYTHON, ended_by=(_PYTHON, _OPENING, _END), read_calls=_read_python),
     ),
     separators=(_END,),
     hints=("<function=", "</function>", "<|eom_id|>"),

@@ -23,10 +23,7 @@ _TAGS = CallTags(
 
 MINIMAX_M1 = CallFormat(
     name="minimax_m1",
-    regions=(
-        reasoning_region(),
-        call_region("<tool_calls>", "</tool_calls>", make_json_calls_reader()),
-    ),
+    regions=(reasoning_region(), call_region("<tool_calls>", "</tool_calls>", make_json_calls_reader())),
     hints=("<tool_calls>", "</tool_calls>"),
 )
 
@@ -35,10 +32,7 @@ MINIMAX_M2 = CallFormat(
     regions=(
         reasoning_region(),
         call_region(
-            "<minimax:tool_call>",
-            "</minimax:tool_call>",
-            _TAGS.read_section,
-            inner_delimiters=_TAGS.inner_delimiters,
+            "<minimax:tool_call>", "</minimax:tool_call>", _TAGS.read_section, inner_delimiters=_TAGS.inner_delimiters
         ),
     ),
     hints=("<minimax:tool_call>",),
