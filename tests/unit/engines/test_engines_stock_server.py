@@ -16,14 +16,7 @@ from support.stock_server import StockServer
 from support.waits import wait_until
 from unbroken.engines.http import HttpEngine
 from unbroken.errors import EchoError, EngineError, SamplingError
-from unbroken.types import (
-    EncodedImage,
-    ImageSpan,
-    SampleChunk,
-    SampleRequest,
-    SamplingParams,
-    StructuredOutput,
-)
+from unbroken.types import EncodedImage, ImageSpan, SampleChunk, SampleRequest, SamplingParams, StructuredOutput
 
 VOCAB_SIZE = 64
 

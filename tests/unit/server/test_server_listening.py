@@ -83,8 +83,7 @@ async def send_all(address: tuple[str, int], pieces: Iterable[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "start",
-    [b"GET /", b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 9000],
+    "start", [b"GET /", b"GET / HTTP/1.1\r\nHost: localhost\r\nA: ", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 9000]
 )
 async def test_a_head_that_does_not_end_is_ended_without_a_key(start: bytes) -> None:
     async with serving() as address:

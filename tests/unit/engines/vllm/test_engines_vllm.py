@@ -15,14 +15,7 @@ from support.images import image_span
 from unbroken.engines.base import AdapterEngine
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.transfer.sources import TensorSource
-from unbroken.types import (
-    FinishReason,
-    SampledSequence,
-    SampleRequest,
-    SamplingParams,
-    StructuredOutput,
-    token_ids,
-)
+from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, StructuredOutput, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -247,8 +247,7 @@ async def test_images_come_in_messages_and_in_outputs_of_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", ["add", "now"]), ({"type": "function", "name": "now"}, ["now"])],
+    ("choice", "names"), [("required", ["add", "now"]), ({"type": "function", "name": "now"}, ["now"])]
 )
 async def test_required_calls_are_structured_output(choice: Any, names: list[str]) -> None:
     engine = scripted_engine(f"{CALL}<|im_end|>", takes_structured_output=True)

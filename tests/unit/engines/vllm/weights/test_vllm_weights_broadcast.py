@@ -154,10 +154,7 @@ async def test_verified_files_are_read_by_the_workers_themselves(shared_vllm: An
     new = tiny_vllm_model(48)
     version = engine.policy_version + 1
     files = write_weights(tmp_path, new.named_parameters(), policy_version=version)
-    async with (
-        listening(make_app(engine, weights_dir=tmp_path)) as url,
-        AsyncClient(url, max_retries=0) as client,
-    ):
+    async with listening(make_app(engine, weights_dir=tmp_path)) as url, AsyncClient(url, max_retries=0) as client:
         assert await client.load_weights(files.folder, policy_version=version)
     sequence = await sample_one(engine, temperature=0.0, max_tokens=20)
     assert sequence.completion_ids.tolist() == await greedy_of(new, 20)
