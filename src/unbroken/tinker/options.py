@@ -13,14 +13,11 @@ from unbroken.server.options import OptionGroup, option_name
 
 
 class ProvenancePolicy(StrEnum):
-    """What happens to a span that is not true."""
+    """What happens to a span that is not true (`TinkerOptions.tinker_provenance`)."""
 
     REFUSE = "refuse"
-    """The request is an error, and nothing of it is trained."""
     COUNT = "count"
-    """It is trained, and counted in the answer's metrics."""
     OFF = "off"
-    """Nothing is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

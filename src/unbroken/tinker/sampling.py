@@ -157,13 +157,14 @@ def _make_params(context: ServerContext, body: types.SampleRequest, room: int) -
     """Convert to ours; the ids that end a turn stop it too, unless `stop` is an empty list."""
     given, ends = body.sampling_params, context.get_stop_token_ids()
     stop = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
+    ids = {*(each for each in stop if isinstance(each, int)), *(() if given.stop == [] else ends)}
     return SamplingParams(
         max_tokens=max(1, room) if given.max_tokens is None else given.max_tokens,
         temperature=given.temperature,
         top_k=max(given.top_k, 0),
         top_p=given.top_p,
         seed=None if given.seed is None else given.seed % 2**63,
-        stop_token_ids=tuple({*(each for each in stop if isinstance(each, int)), *(() if given.stop == [] else ends)}),
+        stop_token_ids=tuple(sorted(ids)),
         stop_strings=tuple(each for each in stop if isinstance(each, str)),
         num_top_logprobs=body.topk_sample_logprobs,
     )
