@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from support.browser import Browser, open_browser
@@ -26,6 +27,10 @@ from support.vllm_session import vision_vllm as vision_vllm
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support" / "certificate.pem")
 # A busy machine answers late, and httpx waits for 5 s unless a test says how long.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write", "pool"), 60.0))
+
+# A case may take as long as the machine needs: 200 ms, Hypothesis's own limit, pass while another process has the core.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 _VLLM = re.compile("vllm(?!/template)")
 """In the ids of tests that need vLLM; `vllm/template_...` are chat templates."""

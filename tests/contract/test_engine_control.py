@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -81,7 +82,9 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was(subject:
 @pytest.mark.engine(kind=PausableEngine)
 @pytest.mark.engine(kind=StreamingEngine)
 async def test_the_time_in_the_queue_is_reported_without_the_time_of_sampling(subject: Subject) -> None:
+    began_s = time.monotonic()
     before = await sample_one(subject, ask("a", max_tokens=2))
+    took_s = time.monotonic() - began_s
     await subject.engine.pause()
     whole = asyncio.create_task(sample_one(subject, ask("b", max_tokens=100)))
     streamed = asyncio.create_task(_collect(subject, ask("c", max_tokens=100)))
@@ -91,9 +94,9 @@ async def test_the_time_in_the_queue_is_reported_without_the_time_of_sampling(su
     assert [chunk.queue_s is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     for sequence in (await whole, SampleChunk.join(chunks, temperature=1.0)):
         assert sequence.queue_s is not None
-        assert SCRIPTED_QUEUE_S <= sequence.queue_s < 5
+        assert SCRIPTED_QUEUE_S <= sequence.queue_s < 60
     assert before.queue_s is not None
-    assert 0 <= before.queue_s <= SCRIPTED_QUEUE_S
+    assert 0 <= before.queue_s <= max(SCRIPTED_QUEUE_S, took_s)
 
 
 async def _collect(subject: Subject, request: SampleRequest) -> list[SampleChunk]:

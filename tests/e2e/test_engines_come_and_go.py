@@ -70,8 +70,8 @@ def test_a_server_is_killed_and_another_starts_elsewhere_while_the_run_goes_on(t
         run.process.kill()
         run.process.wait(LONGEST_S)
     print(f"two steps after the kill {gap_s:.2f} s; start {serves_s:.2f} s, from then to its first ids {joins_s:.2f} s")
-    assert gap_s < 30
-    assert joins_s < 30
+    assert gap_s < 60
+    assert joins_s < 60
     lines = run.steps()
     versions = [line["train/policy_version"] for line in lines]
     assert versions == list(range(1, len(lines) + 1))

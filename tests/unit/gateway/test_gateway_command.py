@@ -20,6 +20,7 @@ from support.forks import ForkedPython
 from support.gateways import CHAT, USER, scripted
 from support.served import save_tiny_model, served
 from support.servers import listening, make_app, server_tokenizer
+from support.waits import wait_until
 from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.gateway.config import GatewayConfig
@@ -94,8 +95,9 @@ async def test_a_gateway_records_over_an_upstream_and_ends_when_its_turns_are_on
                 assert answer.json()["choices"][0]["message"]["content"] == "It is 17."
                 await engine.pause()
                 body = {"messages": [{"role": "user", "content": "And in cell 5?"}], "stream": True}
-                with pytest.raises(httpx.ReadTimeout):  # the agent leaves, its turn goes on
-                    await agent.post("/chat/completions", json=body, timeout=0.5)
+                leaving = asyncio.create_task(agent.post("/chat/completions", json=body))
+                await wait_until(lambda: len(engine.requests) == 2)
+                leaving.cancel()  # the agent leaves, its turn goes on
             assert (await gateway.client.get(f"/v1/sessions/{created['session_id']}")).json()["in_flight"] == 1
             gateway.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.5)

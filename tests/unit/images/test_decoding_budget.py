@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
+from support.waits import wait_until
 from unbroken.errors import ImageError
 from unbroken.images.decoder import DecodingBudget, ImageLimits
 from unbroken.images.processor import HfImageProcessor
@@ -52,7 +54,7 @@ def test_pictures_are_decoded_as_many_at_a_time_as_fit_and_all_get_their_turn() 
 
 
 def test_small_ones_do_not_overtake_a_large_one_for_ever() -> None:
-    limits = ImageLimits(budget=DecodingBudget(16 * 10_000))
+    limits = ImageLimits(budget=(budget := DecodingBudget(16 * 10_000)))
     large, small, order = make_png(100), make_png(10), []
 
     def hold(image: EncodedImage, name: str) -> None:
@@ -62,7 +64,7 @@ def test_small_ones_do_not_overtake_a_large_one_for_ever() -> None:
     with ThreadPoolExecutor(8) as threads:
         with limits.reserve({"image": small}):
             waiting = [threads.submit(hold, large, "large")]
-            time.sleep(0.05)
+            asyncio.run(wait_until(budget._next.locked))
             waiting += [threads.submit(hold, small, "small") for _ in range(4)]
             time.sleep(0.05)
             assert order == []

@@ -95,9 +95,9 @@ async def test_errors_of_the_server_are_answers_with_its_text_and_are_counted():
 
 
 async def test_a_call_that_takes_too_long_is_answered_and_the_next_one_works():
-    env = McpEnv(QUESTION, server=stdio(timeout_s=2.0))
+    env = McpEnv(QUESTION, server=stdio(timeout_s=5.0))
     trajectory = await play_env(env, call("sleep", seconds=60), call("add", a=1, b=2), "Done.")
-    assert texts(trajectory, "tool") == ["Error: sleep did not answer within 2 s", "3"]
+    assert texts(trajectory, "tool") == ["Error: sleep did not answer within 5 s", "3"]
     assert trajectory.counters["tool_errors/timeout"] == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -252,13 +251,13 @@ def test_loaded_messages_render_as_the_originals_do_and_are_not_read_again() -> 
 
 
 def test_of_many_threads_that_load_pictures_four_are_at_work() -> None:
-    lock, working, seen = threading.Lock(), [0], [0]
+    lock, working, seen, meeting = threading.Lock(), [0], [0], threading.Barrier(4)
 
     def slowly(image: Any, settings: str) -> int:
         with lock:
             working[0] += 1
             seen[0] = max(seen[0], working[0])
-        time.sleep(0.005)
+        meeting.wait(60)
         with lock:
             working[0] -= 1
         return 1

@@ -95,15 +95,16 @@ async def test_threads_run_at_most_so_many_calls_at_a_time_in_their_order():
 
     results = await asyncio.gather(*(threads.run(lambda number=k: work(number)) for k in range(10)))
     assert (results, most) == (list(range(10)), 2)
-    assert started == list(range(10))
+    assert all(abs(number - order) < 2 for order, number in enumerate(started))  # two threads say it in any order
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_dropped():
-    threads, calls = DaemonThreads(1), []
-    first = asyncio.create_task(threads.run(lambda: time.sleep(0.2)))
+    threads, calls, may_end = DaemonThreads(1), [], threading.Event()
+    first = asyncio.create_task(threads.run(may_end.wait))
     second = asyncio.create_task(threads.run(lambda: calls.append("second")))
     await asyncio.sleep(0.05)
     second.cancel()
+    may_end.set()
     await first
     assert await threads.run(lambda: "third") == "third"
     assert calls == []

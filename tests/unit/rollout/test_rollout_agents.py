@@ -208,7 +208,7 @@ async def test_an_attempt_that_takes_too_long_is_cancelled(tmp_path: Path) -> No
         return 1.0
 
     async with gateway_client(tmp_path, CALL) as client:
-        trajectory = await attempt(client, sleep, limits=Limits(timeout_s=0.2))
+        trajectory = await attempt(client, sleep, limits=Limits(timeout_s=1.0))
     assert (trajectory.status, trajectory.reward, trajectory.error) == (TrajectoryStatus.TIMEOUT, 0.0, None)
     assert trajectory.counters["limits/time"] == 1
     assert cancelled.is_set()
@@ -243,7 +243,7 @@ async def test_a_time_out_keeps_the_reward_that_its_agent_gave_and_the_turns_tha
             await client.sessions.finish(session.session_id, {"reward": 0.5})
             await asyncio.sleep(60)
 
-        trajectory = await attempt(client, judged, limits=Limits(timeout_s=0.3))
+        trajectory = await attempt(client, judged, limits=Limits(timeout_s=2.0))
     assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.TIMEOUT, 0.5)
     assert trajectory.num_sampled == len(encode(CALL))
 

@@ -250,7 +250,7 @@ async def test_a_plain_function_that_hangs_is_left_behind_at_its_timeout():
     started = time.perf_counter()
     outcome = await hang.call({})
     release.set()
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 20
     assert outcome == ToolOutcome(status=ToolStatus.TIMEOUT, content="Error: hang did not answer within 0.05 s")
 
 
@@ -291,17 +291,15 @@ def test_a_tool_that_hangs_holds_up_neither_the_loop_nor_the_interpreter():
         @tool(timeout_s=0.1)
         def hang() -> None:
             '''Hang.'''
-            time.sleep(60)
+            time.sleep(600)
 
         print(asyncio.run(hang.call({})).status)
     """
-    started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == "timeout"
     assert done.stderr == ""
-    assert time.perf_counter() - started < 40
 
 
 def test_a_tool_that_returns_after_its_loop_is_gone_disturbs_nobody():
@@ -338,7 +336,7 @@ def test_rollouts_and_tools_load_neither_torch_nor_transformers():
         print([name for name in ("torch", "transformers", "tokenizers", "vllm") if name in sys.modules])
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == "[]"
 

@@ -85,6 +85,12 @@ async def test_a_server_says_its_numerics_and_a_run_with_exact_ones_refuses_fast
         assert found.engine.numerics is Numerics.EXACT
 
 
+def list_servers(listed: Path, *urls: str) -> None:
+    """At once: a file that is half written counts, if the one who writes it is held up."""
+    listed.with_suffix(".next").write_text("\n".join(urls))
+    listed.with_suffix(".next").replace(listed)
+
+
 async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lists_them(tmp_path, monkeypatch):
     monkeypatch.setattr(directory, "_POLL_S", 0.05)
     monkeypatch.setattr(engines, "_STILL_SENT_S", 0.0)
@@ -98,15 +104,15 @@ async def test_the_servers_of_a_file_are_sampled_from_and_get_versions_as_it_lis
         listening(make_app(first, weights_dir=tmp_path / "w")) as one,
         listening(make_app(second, weights_dir=tmp_path / "w")) as two,
     ):
-        listed.write_text(f"{one}\n")
+        list_servers(listed, one)
         config = server(one, urls=(), urls_file=listed, weights_dir=tmp_path / "w")
         async with engine_of(config, model, tmp_path) as found:
             await found.publisher.publish(model.named_parameters(), policy_version=1)
-            listed.write_text(f"{one}\n{two}\n")
+            list_servers(listed, one, two)
             await wait_for((one, two), second, 1)
             await found.publisher.publish(model.named_parameters(), policy_version=2)
             assert (first.policy_version, second.policy_version) == (2, 2)
-            listed.write_text(f"{two}\n")
+            list_servers(listed, two)
             await wait_for((two,), second, 2)
             await asyncio.sleep(0.3)
             update = await found.publisher.publish(model.named_parameters(), policy_version=3)
@@ -134,10 +140,6 @@ async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path,
     first, second = scripted_engine("x"), scripted_engine("x")
     admit = DiskPublisher.admit
 
-    def list_servers(*urls: str) -> None:  # at once: a file that is half written would count here
-        (tmp_path / "next").write_text("\n".join(urls))
-        (tmp_path / "next").replace(listed)
-
     admitted: list[str] = []
 
     async def admit_slowly(publisher: DiskPublisher, client: Any) -> None:
@@ -151,13 +153,13 @@ async def test_a_server_that_leaves_and_is_back_soon_misses_no_version(tmp_path,
         listening(make_app(first, weights_dir=tmp_path / "w")) as one,
         listening(make_app(second, weights_dir=tmp_path / "w")) as two,
     ):
-        list_servers(one, two)
+        list_servers(listed, one, two)
         config = server(one, urls=(), urls_file=listed, weights_dir=tmp_path / "w")
         async with engine_of(config, model, tmp_path) as found:
-            list_servers(one)
+            list_servers(listed, one)
             await wait_until(lambda: caplog.text.count("longer") == 2)  # engine and publisher have seen it
             admitted.clear()
-            list_servers(one, two)
+            list_servers(listed, one, two)
             await wait_until(lambda: found.engine.urls == (one, two) and two in admitted)
             await found.publisher.publish(model.named_parameters(), policy_version=1)
             assert (first.policy_version, second.policy_version) == (1, 1)
@@ -277,9 +279,9 @@ async def test_a_server_that_ends_before_it_serves_is_an_error_that_names_its_lo
 
 async def test_a_server_that_hangs_while_it_starts_is_ended_and_named(tmp_path: Path, caplog):
     log = tmp_path / "server.log"
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    command = ["sh", "-c", "echo $$; exec sleep 600"]
     with pytest.raises(EngineError, match=rf"did not serve within 2 s \(wait_s\): see {log}"):
-        async with start_server([sys.executable, "-c", code], log, wait_s=2.0):
+        async with start_server(command, log, wait_s=2.0):
             pass
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -132,9 +131,7 @@ def test_a_process_that_is_lost_ends_the_others_with_its_name_whatever_they_wait
     recipe.write_text(LOSING)
     words = train_arguments(tmp_path / "run", model, {"evaluation.num-problems": 0, **settings})
     words[1] = str(recipe)
-    started = time.monotonic()
-    first, _ = run_processes("unbroken", *words, codes=[1, code])
-    assert time.monotonic() - started < 60  # rollouts would take 600 s
+    first, _ = run_processes("unbroken", *words, codes=[1, code])  # rollouts would take longer than it waits
     last = first.splitlines()[-1]
     assert last.startswith("unbroken: rank 1 of 2 (process ")
     assert reason in last
@@ -159,10 +156,8 @@ def test_a_process_whose_fork_lives_longer_than_itself_is_lost_all_the_same(tmp_
     ],
 )
 def test_processes_know_each_other_before_the_run_begins_and_no_stranger_matters(case, codes, said):
-    started = time.monotonic()
     first, second = run_processes("support.lost_process", case, codes=codes)
     assert said in first
-    assert time.monotonic() - started < 60
     assert ["ended well" in text for text in (first, second)] == [code == 0 for code in codes]
 
 

@@ -171,10 +171,10 @@ async def test_a_server_that_hangs_while_it_loads_has_failed_after_a_while() -> 
     async with (
         listening(make_app(scripted_engine("never"))) as url,
         Slow(url, max_retries=0) as slow,
-        publishing([slow], timeout_s=1.0) as publisher,
+        publishing([slow], timeout_s=3.0) as publisher,
     ):
         with pytest.raises(
-            EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not answer within 1 s .*no answer"
+            EngineError, match=r"not taken by 1 of 1 servers: 1 of 1 servers did not answer within 3 s .*no answer"
         ):
             await publisher.publish(model(1).named_parameters(), policy_version=1)
 
@@ -405,7 +405,7 @@ async def test_a_trainer_that_is_killed_in_mid_broadcast_leaves_a_server_that_ta
         async with publishing([client]) as publisher:
             began = time.monotonic()
             await publisher.publish(model(1).named_parameters(), policy_version=1)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 30
         np.testing.assert_array_equal(await scores(client), await scores_of(1))
 
 

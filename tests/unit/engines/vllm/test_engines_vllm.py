@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.images import image_span
+from support.waits import wait_until
 from unbroken.engines.base import AdapterEngine
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.transfer.sources import TensorSource
@@ -219,8 +220,9 @@ async def test_top_logprobs_that_a_filter_removed_are_minus_infinity(shared_vllm
 
 
 async def test_the_prefix_cache_is_forgotten_while_requests_run(shared_vllm: Any) -> None:
+    before = shared_vllm.engine.num_sampled
     running = asyncio.create_task(sample_one(shared_vllm.engine, ask(max_tokens=150, seed=1)))
-    await asyncio.sleep(0.05)
+    await wait_until(lambda: shared_vllm.engine.num_sampled > before)
     await shared_vllm.engine.reset_prefix_cache()
     assert not running.done()
     free = await sample_one(shared_vllm.engine, ask("b", max_tokens=150, seed=1))
@@ -228,8 +230,9 @@ async def test_the_prefix_cache_is_forgotten_while_requests_run(shared_vllm: Any
 
 
 async def test_an_abort_ends_all_of_n_completions(shared_vllm: Any) -> None:
+    before = shared_vllm.engine.num_sampled
     running = asyncio.create_task(shared_vllm.engine.sample(ask(n=3, max_tokens=250)))
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: shared_vllm.engine.num_sampled > before)
     await shared_vllm.engine.abort("a")
     sequences = (await running).sequences
     assert [sequence.finish_reason for sequence in sequences] == [FinishReason.ABORT] * 3

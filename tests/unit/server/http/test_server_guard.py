@@ -223,11 +223,16 @@ def test_a_file_of_routes_that_declares_no_access_is_refused(monkeypatch: pytest
 async def test_who_waits_when_the_server_stops_gets_a_503_in_json(key: dict[str, str]) -> None:
     engine = slow_engine()
     await engine.pause()
-    app = make_app(engine)
+    app, paths = make_app(engine), []
+
+    async def listen(scope, receive, send) -> None:
+        paths.append(scope.get("path"))
+        await app(scope, receive, send)
+
     async with httpx.AsyncClient() as client:
-        async with listening(app) as url:
+        async with listening(listen) as url:
             waiting = [asyncio.create_task(client.post(f"{url}/v1/sample", json=LONG, headers=key)) for _ in range(3)]
-            await asyncio.sleep(0.2)
+            await wait_until(lambda: paths.count("/v1/sample") == 3 and engine.requests)
         for answer in await asyncio.gather(*waiting):
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "server_stopped"
