@@ -15,7 +15,7 @@ from unbroken.ledger.nodes import Origin, Path, Position
 from unbroken.ledger.tree import TokenTree
 from unbroken.types import NO_VERSION
 
-EXAMPLES = settings(max_examples=num_cases(130), deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=num_cases(130), derandomize=True)
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 """Few different ids, so that branches often look alike."""
 

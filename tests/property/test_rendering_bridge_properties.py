@@ -45,8 +45,8 @@ MOVES = {
     "tools in last question": Family(templates.TOOLS_IN_LAST_QUESTION, has_calls=False),
 }
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=num_cases(60), derandomize=True, deadline=None, database=None)
-SOME = settings(max_examples=num_cases(30), derandomize=True, deadline=None, database=None)
+MANY = settings(max_examples=num_cases(60), derandomize=True, database=None)
+SOME = settings(max_examples=num_cases(30), derandomize=True, database=None)
 FOREIGN = "<|endoftext|>"
 
 

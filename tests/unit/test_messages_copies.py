@@ -22,7 +22,7 @@ def ruin(value):
     value.clear()
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(JSON)
 def test_for_any_json_the_copy_is_equal_and_apart(value):
     before = json.dumps(value)

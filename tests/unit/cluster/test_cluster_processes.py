@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
+from support.waits import wait_until
 from unbroken.cluster.processes import Command, Kind, Runner, reserve_port
 
 SERVER = """
@@ -41,13 +42,6 @@ def script(folder: Path, *words: str, **values) -> Script:
     return Script(words=words, log=folder / "log", **values)
 
 
-def wait_until(holds) -> None:
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -63,7 +57,7 @@ def test_a_server_serves_until_it_is_killed_or_stopped_and_serves_again_at_its_a
             commands = [script(tmp_path, SERVER, str(port))]
             thread = threading.Thread(target=lambda: found.append(runner.run(number, commands, url)))  # noqa: B023
             thread.start()
-            wait_until(lambda: runner.look().state == "serves")
+            asyncio.run(wait_until(lambda: runner.look().state == "serves"))
             assert (runner.look().version, runner.look().url) == (5, url)
             pid = runner.look().pid
             if ends:
@@ -103,12 +97,12 @@ def test_all_of_a_process_is_killed_when_the_one_that_started_it_is_gone(tmp_pat
     with parent.stdout:
         pids = [int(parent.stdout.readline())]
     log = tmp_path / "log"
-    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    asyncio.run(wait_until(lambda: log.exists() and log.read_text().endswith("\n")))
     pids.append(int(log.read_text()))
     assert all(map(is_alive, pids))
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(map(is_alive, pids)))
+    asyncio.run(wait_until(lambda: not any(map(is_alive, pids))))
 
 
 def test_a_rank_that_fails_ends_the_others_and_all_may_end_well(tmp_path):

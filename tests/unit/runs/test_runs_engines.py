@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -235,19 +234,12 @@ async def test_a_key_file_that_holds_no_key_is_refused(tmp_path, contents, messa
             pass
 
 
-def wait_for_file(path: Path) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, "the server waits"
-        time.sleep(0.05)
-
-
 async def test_a_server_that_prints_more_than_a_pipe_holds_goes_on_and_ends_with_the_run(tmp_path: Path):
     marker = tmp_path / "marker"
     command = [sys.executable, "-c", TALKATIVE % 1234, str(marker)]
 
     async with start_server(command, tmp_path / "server.log") as url:
-        await asyncio.to_thread(wait_for_file, marker)
+        await wait_until(marker.exists)
 
     assert url == "http://127.0.0.1:1234"
     assert (tmp_path / "server.log").stat().st_size > 1_000_000

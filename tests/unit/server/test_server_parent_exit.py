@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from support.waits import wait_until
 
 CHILD = """
 import asyncio, os, sys
@@ -21,18 +23,11 @@ Path(sys.argv[1], "ended").touch()
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, sys.argv[1]])"
 
 
-def wait_for(path: Path) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, f"{path.name} never came"
-        time.sleep(0.02)
-
-
 def test_a_child_whose_parent_is_killed_notices_it(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
-    wait_for(tmp_path / "started")
+    asyncio.run(wait_until((tmp_path / "started").exists))
     time.sleep(0.2)
     assert not (tmp_path / "ended").exists()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    wait_for(tmp_path / "ended")
+    asyncio.run(wait_until((tmp_path / "ended").exists))

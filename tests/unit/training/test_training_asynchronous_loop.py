@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.turns import Seen, TurnEngine, TurnMaker, TurnSource, has_variance
@@ -49,7 +49,6 @@ def check(source: TurnSource, maker: TurnMaker, config: LoopConfig, seen: Seen) 
     assert num_drops <= config.max_drops * len(maker.trained)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 4),
@@ -228,7 +227,6 @@ def test_a_group_that_ends_with_no_usual_exception_ends_the_run_rather_than_bein
     assert source.num_running == 0
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), kill_step=st.integers(0, 8))
 def test_a_run_that_goes_on_from_a_state_trains_the_rest_once(seed, kill_step):
     rng = random.Random(seed)
@@ -263,7 +261,6 @@ def test_a_run_that_goes_on_from_a_state_trains_the_rest_once(seed, kill_step):
     assert sorted(maker.trained + second.trained) == list(range(27))
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     max_staleness=st.integers(0, 3),

@@ -151,7 +151,7 @@ def test_i6_ids_after_an_update_have_the_newer_version_and_the_cache_is_computed
     assert run_on_virtual_clock(main(recomputes_kv=True))[1] == pytest.approx(12.0 + 0.1 * (20 + 4))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     max_staleness=st.integers(0, 4),

@@ -61,7 +61,7 @@ class KilledError(Exception):
     pass
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), per_step=st.integers(1, 4), kill_step=st.integers(0, 5))
 def test_an_asynchronous_run_that_goes_on_samples_the_same_problems_and_tells_each_once(seed, per_step, kill_step):
     config = LoopConfig(num_steps=6, max_staleness=2, max_replacements=1)

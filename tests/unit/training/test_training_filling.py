@@ -7,7 +7,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.loops import Callbacks
@@ -95,7 +95,6 @@ async def run(problems: Problems, directory, *, num_steps=3, max_replacements=2.
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     groups_per_step=st.integers(1, 5),

@@ -116,7 +116,7 @@ def test_without_its_sets_the_same_rows_have_a_mismatch():
     assert step_metrics(make_trainer(sharp_model()).step(rows))["mismatch/max_abs"] > 0.1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     top_k=st.integers(0, 70),
     top_p=st.floats(0.05, 1.0),

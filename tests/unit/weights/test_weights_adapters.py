@@ -16,6 +16,7 @@ from support.adapted import with_lora
 from support.models import tiny_qwen3
 from support.publishing import mismatch
 from support.servers import listening, make_app, server_tokenizer
+from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, SamplingError
@@ -97,8 +98,7 @@ async def test_i6_a_request_in_flight_of_an_engine_that_merges_has_both_versions
     engine, trained = TransformersEngine(base()), trainer()
     request = SampleRequest(request_id="a", prompt_ids=token_ids([1, 2, 3]), params=SamplingParams(max_tokens=400))
     running = asyncio.create_task(engine.sample(request))
-    while engine.stats.num_sampled < 3:  # noqa: ASYNC110  # it lives in another thread
-        await asyncio.sleep(0.001)
+    await wait_until(lambda: engine.stats.num_sampled >= 3)
     await InProcessPublisher(engine).publish(trained.named_weights(), policy_version=5)
     (sequence,) = (await running).sequences
     assert [span.policy_version for span in sequence.version_spans] == [0, 5]

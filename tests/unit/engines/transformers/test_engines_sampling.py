@@ -37,7 +37,7 @@ def history(row: int) -> tuple[TokenIds, TokenIds]:
     return PROMPT_IDS, COMPLETION_IDS
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(rows=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 10_000))
 def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[SamplingParams], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (len(rows), VOCAB_SIZE)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_every_row_of_a_mixed_batch_has_its_own_distribution(rows: list[Sampling
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(params=params_strategy, seed=st.integers(0, 10_000))
 def test_logits_of_half_precision_are_processed_in_float32(params: SamplingParams, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, VOCAB_SIZE))).bfloat16()
@@ -78,7 +78,7 @@ def test_an_id_of_probability_zero_is_never_drawn() -> None:
         assert chosen[0] == pytest.approx(np.log(0.5))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(seed=st.integers(0, 10_000), uniform=st.floats(0, 1, exclude_max=True))
 def test_the_largest_uniform_number_still_draws_an_id(seed: int, uniform: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 8, (2, 50)).astype(np.float32))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.waits import wait_until
 from unbroken.errors import EngineError
 from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
@@ -42,9 +43,7 @@ async def exhaust(stream: Any) -> None:
 
 async def wait_for_ids(engine: Any, number: int) -> None:
     until = engine.num_sampled + number
-    async with asyncio.timeout(60):
-        while engine.num_sampled < until:  # noqa: ASYNC110  # engines announce no single ids
-            await asyncio.sleep(0.001)
+    await wait_until(lambda: engine.num_sampled >= until)
 
 
 def find_threads_that_take(number: int, process: int) -> Iterator[int]:

@@ -171,7 +171,7 @@ app = make_app(scripted_engine(say))
 
 
 @settings(
-    max_examples=num_cases(40), deadline=None, derandomize=True, database=None,
+    max_examples=num_cases(40), derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(reply=replies, cut=st.one_of(st.none(), st.integers(1, 40)), stops=st.booleans())

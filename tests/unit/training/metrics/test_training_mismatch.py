@@ -34,7 +34,7 @@ def test_tiny_differences_do_not_drown_in_rounding():
     assert mismatch(np.array([-1 + 1e-6]), np.array([-1.0])).k3 == pytest.approx(5e-13, rel=1e-3)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=20))
 def test_for_any_logprobs_k3_is_never_negative_and_zero_only_if_equal(values):
     trainer, sampler = (np.array(column) for column in zip(*values, strict=True))

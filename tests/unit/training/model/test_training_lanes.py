@@ -45,7 +45,7 @@ def test_a_row_longer_than_the_budget_is_alone_and_whole(layout):
 
 
 @pytest.mark.parametrize("layout", RowLayout)
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
 def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(layout, lengths, budget):
     passes = plan_passes(lengths, budget, layout)
@@ -59,7 +59,7 @@ def test_for_any_lengths_each_row_is_in_one_lane_of_a_pass_within_the_budget(lay
     assert layout is not RowLayout.ONE_LANE or padding(lengths, passes) == 0
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200), st.integers(0, 100))
 def test_lanes_are_no_longer_than_a_row_or_the_length_that_costs_little(lengths, budget, free_length):
     for lanes in plan_passes(lengths, budget, RowLayout.LANES, free_length=free_length):

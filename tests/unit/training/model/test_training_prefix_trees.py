@@ -51,7 +51,7 @@ def test_tokens_with_the_same_prefix_have_one_place():
     assert inputs.places_N.tolist() == [0, 1, 0, 1, 0, 2]
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True)
 @given(SEEDS, st.integers(1, 9))
 def test_for_any_rows_each_path_spells_its_row_and_intervals_are_descendants(seed, num_rows):
     rows = draw(seed, num_rows)
@@ -66,7 +66,7 @@ def test_for_any_rows_each_path_spells_its_row_and_intervals_are_descendants(see
     assert ancestors == {(k, q) for q in numbers for k in numbers if k <= q < tree.ends_T[k]}
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True)
 @given(SEEDS, st.integers(1, 7), st.integers(1, 40))
 def test_for_any_rows_each_is_in_one_pass_within_the_limit_and_no_cut_is_cheaper(seed, num_rows, limit):
     rows = draw(seed, num_rows)
@@ -147,7 +147,7 @@ def long_tree(seed: int, num_blocks: int) -> torch.Tensor:
     return torch.cat([ends, torch.arange(len(ends), num_blocks * BLOCK) + 1])
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True)
 @given(SEEDS, st.integers(1, 6))
 def test_the_blocks_of_any_tree_are_those_that_looking_at_each_pair_finds(seed, num_blocks):
     ends_T = long_tree(seed, num_blocks)

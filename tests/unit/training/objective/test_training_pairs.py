@@ -128,7 +128,7 @@ def test_a_pair_whose_advantages_are_not_its_signs_is_refused():
 members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 
 
-@settings(max_examples=num_cases(80), derandomize=True, deadline=None)
+@settings(max_examples=num_cases(80), derandomize=True)
 @given(st.lists(st.lists(members, min_size=2, max_size=6), max_size=4))
 async def test_i8_for_any_groups_each_trajectory_is_in_a_pair_or_a_count(drawn):
     counters = Counters()

@@ -304,7 +304,7 @@ def test_an_advantage_function_that_returns_something_else_is_refused(returned):
 members = st.tuples(st.sampled_from(list(TrajectoryStatus)), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 
 
-@settings(max_examples=num_cases(100), derandomize=True, deadline=None)
+@settings(max_examples=num_cases(100), derandomize=True)
 @given(st.lists(st.lists(members, min_size=2, max_size=6), max_size=4))
 def test_i8_for_any_groups_each_trajectory_is_a_row_or_a_count(drawn):
     counters = Counters()

@@ -34,7 +34,7 @@ from unbroken.types import SamplingParams
 members = st.lists(
     st.lists(st.floats(-4, 4).map(lambda x: round(x, 3)), min_size=1, max_size=4), min_size=2, max_size=5
 )
-any_rewards = settings(max_examples=num_cases(80), derandomize=True, deadline=None)
+any_rewards = settings(max_examples=num_cases(80), derandomize=True)
 
 
 def played(*turn_rewards: float, reward: float) -> Trajectory:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.servers import listening, make_app
+from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError
 from unbroken.transfer.sources import TensorSource
@@ -73,8 +74,7 @@ async def test_i6_an_update_in_mid_generation_splits_a_sequence_or_waits_for_its
     async with publisher_to(engine, in_flight=in_flight) as publisher:
         running = asyncio.create_task(sample_one(engine, temperature=0.0, max_tokens=240))
         sampled = engine.num_sampled
-        while engine.num_sampled < sampled + 5:  # noqa: ASYNC110  # it is counted in another process
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: engine.num_sampled >= sampled + 5)
         await publisher.publish(tiny_vllm_model(43).named_parameters(), policy_version=before + 1)
         versions = [span.policy_version for span in (await running).version_spans]
     assert versions == ([before, before + 1] if in_flight is InFlight.PAUSE else [before])

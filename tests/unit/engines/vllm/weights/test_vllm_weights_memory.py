@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.waits import wait_until
 from unbroken.engines.vllm.weights.checkpoint import WeightShapes
 from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy
 from unbroken.engines.vllm.weights.workers import WorkerExtension
@@ -99,9 +100,7 @@ async def test_a_copy_that_nobody_waits_for_is_closed() -> None:
         await waiting
     go_on.set()
     assert await asyncio.to_thread(copied_all.wait, 60)
-    async with asyncio.timeout(60):
-        while open_rows():  # noqa: ASYNC110  # it is closed when the loop hears of it
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not open_rows())
 
 
 async def test_a_row_that_one_worker_cannot_open_stays_open_in_none() -> None:
