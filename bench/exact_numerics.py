@@ -102,6 +102,8 @@ def save_model(folder: Path, shape: str) -> None:
             else:
                 weight.normal_(0, 0.8 / weight.shape[1] ** 0.5)
     model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # which this process would keep while others measure
 
 
 def make_comparison(arguments: argparse.Namespace) -> Comparison:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -177,6 +178,7 @@ def describe(reports: Sequence[NumericsReport]) -> str:
 
 
 def _measure_apart(comparison: Comparison, numerics: Numerics) -> NumericsReport:
+    os.dup2(2, 1)  # vLLM's log goes to stdout, which is the report's
     return asyncio.run(_measure(comparison, numerics))
 
 
@@ -247,7 +249,7 @@ async def _sample_apart(
         "alone": [await sample([seed, 2, number], turn) for number in range(_NUM_ALONE)],
         "batches": [],
     }
-    for size in (2**k for k in range(1, num_rows.bit_length())):
+    for size in (2**k for k in range(1, max(num_rows.bit_length(), 2))):
         ways["batches"] += await asyncio.gather(*(sample([seed, 3, size, number], turn) for number in range(size)))
     return ways
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     GemmaConfig,
     LlamaConfig,
+    LlavaConfig,
     Qwen2_5_VLConfig,
     Qwen2AudioConfig,
     Qwen3Config,
@@ -77,6 +78,11 @@ def test_gradient_checkpointing_is_refused(bfloat16):
         Trainer(tiny_qwen3(), config, accelerator=bfloat16)
 
 
+def tied_text():
+    text = {"model_type": "llama", "tie_word_embeddings": True}
+    return LlavaConfig(text_config=text, tie_word_embeddings=False)
+
+
 def test_images_are_refused(bfloat16, tmp_path):
     images = own_processor(save_vision_model(tmp_path))
     config = TrainerConfig(numerics=Numerics.EXACT)
@@ -92,6 +98,7 @@ def test_images_are_refused(bfloat16, tmp_path):
         (LlamaConfig(hidden_size=64, num_attention_heads=2), "attention heads of 32"),
         (tiny_model("qwen3_moe").config, "experts"),
         (Qwen2AudioConfig(), "an encoder"),
+        (tied_text(), "tie_word_embeddings in its text_config alone"),
         (tiny_model("mistral", sliding_window=64).config, "a sliding_window"),
     ],
 )

@@ -80,6 +80,8 @@ def check_config(config: Any) -> None:
     others = sorted(set(layers or ()) - {"full_attention"})
     refused = {
         "an encoder": text is not config and not hasattr(config, "vision_config"),
+        # vLLM ties the head if either says so, transformers if the whole one does
+        "tie_word_embeddings in its text_config alone": _ties(text) and not _ties(config),
         "experts": bool(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_local_experts", None)),
         f"layers of {', '.join(others)}": bool(others),
         "a sliding_window": not layers and bool(getattr(text, "sliding_window", None)),
@@ -90,6 +92,10 @@ def check_config(config: Any) -> None:
     }
     if found := [name for name, is_refused in refused.items() if is_refused]:
         raise InvalidInputError(f"numerics must be fast with vLLM for {config.model_type}, which has {found[0]}")
+
+
+def _ties(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _check_machine() -> None:
