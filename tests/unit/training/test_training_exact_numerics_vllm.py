@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForImageTextToText,
     GemmaConfig,
     LlamaConfig,
-    LlavaConfig,
+    LlavaNextConfig,
     Qwen2_5_VLConfig,
     Qwen2AudioConfig,
     Qwen3Config,
@@ -80,7 +80,7 @@ def test_gradient_checkpointing_is_refused(bfloat16):
 
 def tied_text():
     text = {"model_type": "llama", "tie_word_embeddings": True}
-    return LlavaConfig(text_config=text, tie_word_embeddings=False)
+    return LlavaNextConfig(text_config=text, tie_word_embeddings=False)
 
 
 def test_images_are_refused(bfloat16, tmp_path):
