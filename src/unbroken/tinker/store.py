@@ -204,7 +204,7 @@ def _begin(cursor: Cursor) -> str:
     """Note that a server has started; returns the name of the database."""
     cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
     cursor.execute("UPDATE store SET name = ? WHERE name = ''", (uuid.uuid4().hex,))
-    return str(cursor.select("SELECT name FROM store")[0][0])
+    return str(cursor.find("SELECT name FROM store")[0])
 
 
 class TinkerStore:

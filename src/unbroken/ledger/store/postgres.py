@@ -119,16 +119,13 @@ class PostgresDatabase:
 
     def is_alive(self, cursor: Cursor, owner: int) -> bool:
         """Whether the process of another `owner` still runs."""
-        cursor.execute("SELECT pg_try_advisory_xact_lock_shared(?::int, ?::int)", (self._locks, owner))
-        return not cursor.fetch_one()[0]
+        return not cursor.find("SELECT pg_try_advisory_xact_lock_shared(?::int, ?::int)", self._locks, owner)[0]
 
     def find_url(self, cursor: Cursor, owner: int) -> str | None:
         """The URL of another `owner`, while its process runs."""
-        cursor.execute(
-            f"SELECT application_name FROM pg_stat_activity WHERE pid = (SELECT pid FROM pg_locks WHERE {_IS_OWNER})",
-            (self._locks, owner),
-        )
-        (name,) = cursor.fetch_one() or ("",)
+        of_owner = f"pid = (SELECT pid FROM pg_locks WHERE {_IS_OWNER})"
+        found = cursor.find(f"SELECT application_name FROM pg_stat_activity WHERE {of_owner}", self._locks, owner)
+        (name,) = found or ("",)
         return name if name.startswith(("http://", "https://")) else None
 
     def close(self) -> None:
@@ -149,11 +146,10 @@ class _PostgresSnapshots:
         connection = _Connection(self._place, self._tables)
 
         def check_and_work(cursor: Cursor) -> T:
-            cursor.execute(f"SELECT to_regclass('{self._tables.schema}.schema_version') IS NULL")
-            if cursor.fetch_one()[0]:
+            if cursor.find(f"SELECT to_regclass('{self._tables.schema}.schema_version') IS NULL")[0]:
                 raise NoStoreError(f"{connection} has no store: no {self._tables.program} has used it")
-            cursor.execute("SELECT version FROM schema_version")
-            check_version(cursor.fetch_one()[0], self._tables, place=str(connection))
+            (version,) = cursor.find("SELECT version FROM schema_version")
+            check_version(version, self._tables, place=str(connection))
             return work(cursor)
 
         try:
@@ -163,26 +159,18 @@ class _PostgresSnapshots:
 
     def find_state(self) -> StoreState:
         """Whether a gateway works on it. Which gateway died is not known: its sessions are taken over."""
-
-        def select(cursor: Cursor) -> StoreState:
-            cursor.execute(
-                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND classid = ?::oid "
-                "AND objid <> 0 AND mode = 'ExclusiveLock' AND granted "
-                "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))",
-                (self._tables.locks,),
-            )
-            return StoreState.RUNNING if cursor.fetch_one()[0] else StoreState.ENDED
-
-        return self.read(select)
+        statement = (
+            "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND classid = ?::oid "
+            "AND objid <> 0 AND mode = 'ExclusiveLock' AND granted "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))"
+        )
+        (is_running,) = self.read(lambda cursor: cursor.find(statement, self._tables.locks))
+        return StoreState.RUNNING if is_running else StoreState.ENDED
 
     def find_revision(self) -> str:
         """A text that is another one after a change."""
-
-        def select(cursor: Cursor) -> str:
-            cursor.execute(self._tables.revision)
-            return repr(tuple(cursor.fetch_one()))
-
-        return f"{self.read(select)} {self.find_state().value}"
+        found = tuple(self.read(lambda cursor: cursor.find(self._tables.revision)))
+        return f"{found!r} {self.find_state().value}"
 
 
 class _Connection:
@@ -349,16 +337,15 @@ def _migrate(cursor: Cursor, place: str, tables: Tables) -> None:
     """Make the tables of our version. Gateways that start at the same time wait for one another."""
     schema = tables.schema
     cursor.execute(f"SELECT pg_advisory_xact_lock({tables.locks}, 0)")
-    cursor.execute(f"SELECT to_regclass('{schema}.schema_version') IS NULL, to_regnamespace('{schema}') IS NULL")
-    is_new, has_no_schema = cursor.fetch_one()
+    are_missing = f"SELECT to_regclass('{schema}.schema_version') IS NULL, to_regnamespace('{schema}') IS NULL"
+    is_new, has_no_schema = cursor.find(are_missing)
     if has_no_schema:
         cursor.execute(f"CREATE SCHEMA {schema}")
     if is_new:
         cursor.execute("CREATE TABLE schema_version (version INTEGER NOT NULL)")
         cursor.execute("INSERT INTO schema_version VALUES (0)")
         cursor.execute("CREATE SEQUENCE owners AS INTEGER CYCLE")
-    cursor.execute("SELECT version FROM schema_version")
-    version = cursor.fetch_one()[0]
+    (version,) = cursor.find("SELECT version FROM schema_version")
     for statement in find_statements(version, tables, names=_TYPES, place=place):
         cursor.execute(statement)
     if version < len(tables.migrations):
@@ -371,8 +358,8 @@ def _choose_owner(cursor: Cursor, tables: Tables) -> int:
     """
     number = "nextval('owners')::int" if tables.is_shared else "1"
     while True:
-        cursor.execute(f"SELECT n, pg_try_advisory_lock({tables.locks}, n) FROM (SELECT {number} AS n) AS next")
-        owner, is_free = cursor.fetch_one()
+        take = f"SELECT n, pg_try_advisory_lock({tables.locks}, n) FROM (SELECT {number} AS n) AS next"
+        owner, is_free = cursor.find(take)
         if is_free:
             return int(owner)
         if not tables.is_shared:

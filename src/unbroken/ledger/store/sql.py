@@ -43,8 +43,9 @@ class Cursor:
         if rows:
             self._cursor.executemany(statement.replace("?", self._mark), rows)
 
-    def fetch_one(self) -> Any:
-        """The next row of the result, as a tuple; None at the end."""
+    def find(self, statement: str, *values: Any) -> Any:
+        """Run a statement, and return the first row of its result as a tuple; None if it has none."""
+        self.execute(statement, values)
         return self._cursor.fetchone()
 
     def select(self, statement: str, *values: Any) -> list[Any]:
@@ -139,14 +140,9 @@ class SqlSessionStore:
         """Whether a session refers to an image; false for an unknown session."""
         if not (is_storable(session_id) and is_storable(sha256)):
             return False
-
-        def select(cursor: Cursor) -> bool:
-            condition = "WHERE session_id = ? AND kind = ? AND name = ?"
-            statement = f"SELECT 1 FROM session_blobs JOIN sessions USING (session) {condition}"
-            cursor.execute(statement, (session_id, _IMAGE, sha256))
-            return cursor.fetch_one() is not None
-
-        return self._database.read(select)
+        condition = "WHERE session_id = ? AND kind = ? AND name = ?"
+        statement = f"SELECT 1 FROM session_blobs JOIN sessions USING (session) {condition}"
+        return self._database.read(lambda cursor: cursor.find(statement, session_id, _IMAGE, sha256)) is not None
 
     def find_by_key(self, key_digest: bytes) -> str | None:
         """Find the session that the SHA-256 of an API key belongs to."""
@@ -260,8 +256,7 @@ class SqlSessionStore:
             return None
 
         def select(cursor: Cursor) -> str | None:
-            cursor.execute("SELECT owner FROM sessions WHERE session_id = ?", (session_id,))
-            (owner,) = cursor.fetch_one() or (_NO_OWNER,)
+            (owner,) = cursor.find("SELECT owner FROM sessions WHERE session_id = ?", session_id) or (_NO_OWNER,)
             return None if owner in (self._database.owner, _NO_OWNER) else self._database.find_url(cursor, owner)
 
         return self._database.read(select)
@@ -281,7 +276,7 @@ class SqlSessionStore:
     def _read_one(self, statement: str, value: Any) -> Any:
         if isinstance(value, str) and not is_storable(value):
             return None
-        return next(iter(self._database.read(lambda cursor: cursor.select(statement, value))), None)
+        return self._database.read(lambda cursor: cursor.find(statement, value))
 
     def _check_writable(self, cursor: Cursor, session_ids: Sequence[str]) -> dict[str, int]:
         """The number of each session; they stay as they are until the transaction ends."""
@@ -326,8 +321,7 @@ class _EncodedCommit:
     def check_images(self, cursor: Cursor) -> None:
         """Raise `StoreError` if an image is neither stored nor among this commit's blobs."""
         for sha256, digest in self._images:
-            cursor.execute("SELECT 1 FROM blobs WHERE sha256 = ?", (digest,))
-            if cursor.fetch_one() is None:
+            if cursor.find("SELECT 1 FROM blobs WHERE sha256 = ?", digest) is None:
                 raise StoreError(
                     f"session {self.session_id!r} refers to the image sha256:{sha256}, which was never stored: "
                     "commit its bytes with it"
@@ -336,8 +330,7 @@ class _EncodedCommit:
 
 def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
     """Load a session; None if it is unknown."""
-    cursor.execute(f"SELECT session, {_SESSION} FROM sessions WHERE session_id = ?", (session_id,))
-    row = cursor.fetch_one()
+    row = cursor.find(f"SELECT session, {_SESSION} FROM sessions WHERE session_id = ?", session_id)
     if row is None:
         return None
     session = row[0]
@@ -362,8 +355,7 @@ def load_image(sha256: str, cursor: Cursor) -> bytes | None:
     except ValueError:
         return None
     condition = "WHERE kind = 'image' AND sha256 = ? LIMIT 1"
-    cursor.execute(f"SELECT data FROM blobs JOIN session_blobs USING (sha256) {condition}", (digest,))
-    row = cursor.fetch_one()
+    row = cursor.find(f"SELECT data FROM blobs JOIN session_blobs USING (sha256) {condition}", digest)
     return None if row is None else bytes(row[0])
 
 
@@ -383,8 +375,8 @@ def _delete(session_id: str, lock: str, cursor: Cursor) -> bool:
 def _find(cursor: Cursor, session_id: str, columns: str, rest: str = "") -> Any:
     """Get columns of a session; raises `UnknownSessionError` for an unknown one."""
     if is_storable(session_id):
-        cursor.execute(f"SELECT {columns} FROM sessions WHERE session_id = ? {rest}", (session_id,))
-        if (row := cursor.fetch_one()) is not None:
+        row = cursor.find(f"SELECT {columns} FROM sessions WHERE session_id = ? {rest}", session_id)
+        if row is not None:
             return row
     raise UnknownSessionError(session_id)
 

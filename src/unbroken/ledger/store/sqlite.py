@@ -141,8 +141,7 @@ class _Connection:
     def migrate(self, tables: Tables) -> None:
         """Make the tables of our version, in one transaction."""
         with self.transaction("BEGIN IMMEDIATE") as cursor:
-            cursor.execute("PRAGMA user_version")
-            version = cursor.fetch_one()[0]
+            (version,) = cursor.find("PRAGMA user_version")
             for statement in find_statements(version, tables, names=_TYPES, place=str(self._path)):
                 cursor.execute(statement)
             if version < len(tables.migrations):

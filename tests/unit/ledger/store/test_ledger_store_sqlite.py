@@ -41,7 +41,7 @@ def test_a_turn_is_on_disk_before_commit_returns(tmp_path):
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     connection.close()
     settings = []
-    store._database.write(lambda cursor: [cursor.execute("PRAGMA synchronous"), settings.append(cursor.fetch_one())])
+    store._database.write(lambda cursor: settings.append(cursor.find("PRAGMA synchronous")))
     assert settings == [(2,)]  # FULL
     store.close()
 
