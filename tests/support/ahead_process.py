@@ -171,7 +171,7 @@ async def run(accelerator: Accelerator, rank: int, directory: Path, case: str) -
 
 def main() -> None:
     """Run all cases, and save what each process has."""
-    faulthandler.dump_traceback_later(150, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)

@@ -165,7 +165,7 @@ def refuse(writer: Any, plan: Any, planner: Any) -> Any:
 
 def main() -> None:
     """Write and read in all layouts, then fail to write in two ways."""
-    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo")
     group, is_last = dist.new_group(backend="gloo"), dist.get_rank() == NUM_PROCESSES - 1

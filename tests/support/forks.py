@@ -29,7 +29,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
 from unittest.mock import patch
 
-LONGEST_S = 60.0
+LONGEST_S = 240.0
 _IMPORTED, _FROZEN = "support.imported", "support.frozen"
 _SERVER = "UNBROKEN_TESTS_FORK_SERVER"
 """The variable with the address of the fork server, for commands that are to be forks."""

@@ -153,7 +153,7 @@ def run(
 
 def main() -> None:
     """Run each case, and save the results of this process."""
-    faulthandler.dump_traceback_later(200, exit=True)  # a process that waits for the others forever says where
+    faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the others forever says where
     directory, names = Path(sys.argv[1]), sys.argv[2:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)

@@ -80,7 +80,7 @@ async def run(source: Path, rank: Rank) -> dict[str, Any]:
 
 def main() -> None:
     """Run, and write what this process saw."""
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     source, directory = map(Path, sys.argv[1:3])
     rank = Rank(index=int(os.environ["RANK"]), num_processes=2)
     torch.set_num_threads(1)

@@ -70,7 +70,7 @@ def refuse(vision: Vision, trainer: Trainer, rank: int) -> str:
 
 def main() -> None:
     """Train each family, and save the results of this process."""
-    faulthandler.dump_traceback_later(120, exit=True)  # a process that waits for the other one forever says where
+    faulthandler.dump_traceback_later(400, exit=True)  # a process that waits for the other one forever says where
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)

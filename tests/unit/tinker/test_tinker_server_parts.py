@@ -462,8 +462,9 @@ async def test_calls_wait_for_the_first_chunk_of_a_batch_while_others_come(store
     monkeypatch.setattr(sessions, "_MISSING_S", 3.0)
     run, held = await make_run(open_promises(store)), []
     for number in (2, 3, 1):
+        await asyncio.sleep(1.6 if held else 0.0)
         held.append(await run.submit(number, "forward_backward", succeed, b""))
-        await asyncio.sleep(1.6)
+    await asyncio.gather(*(each.wait() for each in held))
     assert all(each.result.answer == b'{"done":true}' for each in held)
 
 
