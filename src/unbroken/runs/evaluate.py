@@ -39,7 +39,7 @@ from unbroken.runs.evaluation.schedule import make_evaluators
 from unbroken.runs.folder import claim_folder, lock_folder, may_change
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
-from unbroken.runs.records.files import find_records
+from unbroken.runs.records.files import MAX_LINES, find_records
 from unbroken.runs.settings import build, describe, read_options
 from unbroken.training.outages import Outages
 
@@ -143,8 +143,8 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
         old, new = before.get(name), settings.get(name)
         if old != new and not (may_change(name) and not name.startswith("evaluation.")):
             raise InvalidInputError(
-                f"{name} must be {old!r} as in the evaluation in {output}, which goes on with what it began with, got "
-                f"{new!r}: give that value, or another --output"
+                f"{name} must be {'left out' if old is None else repr(old)} as in the evaluation in {output}, which "
+                f"goes on with what it began with, got {new!r}: give that, or another --output"
             )
     return report
 
@@ -155,7 +155,6 @@ def _write_report(output: Path, report: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", "utf-8")
         part.replace(output / REPORT)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise MetricsError(f"{output / REPORT} cannot be written: {error}. Make room and start it again") from error
 
 
@@ -182,7 +181,13 @@ def _size(each: EvaluationSet, config: RunConfig, num_problems: int | None, num_
     chosen = num_problems or each.num_problems or config.evaluation.num_problems or there or NUM_PROBLEMS
     if there is not None and chosen > there:
         raise InvalidInputError(f"--problems must be at most {there}, which {each.name} has, got {chosen}")
-    return replace(each, num_problems=chosen, num_samples=num_samples or each.num_samples)
+    samples = num_samples or each.num_samples or config.evaluation.num_samples
+    if chosen * samples >= MAX_LINES:
+        raise InvalidInputError(
+            f"--problems times --samples must be less than {MAX_LINES}, what a file of rollouts has, got "
+            f"{chosen} x {samples}"
+        )
+    return replace(each, num_problems=chosen, num_samples=samples)
 
 
 def find_model(name: str, tokenizer: str | None = None, *, api_key: str | None = None) -> EvaluatedModel:

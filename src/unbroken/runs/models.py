@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from unbroken.errors import InvalidInputError, missing_extra
@@ -133,7 +134,7 @@ def load_model(
         model = auto.from_pretrained(
             locate(source), dtype=getattr(torch, settings.dtype or Precision.FLOAT32), **options
         )
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"model must be a folder or the hub's name of a model, got {str(source)!r}, which takes {given}: {error}"
         ) from None

@@ -89,7 +89,8 @@ def export_rows(
         raise ExportError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is none, or the folder is read-only
+            part.unlink()
     return counts
 
 

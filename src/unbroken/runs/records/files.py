@@ -26,7 +26,8 @@ _IMAGES = "images"
 _NAME = re.compile(r"step-(\d{8,12})\.rank-(\d{1,9})\.jsonl\.gz", re.ASCII)
 MAX_LINE_BYTES = 64 << 20
 """Of a trajectory: 100 bytes for each of 600,000 ids."""
-_MAX_LINES = 1_000_000
+MAX_LINES = 1_000_000
+"""Of a file: a step and its trajectories."""
 MAX_TEXT, MAX_TEXTS = 8000, 4 << 20
 """Characters of a rollout's messages that a search looks at, and of all in a file: they are in one line."""
 MAX_SUMMARIES = 30_000
@@ -96,13 +97,13 @@ def read_lines(path: Path) -> Iterator[bytes]:
             gzip.GzipFile(fileobj=packed) as file,
         ):
             max_bytes = max(_MAX_SMALL_BYTES, _MAX_INFLATION * os.fstat(packed.fileno()).st_size)
-            for number in range(_MAX_LINES + 1):
+            for number in range(MAX_LINES + 1):
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     return
-                if len(line) > MAX_LINE_BYTES or file.tell() > max_bytes or number == _MAX_LINES:
+                if len(line) > MAX_LINE_BYTES or file.tell() > max_bytes or number == MAX_LINES:
                     raise InvalidInputError(
-                        f"{path} must have at most {_MAX_LINES} lines of {MAX_LINE_BYTES} bytes, {max_bytes} bytes in "
+                        f"{path} must have at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes, {max_bytes} bytes in "
                         f"all; line {number} has more"
                     )
                 yield line

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,7 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert main(["eval", *words]) == 130
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
-    assert "--samples must be None as in the evaluation in" in capsys.readouterr().err
+    assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
     assert main(["eval", *words]) == main(["eval", *words]) == 0
     assert sorted((tmp_path / "calls").read_text()) == list("01233")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -181,6 +183,12 @@ def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp
         (RECIPE, ["--model", "{model}", "--samples", "0"], "--samples must be >= 1, got 0"),
         (
             RECIPE,
+            ["--model", "{model}", "--samples=99999999999"],
+            "must be less than 1000000, what a file of",
+        ),
+        (RECIPE, ["--model", "{broken}", "--problems=1"], "model must be a folder or the hub's name of a model, got"),
+        (
+            RECIPE,
             ["--model", "{model}", "--rollouts.samplers", "2", "--engine.kind", "started"],
             "rollouts.samplers must be",
         ),
@@ -208,7 +216,9 @@ def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp
 )
 def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsys, task, words, message):
     (tmp_path / "empty").mkdir()
-    given = [word.format(model=model, empty=tmp_path / "empty") for word in words]
+    shutil.copytree(model, tmp_path / "broken")
+    os.truncate(tmp_path / "broken" / "model.safetensors", 1000)
+    given = [word.format(model=model, **{name: tmp_path / name for name in ("empty", "broken")}) for word in words]
     output = [] if "--output" in given else ["--output", str(tmp_path / "out")]
     assert main(["eval", task, *output, *given]) == 1
     assert message in capsys.readouterr().err
