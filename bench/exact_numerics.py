@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -111,7 +112,7 @@ def make_comparison(arguments: argparse.Namespace) -> Comparison:
     words = [f"--seed={arguments.seed}", f"--trainer.optimizer.name={arguments.optimizer}"]
     words += [f"--engine.kind={arguments.engine}"]
     if arguments.engine == "colocated":
-        own = [*vllm_options(arguments, eager=False), "--skip-tokenizer-init"]
+        own = [*vllm_options(arguments, eager=False), "--skip-tokenizer-init", *shlex.split(arguments.engine_options)]
         words += ["--precision=bfloat16", f"--engine.vllm-options={json.dumps(own)}"]
     if arguments.lora_rank:
         words += [f"--lora.rank={arguments.lora_rank}"]
@@ -209,6 +210,7 @@ def main() -> None:
     add("--lora-rank", type=int, default=0, help="0: all weights are trained")
     add("--optimizer", choices=sorted(BYTES), default="adamw")
     add("--dtype", default="bfloat16", help="of vLLM")
+    add("--engine-options", default="", help="more options of vLLM; --tensor-parallel-size 2 is refused for exact")
     add("--seed", type=int, default=0)
     add("--limit-s", type=float, default=540.0, help="for all kinds together")
     add("--folder", type=Path, help="keep the model here, and use it again")
