@@ -189,6 +189,9 @@ def run_numerics(arguments: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog="unbroken numerics MODEL", add_help=False, allow_abbrev=False)
     _add_numerics_options(own)
     arguments, options = own.parse_known_args(arguments.options, arguments)
+    if {"-h", "--help", "--help-all"} & set(options):
+        arguments.parser.print_help()
+        return 0
     if min(arguments.rows, arguments.max_tokens) < 1:
         arguments.parser.error("--rows and --max-tokens must be >= 1")
     try:
