@@ -88,7 +88,7 @@ async def test_the_time_in_the_queue_is_reported_without_the_time_of_sampling(su
     await subject.engine.pause()
     whole = asyncio.create_task(sample_one(subject, ask("b", max_tokens=100)))
     streamed = asyncio.create_task(_collect(subject, ask("c", max_tokens=100)))
-    await asyncio.sleep(SCRIPTED_QUEUE_S + 0.1)
+    await asyncio.sleep(SCRIPTED_QUEUE_S + 0.5)
     await subject.engine.resume()
     chunks = await streamed
     assert [chunk.queue_s is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]

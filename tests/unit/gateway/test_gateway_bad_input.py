@@ -173,7 +173,7 @@ async def test_turns_in_flight_are_recorded_when_a_session_is_finished(tmp_path:
         await wait_until(lambda: engine.requests)
         path = f"/v1/sessions/{created['session_id']}/finish"
         finishing = asyncio.create_task(gateway.client.post(path, json={"reward": 1.0}))
-        await asyncio.sleep(0.05)
+        await wait_until(lambda: next(iter(gateway.app.state.sessions._live.values())).record.status == "finished")
         assert not finishing.done()
         assert error(await gateway.agent(created).post(CHAT, json={"messages": [USER]}))[0] == 409
         await engine.resume()

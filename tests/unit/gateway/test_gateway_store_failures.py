@@ -7,26 +7,31 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from support.gateways import CHAT, TOOLS, USER, ask, running_gateway, scripted
 from support.postgres import run_postgres
 from support.servers import encode
 from support.waits import wait_until
 from unbroken.gateway.config import GatewayConfig
+from unbroken.ledger.store.sql import SqlSessionStore
 
 
 def open_database(folder: Path) -> closing[sqlite3.Connection]:
     return closing(sqlite3.connect(folder / "sessions.sqlite3", isolation_level=None))
 
 
-async def test_a_turn_that_is_aborted_while_it_is_written_is_recorded_in_memory_too(tmp_path: Path) -> None:
-    engine = scripted("a<|im_end|>", "b<|im_end|>")
+async def test_a_turn_that_is_aborted_while_it_is_written_is_recorded_in_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sizes, commit = scripted("a<|im_end|>", "b<|im_end|>"), [], SqlSessionStore.commit
+    monkeypatch.setattr(SqlSessionStore, "commit", lambda self, turns: (sizes.append(len(turns)), commit(self, turns)))
     async with running_gateway(engine, tmp_path) as gateway:
         created = await gateway.create(on_disconnect="abort")
         with open_database(tmp_path) as database:
             database.execute("BEGIN IMMEDIATE")  # the turn's commit waits for the end of this
             asking = asyncio.create_task(ask(gateway.agent(created), [USER]))
-            await wait_until(lambda: engine.requests)
-            await asyncio.sleep(0.5)
+            await wait_until(lambda: sizes)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await asyncio.sleep(0.05)
