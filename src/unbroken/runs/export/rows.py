@@ -156,7 +156,8 @@ def _make_record(stored: StoredSession) -> dict[str, Any]:
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
         rows.append({**describe_path(cut), **own})
-    return {**describe_session(stored), "rows": rows}
+    metadata = stored.record.settings.get("metadata")
+    return {**describe_session(stored), "rows": rows, "data": {"columns": metadata} if metadata else None}
 
 
 def make_rows(rollout: Rollout, form: RowForm, counts: Counter[str]) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,6 @@ def describe_session(stored: StoredSession) -> dict[str, Any]:
         "reward_parts": outcome.get("metrics") or {},
         "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
         "counters": stored.counters,
-        "data": {"columns": metadata} if (metadata := record.settings.get("metadata")) else None,
         "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
         "messages": [message.message for message in stored.messages],
         "turns": [_describe_turn(stored, turn) for turn in turns],
