@@ -232,7 +232,7 @@ async def test_images_are_named_in_rows_and_refused_in_forms_that_process_them_a
         ),
         (["{new}", "{new}.parquet"], "SOURCE must be the folder of a run with rollouts, or the store of a gateway"),
         (["{run}", "{run}/rollouts", "--form", "trl"], "TARGET must be new, and"),
-        (["{run}", "{run}/rollouts/step-00000000.rank-0.jsonl.gz/x.jsonl"], "x.jsonl cannot be written: "),
+        (["{run}", "{run}/rollouts/step-00000003.rank-0.jsonl.gz/x.jsonl"], "x.jsonl cannot be written: "),
         (["{run}", "{new}.eval", "--form", "trl"], "--form must be left out with a target .eval, which is Inspect's"),
         (["{run}", "{new}.parquet", "--merged"], "--merged must be left out for rows, got"),
         (["{run}", "{new}", "--steps", "1:2"], "--steps must be left out for a model: rows need --form or a file"),
