@@ -109,9 +109,11 @@ class Comparison:
         """Compare with each setting: with vLLM in a process of its own, for a process chooses its kernels once."""
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
             return [await _measure(self, numerics) for numerics in Numerics]
-        spawn, loop = multiprocessing.get_context("spawn"), asyncio.get_running_loop()
-        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
-            return [await loop.run_in_executor(pool, _measure_apart, self, numerics) for numerics in Numerics]
+        spawn, loop, reports = multiprocessing.get_context("spawn"), asyncio.get_running_loop(), []
+        for numerics in Numerics:
+            with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
+                reports.append(await loop.run_in_executor(pool, _measure_apart, self, numerics))
+        return reports
 
 
 @asynccontextmanager
