@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +39,10 @@ TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
 """Rows that are written together, and entries of their lists."""
 _PAGE = 100
+
+
+_Rows = Iterable[dict[str, Any]]
+_Fields = Mapping[str, Set[str]]
 
 
 class RowForm(StrEnum):
@@ -81,7 +85,9 @@ def export_rows(
         else:
             rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
             writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
-            writers.get(target.suffix, _write_folder)(part, rows, form)
+            again = find_rollouts(source, steps=steps, kind=kind) if form is RowForm.VERL else None
+            fields = {} if again is None else _find_fields(again)
+            writers.get(target.suffix, _write_folder)(part, rows, form, fields)
         if counts["rollouts"] == 0:
             raise InvalidInputError(f"{source} has no rollouts of these steps")
         part.replace(target)
@@ -207,9 +213,8 @@ def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[
 
     SFTTrainer takes `input_ids` with `assistant_masks` as they are.
     """
-    whole, start, messages = _split(rollout, number, row)
+    whole, start, messages, first = _split(rollout, number, row)
     loss = [int(each) for each in whole["loss_mask"]]
-    first = _find_answer(messages)
     return {
         "prompt": messages[:first],
         "completion": messages[first:],
@@ -225,16 +230,21 @@ def make_trl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[
 
 
 def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's: a row of its RLHFDataset, `messages` for its multi-turn SFT, and the fields of an `AgentLoopOutput`."""
-    whole, start, messages = _split(rollout, number, row)
+    """verl's: a row of its RLHFDataset, `messages` for its multi-turn SFT, and the fields of an `AgentLoopOutput`.
+
+    Messages have only what they say: to templates, a field without a value is a field.
+    """
+    whole, start, messages, first = _split(rollout, number, row)
+    messages = [{name: value for name, value in each.items() if value is not None} for each in messages]
     names = ("step", "group", "trajectory", "branch", "tokenizer")
     return {
         "data_source": rollout.kind,
-        "prompt": messages[: _find_answer(messages)],
+        "prompt": messages[:first],
         "ability": "",
         "reward_model": {"style": "rule", "ground_truth": find_expected(rollout.record.get("data")) or ""},
         "extra_info": {"split": rollout.kind, **{name: whole[name] for name in names}},
         "messages": messages,
+        "tools": json.dumps(whole["tools"], ensure_ascii=False) if whole["tools"] else None,
         "prompt_ids": whole["token_ids"][:start],
         "response_ids": whole["token_ids"][start:],
         "response_mask": [int(each) for each in whole["loss_mask"][start:]],
@@ -244,14 +254,18 @@ def make_verl_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict
     }
 
 
-def _split(rollout: Rollout, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[dict[str, Any]]]:
-    """The row, its first sampled id, and its messages as text, for forms that have no images."""
+def _split(
+    rollout: Rollout, number: int, row: Mapping[str, Any]
+) -> tuple[dict[str, Any], int, list[dict[str, Any]], int]:
+    """The row, its first sampled id, its messages as text, for forms that have no images, and the first answer."""
     whole = make_row(rollout, number, row)
     if whole["images"]:
         raise InvalidInputError(
             f"--form must be rows for rollouts with images, got {whole['trajectory']}: TRL and verl process images anew"
         )
-    return whole, whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
+    start, messages = whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
+    given = max((index for _, stop, index in row.get("message_indices") or () if stop <= start), default=-1)
+    return whole, start, messages, _find_answer(messages, given + 1)
 
 
 def _expand(spans: Iterable[Sequence[Any]], length: int, missing: Any) -> list[Any]:
@@ -268,9 +282,10 @@ def _place(values: Sequence[float] | None, sampled: Sequence[bool]) -> list[floa
     return None if values is None else [next(rest) if is_sampled else None for is_sampled in sampled]
 
 
-def _find_answer(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The number of messages before the first answer."""
-    return next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+def _find_answer(messages: Sequence[Mapping[str, Any]], num_given: int = 0) -> int:
+    """The number of messages before the first answer that is not of the prompt, as the first `num_given` are."""
+    rest = range(num_given, len(messages))
+    return next((n for n in rest if messages[n]["role"] == "assistant"), len(messages))
 
 
 def _to_text(content: Any) -> str:
@@ -297,13 +312,27 @@ _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 
-def _make_schema(columns: Iterable[str], form: RowForm) -> Any:
+def _find_fields(rollouts: Iterable[Rollout]) -> dict[str, set[str]]:
+    """Which fields verl's columns of messages and tools have: in Parquet, one that a row has is null in all others."""
+    fields: dict[str, set[str]] = {"prompt": {"role", "content"}, "messages": {"role", "content"}, "tools": set()}
+    for row in (row for rollout in rollouts for row in make_rows(rollout, RowForm.VERL, Counter())):
+        for column in ("prompt", "messages"):
+            fields[column].update(*row[column])
+        fields["tools"].update(["function"] if row["tools"] else [])
+    return fields
+
+
+def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
     import pyarrow as pa
 
     text, whole, flags, bits = pa.string(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int8())
     call = {"id": text, "type": text, "function": pa.struct({"name": text, "arguments": text})}
     names = ("role", "content", "name", "tool_call_id", "reasoning_content")
-    messages = pa.list_(pa.struct({**dict.fromkeys(names, text), "tool_calls": pa.list_(pa.struct(call))}))
+    message = {**dict.fromkeys(names, text), "tool_calls": pa.list_(pa.struct(call))}
+    messages = {
+        column: pa.list_(pa.struct({name: message[name] for name in message if name in fields.get(column, message)}))
+        for column in ("prompt", "completion", "messages")
+    }
     origin = {"step": whole, "group": text, "trajectory": text, "branch": whole, "tokenizer": text}
     numbers = ("rollout_logprobs", "trainer_logprobs", "advantages", "logprobs", "response_logprobs")
     ids = ("token_ids", "policy_versions", "prompt_ids", "completion_ids", "input_ids", "response_ids")
@@ -313,15 +342,16 @@ def _make_schema(columns: Iterable[str], form: RowForm) -> Any:
         **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits), "finish_reasons": pa.list_(text),
         **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole),
         **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
-        **dict.fromkeys(("prompt", "completion", "messages"), messages),
+        **messages,
         "reward_model": pa.struct({"style": text, "ground_truth": text}),
         "extra_info": pa.struct({"split": text, **origin}),
     }  # fmt: skip
     as_text = _JSON_COLUMNS if form is RowForm.ROWS else ()
+    columns = [name for name in columns if fields.get(name, True)]
     return pa.schema({name: text if name in as_text else types.get(name, text) for name in columns})
 
 
-def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+def _write_parquet(path: Path, rows: _Rows, form: RowForm, fields: _Fields) -> None:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -333,7 +363,7 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) ->
             if form is RowForm.ROWS:
                 texts = [{name: json.dumps(row[name], ensure_ascii=False) for name in _JSON_COLUMNS} for row in batch]
                 batch = [row | text for row, text in zip(batch, texts, strict=True)]
-            schema = _make_schema(batch[0], form)
+            schema = _make_schema(batch[0], form, fields)
             writer = writer or stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
             writer.write_table(pa.Table.from_pylist(batch, schema))
 
@@ -351,7 +381,7 @@ def _batch(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield batch
 
 
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+def _write_lines(path: Path, rows: _Rows, form: RowForm, _: _Fields) -> None:
     with path.open("w", encoding="utf-8", errors="replace") as file:
         for row in rows:
             if form is RowForm.TRL:  # JSON has no NaN
@@ -359,10 +389,10 @@ def _write_lines(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> N
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _write_folder(path: Path, rows: Iterable[dict[str, Any]], form: RowForm) -> None:
+def _write_folder(path: Path, rows: _Rows, form: RowForm, fields: _Fields) -> None:
     """A folder for `datasets.load_from_disk`, by way of a Parquet file."""
     with tempfile.TemporaryDirectory(prefix=".rows-", dir=path.parent) as folder:
-        _write_parquet(Path(folder) / "rows.parquet", rows, form)
+        _write_parquet(Path(folder) / "rows.parquet", rows, form, fields)
         import datasets
 
         datasets.load_dataset(

@@ -107,11 +107,25 @@ def test_trl_gets_messages_and_the_ids_of_a_rollout_function_and_of_a_tokenised_
 def test_verl_gets_a_prompt_with_its_answer_and_the_fields_of_an_agent_loop(tmp_path, run):
     (row,) = export(run, tmp_path / "rows.parquet", "--form", "verl")
     assert row["reward_model"] == {"style": "rule", "ground_truth": "4"}
-    assert [message["content"] for message in row["prompt"]] == ["2 + 2?"]
+    assert row["prompt"] == [{"role": "user", "content": "2 + 2?"}]  # Llama's template takes a null for a call
+    assert "tools" not in row  # verl's SFT reads no null there
     assert len(row["messages"]) == 4
     assert (row["prompt_ids"], row["response_ids"], row["response_mask"]) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
     assert row["response_logprobs"] == [-0.125, -0.25, 0.0, -0.375]  # verl has 0 where nothing was sampled
     assert (row["reward_score"], row["num_turns"], row["extra_info"]["step"]) == (0.25, 4, 3)
+
+
+def test_verl_gets_examples_in_the_prompt_and_tools_as_text(tmp_path):
+    history = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    row = {**TOOL_TURNS["rows"][0], "message_indices": [[0, 1, 1], [1, 2, 2], [4, 5, 4]]}
+    shown = {**TOOL_TURNS, "messages": history + TOOL_TURNS["messages"], "tools": [{"type": "function"}], "rows": [row]}
+    write_step(tmp_path / "run", 0, [TOOL_TURNS, shown])
+    plain, shown = export(tmp_path / "run", tmp_path / "rows.parquet", "--form", "verl")
+    assert shown["prompt"] == [*history, {"role": "user", "content": "2 + 2?"}]
+    assert (plain["tools"], shown["tools"]) == (None, '[{"type": "function"}]')
+    assert export(tmp_path / "run", tmp_path / "lines.jsonl", "--form", "verl")[0]["messages"][3] == {
+        "role": "assistant", "content": "It is 4."
+    }  # fmt: skip
 
 
 def test_a_folder_is_one_for_load_from_disk(tmp_path, run):
