@@ -239,12 +239,11 @@ class _Connection:
 
     def _connect(self) -> Any:
         connection = psycopg.connect(make_conninfo(**self._place), autocommit=True)
-        version = connection.info.server_version // 10000
-        if version < _OLDEST_SERVER:
+        version, encoding = connection.info.server_version // 10000, connection.info.parameter_status("server_encoding")
+        if version < _OLDEST_SERVER or encoding != "UTF8":
             connection.close()
-            raise StoreError(
-                f"{self._tables.content} need PostgreSQL {_OLDEST_SERVER} or later, and {self} is {version}"
-            )
+            needs = f"PostgreSQL {_OLDEST_SERVER} or later and a database with the encoding UTF8"
+            raise StoreError(f"{self._tables.content} need {needs}, and {self} is {version} with {encoding}")
         known = "SELECT set_config(name, %s, false) FROM pg_settings WHERE name = %s"
         for name, value in {**_SETTINGS, "search_path": self._tables.schema}.items():
             connection.execute(known, (value, name))

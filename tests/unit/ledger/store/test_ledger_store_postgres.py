@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from support.killed_store import kill_and_check
@@ -189,6 +190,13 @@ def test_an_error_names_the_database_and_never_the_password(server, url, error, 
         open_store(url.format(folder=os.path.dirname(server.socket_path)))  # noqa: PTH120
     assert "cret" not in str(caught.value)
     assert "cret" not in repr(caught.value.__cause__)
+
+
+def test_a_database_whose_text_is_bytes_is_refused_before_a_session(server):
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE plain ENCODING SQL_ASCII TEMPLATE template0")
+    with pytest.raises(StoreError, match=r"encoding UTF8, and the PostgreSQL database 'plain' on .* with SQL_ASCII"):
+        open_store(server.url.replace("/postgres?", "/plain?"))
 
 
 def test_without_psycopg_the_extra_is_named(monkeypatch):
