@@ -183,20 +183,21 @@ def test_gateways_that_start_at_the_same_time_make_the_tables_once(connect):
         ("postgres://tester:secret@127.0.0.1:1/x", StoreError, r"database 'x' on 127.0.0.1:1 cannot.*refused"),
         ("postgresql://tester:secret@/nothing?host={folder}", StoreError, '"nothing" does not exist'),
         ("postgresql://nobody:secret@/postgres?host={folder}", StoreError, 'role "nobody" does not exist'),
+        (
+            "postgresql://tester:secret@/plain?host={folder}",
+            StoreError,
+            "encoding UTF8, and the Po.*'plain'.* SQL_ASCII",
+        ),
     ],
 )
 def test_an_error_names_the_database_and_never_the_password(server, url, error, text):
+    if "plain" in url:
+        with psycopg.connect(server.url, autocommit=True) as connection:
+            connection.execute("CREATE DATABASE plain ENCODING SQL_ASCII TEMPLATE template0")
     with pytest.raises(error, match=text) as caught:
         open_store(url.format(folder=os.path.dirname(server.socket_path)))  # noqa: PTH120
     assert "cret" not in str(caught.value)
     assert "cret" not in repr(caught.value.__cause__)
-
-
-def test_a_database_whose_text_is_bytes_is_refused_before_a_session(server):
-    with psycopg.connect(server.url, autocommit=True) as connection:
-        connection.execute("CREATE DATABASE plain ENCODING SQL_ASCII TEMPLATE template0")
-    with pytest.raises(StoreError, match=r"encoding UTF8, and the PostgreSQL database 'plain' on .* with SQL_ASCII"):
-        open_store(server.url.replace("/postgres?", "/plain?"))
 
 
 def test_without_psycopg_the_extra_is_named(monkeypatch):
