@@ -159,7 +159,9 @@ async def test_requests_in_flight_go_on_with_the_new_weights(tmp_path: Path) -> 
     async with servers(tmp_path) as (client,):
         chunks = client.stream(IDS, SamplingParams(max_tokens=400), n=2)
         await anext(chunks)
+        await client.pause()  # so that it is not over before the weights are written
         await DiskPublisher([client], tmp_path).publish(model(1).named_parameters(), policy_version=1)
+        await client.resume()
         assert {span.policy_version async for chunk in chunks for span in chunk.version_spans} == {0, 1}
 
 
