@@ -314,8 +314,7 @@ async def test_a_run_goes_on_with_fewer_or_more_groups_a_step(tmp_path, groups_p
 
     await run([GOOD] * 2, tmp_path, source=Numbered(3), checkpoints=checkpoints())
     source = Numbered(groups_per_step)
-    async with asyncio.timeout(60):
-        await run([GOOD] * 4, tmp_path, source=source, checkpoints=checkpoints())
+    await asyncio.wait_for(run([GOOD] * 4, tmp_path, source=source, checkpoints=checkpoints()), 60)
     assert source.sampled == list(range(6, 6 + 2 * groups_per_step))
 
 

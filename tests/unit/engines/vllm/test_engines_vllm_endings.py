@@ -87,8 +87,7 @@ async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_erro
         await engine.check_health()
     with pytest.raises(EngineError, match="dead"):
         await engine.sample(ask("late"))
-    async with asyncio.timeout(60):
-        await engine.close()
+    await asyncio.wait_for(engine.close(), 60)
     assert set(multiprocessing.active_children()) == already
 
 
@@ -135,7 +134,6 @@ async def test_an_engine_that_does_not_notice_that_it_is_to_end_is_woken(tmp_pat
         shut_down(timeout_s)
 
     engine._llm.shutdown = shut_down_unnoticed
-    async with asyncio.timeout(60):
-        await engine.close()
+    await asyncio.wait_for(engine.close(), 60)
     assert was_noticed == [False]
     assert set(multiprocessing.active_children()) == already

@@ -328,8 +328,7 @@ async def test_a_call_that_is_cancelled_before_its_work_has_begun_returns() -> N
             await asyncio.sleep(0)  # they have sent their orders
             for task in tasks:
                 task.cancel()
-            async with asyncio.timeout(60):
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert (await process.sample(0, name="it")).group_id == "0"
 
 
