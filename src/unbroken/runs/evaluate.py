@@ -129,7 +129,8 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
-    if not output.is_dir() or not any(output.iterdir()):
+    begun = {"run.lock", "recipe.json", f".{REPORT}.part"}  # and killed before it had a report
+    if not output.is_dir() or {each.name for each in output.iterdir()} <= begun:
         return {**report, "models": [], "differences": []}
     try:
         found = json.loads((output / REPORT).read_text("utf-8"))

@@ -138,6 +138,8 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     )
     words = [str(tmp_path / "tasks.jsonl"), "--model", str(model), f"--reward={tmp_path / 'rewards.py'}:interrupted"]
     words += ["--output", str(tmp_path / "out"), *SHORT]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.lock").touch()  # it was killed before it had sampled
     assert main(["eval", *words]) == 130
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
