@@ -71,10 +71,7 @@ def embedded(folder: Path, family: Family) -> Subject:
         image_processor=processor,
     )
     return Subject(
-        engine=engine,
-        processor=processor,
-        model=load_vision_model(folder / "0"),
-        other=load_vision_model(folder / "1"),
+        engine=engine, processor=processor, model=load_vision_model(folder / "0"), other=load_vision_model(folder / "1")
     )
 
 

@@ -13,13 +13,7 @@ from support.flaky_server import Data, Server
 from support.loops import Callbacks
 from support.models import tiny_qwen3
 from support.rows import group, trajectory
-from unbroken.errors import (
-    EngineError,
-    InvalidInputError,
-    OutageError,
-    ServerUnreachableError,
-    TrainingError,
-)
+from unbroken.errors import EngineError, InvalidInputError, OutageError, ServerUnreachableError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
