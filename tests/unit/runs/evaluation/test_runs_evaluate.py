@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,11 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     words += ["--output", str(tmp_path / "out"), *SHORT]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.lock").touch()  # it was killed before it had sampled
-    assert main(["eval", *words]) == 130
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests are a background job
+    try:
+        assert main(["eval", *words]) == 130
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
