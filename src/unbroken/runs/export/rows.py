@@ -95,7 +95,7 @@ def export_rows(
         raise ExportError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is none, or the folder is read-only
+        with contextlib.suppress(OSError):  # it is no folder, or cannot be written
             part.unlink()
     return counts
 
