@@ -193,12 +193,23 @@ def find_other_bits(model: Any, rounded: torch.dtype | None = None) -> str | Non
     run = model if rounded is None else functools.partial(call_rounded, model, rounded)
     found = []
     for rows in (short[None], torch.stack([pad(short, (0, length - len(short))), ids])):
-        outputs = ModuleOutputs(model)
-        run(input_ids=rows.to(model.device), use_cache=False)
-        found.append({name: output for name, output in outputs.end().items() if len(output) == rows.shape[1]})
+        outputs, num_ids = ModuleOutputs(model), rows.shape[1]
+        try:
+            run(input_ids=rows.to(model.device), use_cache=False)
+        finally:
+            every = outputs.end()
+        found.append(
+            {
+                name: each.reshape(-1, num_ids, *each.shape[1:])
+                for name, each in every.items()
+                if len(each) % num_ids == 0
+            }
+        )
     alone, beside = found
     names = (
-        name for name, output in alone.items() if name in beside and not torch.equal(beside[name][:multiple], output)
+        name
+        for name, each in alone.items()  # one that runs several times in a pass has as many outputs in the other
+        if name in beside and len(beside[name]) == len(each) and not torch.equal(beside[name][:, :multiple], each)
     )
     return next(names, None)
 
