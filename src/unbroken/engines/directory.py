@@ -22,7 +22,7 @@ _POLL_S = 0.5
 """How often the list is read, and each server asked for its health."""
 _SETTLES_S = 0.25
 """How long a file must have the same addresses before they count."""
-_MAX_FAILURES = 2
+MAX_FAILURES = 2
 """After so many health checks in a row a server is gone; one may fail for a busy server."""
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ async def _accompany(url: str, members: Members) -> None:
     while True:
         await _join(url, members)
         num_failures = 0
-        while num_failures < _MAX_FAILURES:
+        while num_failures < MAX_FAILURES:
             await asyncio.sleep(_POLL_S)
             num_failures = 0 if await members.is_healthy(url) else num_failures + 1
         _log.warning("%s does not answer any more, and is left out until it does", url)

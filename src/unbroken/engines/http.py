@@ -18,14 +18,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
-from unbroken.engines.directory import EngineDirectory, check_address, follow
+from unbroken.engines.directory import MAX_FAILURES, EngineDirectory, check_address, follow
 from unbroken.engines.http_servers import EngineServer, ServerAccess, ServerFacts, open_server
 from unbroken.errors import EngineError, ServerBehindError, ServerError, ServerUnreachableError
 from unbroken.types import (
@@ -410,6 +410,8 @@ class Failover:
         self._behind: set[EngineServer] = set()
         self._joining: set[EngineServer] = set()
         """Those that have not had the newest version since they came."""
+        self._num_failures: Counter[EngineServer] = Counter()
+        """Health checks in a row that failed for those that are there and about to join."""
 
     def __str__(self) -> str:
         return str([server.base_url for server in self.servers]) if self.members else "the servers that were listed"
@@ -496,8 +498,11 @@ class Failover:
         server = self.members[url]
         assert isinstance(server, AsyncClient), "`connect` has refused others"
         if not await server.health():
-            self.leave(url)
+            self._num_failures[server] += 1
+            if self._num_failures[server] == MAX_FAILURES:
+                self.leave(url)
             raise ServerUnreachableError("it does not answer")
+        self._num_failures.pop(server, None)
         found, newest = await server.policy_version(), await self._find_newest(server)
         if found != newest:
             self._joining.add(server)
@@ -513,6 +518,7 @@ class Failover:
         """Let a server go: others are asked again for what it has not answered."""
         if (server := self.members.pop(url, None)) is not None:
             self._joining.discard(server)
+            self._num_failures.pop(server, None)
             for call in self._calls[server]:
                 call.reschedule(asyncio.get_running_loop().time())
 

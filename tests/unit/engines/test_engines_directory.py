@@ -167,6 +167,25 @@ async def test_a_server_of_another_model_is_named_and_holds_up_nothing(caplog: p
         await engine.close()
 
 
+async def test_a_server_that_is_about_to_join_is_gone_after_two_failed_health_checks_and_not_after_one() -> None:
+    checks, seen = [False, True, False, False], []
+
+    class Busy(Mortal):
+        async def check_health(self) -> None:
+            if engine is not None:
+                seen.append(engine.urls)
+                self.is_dead = len(seen) <= len(checks) and not checks[len(seen) - 1]
+            await super().check_health()
+
+    engine, ahead, behind = None, fives(), Busy(lambda _: [5], vocab_size=len(server_tokenizer()), context_length=4096)
+    await ahead.update_weights(TensorSource([]), policy_version=2)
+    async with listening(make_app(ahead)) as one, listening(make_app(behind)) as two:
+        engine = await HttpEngine.connect(Listed(one, two))
+        await wait_until(lambda: len(seen) > 4)
+        await engine.close()
+    assert seen[:5] == [(one, two)] * 4 + [(one,)]
+
+
 async def test_servers_that_are_all_gone_are_an_error_until_another_comes() -> None:
     listed = Listed()
     with pytest.raises(ServerUnreachableError, match=r"none of the servers in .* answers"):
