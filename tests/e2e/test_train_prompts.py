@@ -27,7 +27,16 @@ SMALL = {
     "--trainer.optimizer.learning-rate": "1e-3",
     "--loop.num-steps": "4",
 }
-
+WAITS = """
+from asyncio import Event
+share, problems = digits, []
+async def digits(completions: list[str]) -> list[float]:
+    problems.append(completions)
+    if len(problems) > 6:
+        await Event().wait()
+    return share(completions)
+"""
+"""A reward that waits for ever in the third step: two problems are evaluated before, and two trained on in a step."""
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -72,13 +81,15 @@ def sums(folder: Path) -> Path:
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, model, whole, number, status, word):
-    words = command(SUMS, tmp_path / "run", model)
-    log = tmp_path / "log"
+    recipe, log = sums(tmp_path), tmp_path / "log"
+    words, rewards = command(recipe, tmp_path / "run", model), recipe.with_name("rewards.py")
+    rewards.write_text(rewards.read_text() + WAITS)
     process = ForkedPython("unbroken", *words, output=log)
     while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
+    shutil.copy(SUMS.with_name("rewards.py"), rewards)
     assert process.wait(timeout=60) == status, log.read_text()
     assert f"{word}; the same command continues from the last checkpoint" in log.read_text()
     assert len(lines(tmp_path / "run")) < 4

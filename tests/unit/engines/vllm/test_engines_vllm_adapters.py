@@ -77,22 +77,22 @@ async def test_the_policy_of_vllm_is_the_adapter_that_came_last_and_requests_kee
 async def check_that_requests_keep_their_adapter(engine: Any, first: Trainer, second: Trainer) -> None:
     """Versions 1 and 2. The prompt is the same each time, so its KV would be found if vLLM took adapters for one."""
     publisher = InProcessPublisher(engine)
-    running = None
-    for version, one in enumerate((first, second), start=1):
-        update = await publisher.publish(one.named_weights(), policy_version=version)
-        assert engine.policy_version == version
-        assert await mismatch(one, engine) < 1e-5
-        await assert_sampled_by(engine, one, await engine.sample(ask("now")), version)
-        running = running or asyncio.create_task(engine.sample(ask("long", max_tokens=150)))
-        await asyncio.sleep(0.05)
-    assert update.num_bytes < 40_000
+    await publisher.publish(first.named_weights(), policy_version=1)
+    assert await mismatch(first, engine) < 1e-5
+    await assert_sampled_by(engine, first, await engine.sample(ask("before")), 1)
 
     # The first version's request goes on beside the second's, and its adapter is dropped when it has ended.
-    assert running is not None
-    assert not running.done()
-    assert len(await engine._calls.rpc("list_loras")) == 1
-    assert len((await engine._calls.rpc("list_loras"))[0]) == 2
+    await engine.pause()
+    running = asyncio.create_task(engine.sample(ask("long", max_tokens=150)))
+    await asyncio.sleep(0)  # it takes its adapter
+    assert (await publisher.publish(second.named_weights(), policy_version=2)).num_bytes < 40_000
+    assert engine.policy_version == 2
+    now = asyncio.create_task(engine.sample(ask("now")))
+    assert [len(each) for each in await engine._calls.rpc("list_loras")] == [2]
+    await engine.resume()
+    await assert_sampled_by(engine, second, await now, 2)
     await assert_sampled_by(engine, first, await running, 1)
+    assert await mismatch(second, engine) < 1e-5
     while len((await engine._calls.rpc("list_loras"))[0]) > 1:  # noqa: ASYNC110  # it lives in another process
         await asyncio.sleep(0.01)
 
@@ -100,12 +100,12 @@ async def check_that_requests_keep_their_adapter(engine: Any, first: Trainer, se
 async def check_that_there_is_room_for_three(engine: Any, first: Trainer, second: Trainer, third: Trainer) -> None:
     """Versions 3 and 4, while requests take them and version 2; a fifth is refused."""
     publisher = InProcessPublisher(engine)
+    await engine.pause()
     held = [asyncio.create_task(engine.sample(ask("second", max_tokens=150)))]
     for version, one in ((3, first), (4, second)):
         await publisher.publish(one.named_weights(), policy_version=version)
         held.append(asyncio.create_task(engine.sample(ask(f"version {version}", max_tokens=150))))
         await asyncio.sleep(0)  # it takes its adapter
-    await engine.pause()
     with pytest.raises(SamplingError, match=r"versions \[2, 3, 4\] are in flight, and there is no room"):
         await publisher.publish(third.named_weights(), policy_version=5)
     await engine.resume()
