@@ -13,6 +13,7 @@ Two models have the same problems and seeds, so their difference is that of each
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import re
@@ -100,7 +101,8 @@ def evaluate_task(
     found = [find_model(name, tokenizer, api_key=key) for name in models]
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
     own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
-    report = _begin_report(config.output, task, {"TASK": task, **own, **describe(config)})
+    settings = {"TASK": task, **own, **describe(config)}
+    report = _begin_report(config.output, task, settings | _digest_files(settings))
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [_size(each, config, num_problems, num_samples) for each in sets]
@@ -124,6 +126,18 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
             f"(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
         )
     return load_recipe(Path(task)), []
+
+
+def _digest_files(settings: Any) -> dict[str, str]:
+    """The digest of each data file that settings name."""
+    if isinstance(settings, str) and settings.endswith(_DATA):
+        try:
+            with Path(settings).open("rb") as file:
+                return {f"the SHA-256 of {settings}": hashlib.file_digest(file, "sha256").hexdigest()}
+        except OSError:  # the recipe says what is wrong with it
+            return {}
+    inner = settings.values() if isinstance(settings, dict) else settings if isinstance(settings, list) else ()
+    return {name: digest for each in inner for name, digest in _digest_files(each).items()}
 
 
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -149,6 +150,14 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
+    data = (tmp_path / "tasks.jsonl").read_bytes()
+    (tmp_path / "tasks.jsonl").write_bytes(data.replace(b'"answer": "1"', b'"answer": "5"'))
+    digests = [f"{hashlib.sha256(each).hexdigest()}'" for each in (data, (tmp_path / "tasks.jsonl").read_bytes())]
+    assert main(["eval", *words]) == 1
+    said = capsys.readouterr().err
+    assert f"the SHA-256 of {tmp_path}/tasks.jsonl must be '{digests[0]} as in the evaluation in" in said
+    assert f"got '{digests[1]}: give that, or another --output" in said
+    (tmp_path / "tasks.jsonl").write_bytes(data)
     assert main(["eval", *words]) == main(["eval", *words]) == 0
     assert sorted((tmp_path / "calls").read_text()) == list("01233")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -181,42 +190,21 @@ def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp
 @pytest.mark.parametrize(
     ("task", "words", "message"),
     [
-        ("recipe.txt", [], "TASK must be a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or"),
-        ("no.toml", [], "RECIPE must be a Python or TOML file, got no.toml: there is no such file"),
-        (RECIPE, ["--model", "/no/folder"], "or a server's URL, got '/no/folder': no such folder"),
-        (RECIPE, ["--model", "{empty}"], "CHECKPOINT must be a checkpoint's folder or that of a run with one"),
-        (RECIPE, ["--model", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9 in 2 tries"),
-        (RECIPE, ["--model", "{model}", "--model", "{model}"], "--model must be different models, got"),
-        (RECIPE, ["--model", "{model}", "--samples", "0"], "--samples must be >= 1, got 0"),
+        ("recipe.txt", "", "TASK must be a recipe (.py, .toml), a data set's file (.jsonl, .json, .parquet, .csv), or"),
+        ("no.toml", "", "RECIPE must be a Python or TOML file, got no.toml: there is no such file"),
+        (RECIPE, "--model /no/folder", "or a server's URL, got '/no/folder': no such folder"),
+        (RECIPE, "--model {empty}", "CHECKPOINT must be a checkpoint's folder or that of a run with one"),
+        (RECIPE, "--model http://127.0.0.1:9", "no answer from http://127.0.0.1:9 in 2 tries"),
+        (RECIPE, "--model {model} --model {model}", "--model must be different models, got"),
+        (RECIPE, "--model {model} --samples 0", "--samples must be >= 1, got 0"),
+        (RECIPE, "--model {model} --samples=99999999999", "must be less than 1000000, what a file of"),
+        (RECIPE, "--model {broken} --problems=1", "model must be a folder or the hub's name of a model, got"),
+        (RECIPE, "--model {model} --rollouts.samplers 2 --engine.kind started", "rollouts.samplers must be"),
+        (RECIPE, "--model {model} --output {model}", "output must be a new or empty folder, or that of the same"),
+        (RECIPE, "--model {model} --nothing 2", "--nothing must be a field of the recipe"),
         (
             RECIPE,
-            ["--model", "{model}", "--samples=99999999999"],
-            "must be less than 1000000, what a file of",
-        ),
-        (RECIPE, ["--model", "{broken}", "--problems=1"], "model must be a folder or the hub's name of a model, got"),
-        (
-            RECIPE,
-            ["--model", "{model}", "--rollouts.samplers", "2", "--engine.kind", "started"],
-            "rollouts.samplers must be",
-        ),
-        (
-            RECIPE,
-            ["--model", "{model}", "--output", "{model}"],
-            "output must be a new or empty folder, or that of the same",
-        ),
-        (RECIPE, ["--model", "{model}", "--nothing", "2"], "--nothing must be a field of the recipe"),
-        (
-            RECIPE,
-            [
-                "--model",
-                "{model}",
-                "--engine.kind",
-                "server",
-                "--engine.urls",
-                "http://x",
-                "--engine.weights-dir",
-                "/tmp",
-            ],
+            "--model {model} --engine.kind server --engine.urls http://x --engine.weights-dir /tmp",
             "engine.kind must be embedded, started or colocated to evaluate",
         ),
     ],
@@ -225,9 +213,9 @@ def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsy
     (tmp_path / "empty").mkdir()
     shutil.copytree(model, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "model.safetensors", 1000)
-    given = [word.format(model=model, **{name: tmp_path / name for name in ("empty", "broken")}) for word in words]
-    output = [] if "--output" in given else ["--output", str(tmp_path / "out")]
-    assert main(["eval", task, *output, *given]) == 1
+    words = words.format(model=model, empty=tmp_path / "empty", broken=tmp_path / "broken")
+    output = "" if "--output" in words else f"--output {tmp_path / 'out'}"
+    assert main(["eval", task, *output.split(), *words.split()]) == 1
     assert message in capsys.readouterr().err
 
 
