@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from support.evaluations import read_evaluations
 from support.forks import ForkedPython
 from support.processes import run_two
 from support.served import save_tiny_model
@@ -65,10 +66,6 @@ def lines(output: Path) -> list[dict]:
     return [
         {k: v for k, v in line.items() if not k.startswith(("seconds/", "tokens_per_s/", "idle/"))} for line in whole
     ]
-
-
-def evaluations(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "evaluation.jsonl").read_text().splitlines()]
 
 
 def sums(folder: Path) -> Path:
@@ -145,7 +142,7 @@ def test_two_processes_share_out_the_problems_of_one(tmp_path, model, whole):
             assert ours[name] == theirs[name]
         for name in ("reward/mean", "reward/digits_mean", "train/loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
-    evaluated = [[line["reward/mean"] for line in evaluations(run)] for run in (whole, tmp_path / "two")]
+    evaluated = [[line["reward/mean"] for line in read_evaluations(run)] for run in (whole, tmp_path / "two")]
     assert evaluated[0] == pytest.approx(evaluated[1])
     kept = find_records(tmp_path / "two" / "rollouts")
     assert list(kept) == [(step, rank) for step in range(4) for rank in (0, 1)]

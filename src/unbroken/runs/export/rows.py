@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from unbroken.errors import ExportError, InvalidInputError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
@@ -83,11 +83,12 @@ def export_rows(
         if target.suffix == ".eval":
             _write_inspect(part, rollouts, name=Path(source).name if "://" not in source else "sessions")
         else:
-            rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
+            rows: _Rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
             writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
-            again = find_rollouts(source, steps=steps, kind=kind) if form is RowForm.VERL else None
-            fields = {} if again is None else _find_fields(again)
-            writers.get(target.suffix, _write_folder)(part, rows, form, fields)
+            with tempfile.TemporaryFile("w+", dir=target.parent) as file:
+                fields = {} if form is not RowForm.VERL or target.suffix == ".jsonl" else _find_fields(rows, file)
+                rows = map(json.loads, file) if fields else rows
+                writers.get(target.suffix, _write_folder)(part, rows, form, fields)
         if counts["rollouts"] == 0:
             raise InvalidInputError(f"{source} has no rollouts of these steps")
         part.replace(target)
@@ -312,13 +313,18 @@ _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 
-def _find_fields(rollouts: Iterable[Rollout]) -> dict[str, set[str]]:
-    """Which fields verl's columns of messages and tools have: in Parquet, one that a row has is null in all others."""
+def _find_fields(rows: _Rows, kept: TextIO) -> _Fields:
+    """Which fields verl's columns of messages and tools have: in Parquet, one that a row has is null in all others.
+
+    The rows are kept as lines of JSON meanwhile: the next time, a store may have more of them, with other fields.
+    """
     fields: dict[str, set[str]] = {"prompt": {"role", "content"}, "messages": {"role", "content"}, "tools": set()}
-    for row in (row for rollout in rollouts for row in make_rows(rollout, RowForm.VERL, Counter())):
+    for row in rows:
         for column in ("prompt", "messages"):
             fields[column].update(*row[column])
         fields["tools"].update(["function"] if row["tools"] else [])
+        kept.write(json.dumps(row) + "\n")
+    kept.seek(0)
     return fields
 
 

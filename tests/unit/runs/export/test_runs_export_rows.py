@@ -19,6 +19,7 @@ from support.sessions import make_commit, make_session, make_turn
 from unbroken.cli import main
 from unbroken.ledger.records import SessionStatus
 from unbroken.ledger.store import open_store
+from unbroken.runs.records.files import read_records
 from unbroken.viewer.sources.stores import StoreRun
 
 TOOL_TURNS = make_trajectory(
@@ -114,14 +115,16 @@ def test_verl_gets_a_prompt_with_its_answer_and_the_fields_of_an_agent_loop(tmp_
     assert (row["reward_score"], row["num_turns"], row["extra_info"]["step"]) == (0.25, 4, 3)
 
 
-def test_verl_gets_examples_in_the_prompt_and_tools_as_text(tmp_path):
+def test_verl_gets_examples_in_the_prompt_and_tools_as_text(tmp_path, monkeypatch):
+    reads: list[Path] = []  # once: what is written meanwhile may have other fields
+    monkeypatch.setattr("unbroken.runs.export.rows.read_records", lambda path: reads.append(path) or read_records(path))
     history = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     row = {**TOOL_TURNS["rows"][0], "message_indices": [[0, 1, 1], [1, 2, 2], [4, 5, 4]]}
     shown = {**TOOL_TURNS, "messages": history + TOOL_TURNS["messages"], "tools": [{"type": "function"}], "rows": [row]}
     write_step(tmp_path / "run", 0, [TOOL_TURNS, shown])
     plain, shown = export(tmp_path / "run", tmp_path / "rows.parquet", "--form", "verl")
     assert shown["prompt"] == [*history, {"role": "user", "content": "2 + 2?"}]
-    assert (plain["tools"], shown["tools"]) == (None, '[{"type": "function"}]')
+    assert (plain["tools"], shown["tools"], len(reads)) == (None, '[{"type": "function"}]', 1)
     line = export(tmp_path / "run", tmp_path / "lines.jsonl", "--form", "verl")[0]
     assert line["messages"][3] == TOOL_TURNS["messages"][3]
 
