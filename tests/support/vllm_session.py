@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from unbroken.types import SampleRequest, SamplingParams, token_ids
+
 # vLLM reads these when it is imported, and its processes inherit them.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -43,3 +45,10 @@ async def vision_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     started = await start_vision_vllm(tmp_path_factory.mktemp("vision"))
     yield started
     await started.engine.close()
+
+
+async def greedy(engine: Any) -> list[int]:
+    """Twenty ids that an engine finds the most likely after 1 2 3 4 5."""
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    request = SampleRequest(request_id="a", prompt_ids=token_ids([1, 2, 3, 4, 5]), params=params)
+    return [*(await engine.sample(request)).sequences[0].completion_ids.tolist()]

@@ -16,10 +16,8 @@ from support.architectures import tiny_model
 from support.gradients import SUBTRACT_GRADIENT, step_gradient
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import InvalidInputError
-from unbroken.ledger.export import export_samples
-from unbroken.ledger.nodes import Origin
-from unbroken.ledger.tree import TokenTree
 from unbroken.routing import Routers
+from unbroken.runs.numerics import sample_row
 from unbroken.training.config import OldLogprobs, Packing, TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.stats import step_metrics
@@ -29,28 +27,14 @@ from unbroken.training.model.logprobs import PolicyLogprobs
 from unbroken.training.model.routing import lay_out_experts
 from unbroken.training.model.scores import Entropy
 from unbroken.training.trainer import Trainer
-from unbroken.types import SampleRequest, SamplingParams, TrainingSample, token_ids
+from unbroken.types import SamplingParams, TrainingSample
 
 
 async def sample_rows(model: Any, num_rows: int = 6) -> list[TrainingSample]:
     """Rows of two turns each, as an engine with this model sampled them, with their experts."""
     engine = TransformersEngine(model, config=TransformersEngineConfig(records_routing=True))
-    rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=12, return_routed_experts=True)
-    rows = []
-    for number in range(num_rows):
-        tree = TokenTree()
-        end, ids = None, token_ids([])
-        for turn, origin in enumerate((Origin.PROMPT, Origin.BRIDGE)):
-            given = token_ids(rng.integers(3, 60, int(rng.integers(3, 9))))
-            ids = token_ids([*ids, *given])
-            request = SampleRequest(
-                request_id=f"{number}/{turn}", prompt_ids=ids, params=replace(params, seed=10 * number + turn)
-            )
-            (sequence,) = (await engine.sample(request)).sequences
-            end = tree.add_sampled(sequence, parent=tree.add_given(given, origin, parent=end))
-            ids = token_ids([*ids, *sequence.completion_ids])
-        rows += export_samples(tree, float(rng.normal()))
+    rows = [await sample_row(engine, params, (0, number), [(5, 12), (8, 12)]) for number in range(num_rows)]
     await engine.close()
     return rows
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
+from support.vllm_session import greedy
 from unbroken.engines.base import TransferEngine
 from unbroken.transfer.packed import BufferPacking, unpack
 from unbroken.transfer.sources import TensorSource, TensorSpec
@@ -22,14 +23,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 MEETING = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
 WEIGHT = {"names": ["model.embed_tokens.weight"], "dtype_names": ["float32"], "shapes": [[64, 32]]}
-
-
-async def greedy(engine: Any) -> list[int]:
-    request = SampleRequest(
-        request_id="a", prompt_ids=PROMPT_IDS, params=SamplingParams(temperature=0.0, max_tokens=20)
-    )
-    found: list[int] = (await engine.sample(request)).sequences[0].completion_ids.tolist()
-    return found
 
 
 def weights_of(seed: int) -> list[tuple[str, Any]]:

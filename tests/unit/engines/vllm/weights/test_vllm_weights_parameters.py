@@ -9,21 +9,11 @@ import httpx
 import pytest
 
 from support.servers import asgi_client, listening, make_app, scripted_engine
+from support.vllm_session import greedy
 from unbroken.engines.base import CommunicatorEngine
 from unbroken.transfer.sources import TensorSource
-from unbroken.types import SampleRequest, SamplingParams, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
-
-
-async def greedy(engine: Any) -> list[int]:
-    request = SampleRequest(
-        request_id="a", prompt_ids=PROMPT_IDS, params=SamplingParams(temperature=0.0, max_tokens=20)
-    )
-    found: list[int] = (await engine.sample(request)).sequences[0].completion_ids.tolist()
-    return found
 
 
 def sender_to(url: str) -> Any:
