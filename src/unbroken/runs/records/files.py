@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import os
 import re
@@ -41,6 +42,7 @@ _MAX_INFLATION, _MAX_SMALL_BYTES = 200, 64 << 20
 `_pack` keeps to half of both, because the first line is packed apart."""
 _GZIP = 31
 """`wbits` of zlib for a gzip file."""
+_logger = logging.getLogger(__name__)
 
 
 def write_records(
@@ -242,7 +244,10 @@ def _pack(lines: Iterable[Mapping[str, Any]]) -> bytearray:
     """Pack lines. Where one id a million times packs better than readers take, some lines are stored as they are."""
     packed, size, packer = bytearray(), 0, zlib.compressobj(5, wbits=_GZIP)
     for line in lines:
-        text = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
+        text = _encode(line)
+        if len(text) > MAX_LINE_BYTES and line.get("data") is not None:
+            _logger.warning("rollout %s is kept without its row of the data set, which is too long", line["trajectory"])
+            text = _encode({**line, "data": None})
         size += len(text)
         if size > _MAX_SMALL_BYTES // 2 and size > _MAX_INFLATION // 2 * len(packed):
             packed += packer.flush() + zlib.compress(text, 0, wbits=_GZIP)
@@ -250,6 +255,10 @@ def _pack(lines: Iterable[Mapping[str, Any]]) -> bytearray:
         else:
             packed += packer.compress(text)
     return packed + packer.flush()
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
 
 
 def _write_whole(path: Path, data: bytes | bytearray, rank: int) -> None:

@@ -277,6 +277,14 @@ def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
         assert [each["messages"] for each in kept] == [list(said)] * 6
 
 
+def test_a_rollout_with_a_row_that_readers_would_not_take_is_kept_without_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("unbroken.runs.records.files.MAX_LINE_BYTES", 20_000)
+    groups = [replace(make_group(name, [1.0]), data={"columns": {"tests": name * 15_000}}) for name in ("a", "bc")]
+    write_groups(tmp_path / "rollouts", {"step": 0, "rank": 0, "num_processes": 1}, groups)
+    assert [each["data"] for each in read(tmp_path, 0)[1]] == [groups[0].data, None]
+    assert "is kept without its row of the data set, which is too long" in caplog.text
+
+
 def test_a_table_of_completions_is_shown_and_logged(tmp_path, model, capsys):
     assert train(tmp_path, model, "--loop.num-steps=1", "--log-completions=2", "--rollout-log.groups=none") == 0
     printed = capsys.readouterr().out
