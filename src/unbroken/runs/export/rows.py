@@ -80,17 +80,20 @@ def export_rows(
     part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        rows: Iterator[Any] = rollouts
+        if target.suffix != ".eval":
+            rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
+        if (first := next(rows, None)) is None:
+            raise InvalidInputError(f"{source} has no rollouts of these steps{' with ids' if counts else ''}")
+        rows = itertools.chain([first], rows)
         if target.suffix == ".eval":
-            _write_inspect(part, rollouts, name=Path(source).name if "://" not in source else "sessions")
+            _write_inspect(part, rows, name=Path(source).name if "://" not in source else "sessions")
         else:
-            rows: _Rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
             writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
             with tempfile.TemporaryFile("w+", dir=target.parent) as file:
                 fields = {} if form is not RowForm.VERL or target.suffix == ".jsonl" else _find_fields(rows, file)
                 rows = map(json.loads, file) if fields else rows
                 writers.get(target.suffix, _write_folder)(part, rows, form, fields)
-        if counts["rollouts"] == 0:
-            raise InvalidInputError(f"{source} has no rollouts of these steps")
         part.replace(target)
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error}") from error
@@ -149,7 +152,8 @@ def _read_store(location: str) -> Iterator[Rollout]:
             if (stored := reader.load(listed.session_id)) is not None:
                 settings = stored.record.settings
                 head = {"model": settings.get("tokenizer") or settings.get("model")}
-                yield Rollout(kind=SESSION, head=head, record=_make_record(stored))
+                text = json.dumps(_make_record(stored), ensure_ascii=False)  # of half a surrogate pair: no UTF-8
+                yield Rollout(kind=SESSION, head=head, record=json.loads(text.encode("utf-8", "replace")))
 
 
 def _make_record(stored: StoredSession) -> dict[str, Any]:
@@ -401,9 +405,11 @@ def _write_folder(path: Path, rows: _Rows, form: RowForm, fields: _Fields) -> No
         _write_parquet(Path(folder) / "rows.parquet", rows, form, fields)
         import datasets
 
-        datasets.load_dataset(
-            "parquet", data_files=str(Path(folder) / "rows.parquet"), split="train", cache_dir=f"{folder}/cache"
-        ).save_to_disk(path)
+        files, cache = str(Path(folder) / "rows.parquet"), f"{folder}/cache"
+        try:
+            datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache).save_to_disk(path)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise OSError(f"{error.__cause__ or error}") from error
 
 
 def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> None:

@@ -125,15 +125,21 @@ def test_verl_gets_examples_in_the_prompt_and_tools_as_text(tmp_path, monkeypatc
     plain, shown = export(tmp_path / "run", tmp_path / "rows.parquet", "--form", "verl")
     assert shown["prompt"] == [*history, {"role": "user", "content": "2 + 2?"}]
     assert (plain["tools"], shown["tools"], len(reads)) == (None, '[{"type": "function"}]', 1)
-    line = export(tmp_path / "run", tmp_path / "lines.jsonl", "--form", "verl")[0]
-    assert line["messages"][3] == TOOL_TURNS["messages"][3]
+    assert export(tmp_path / "run", tmp_path / "x.jsonl", "--form=verl")[0]["messages"][3] == TOOL_TURNS["messages"][3]
 
 
-def test_a_folder_is_one_for_load_from_disk(tmp_path, run):
+def test_a_folder_is_one_for_load_from_disk(tmp_path, run, monkeypatch, capsys):
     assert main(["export", str(run), str(tmp_path / "folder"), "--form", "trl"]) == 0
     found = datasets.load_from_disk(str(tmp_path / "folder"))
     assert found[0]["input_ids"] == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise datasets.exceptions.DatasetGenerationError from OSError("No space left on device")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    assert main(["export", str(run), str(tmp_path / "other"), "--form", "trl"]) == 1
+    assert f"{tmp_path}/other cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_inspect_gets_a_sample_for_each_rollout_with_siblings_as_epochs(tmp_path, run):
@@ -162,7 +168,7 @@ def test_inspect_gets_a_sample_for_each_rollout_with_siblings_as_epochs(tmp_path
     assert sample["metadata"]["rows"][0]["rollout_logprobs"][2] == -0.125
 
 
-def test_steps_are_chosen_branches_are_rows_and_what_sampled_nothing_is_one_without_ids(tmp_path):
+def test_steps_are_chosen_branches_are_rows_and_what_sampled_nothing_is_one_without_ids(tmp_path, capsys):
     write_run(tmp_path / "run")
     rows = export(tmp_path / "run", tmp_path / "all.parquet")
     assert [(row["step"], row["trajectory"], row["branch"], len(row["token_ids"])) for row in rows] == [
@@ -171,6 +177,9 @@ def test_steps_are_chosen_branches_are_rows_and_what_sampled_nothing_is_one_with
     assert len(export(tmp_path / "run", tmp_path / "first.parquet", "--steps", ":1")) == 1
     assert len(export(tmp_path / "run", tmp_path / "second.jsonl", "--steps", "1:2")) == 4
     assert len(export(tmp_path / "run", tmp_path / "verl.jsonl", "--form", "verl")) == 4
+    write_step(tmp_path / "none", 0, [make_trajectory("g/0", [])])
+    assert main(["export", str(tmp_path / "none"), str(tmp_path / "none.parquet"), "--form=trl"]) == 1
+    assert "none has no rollouts of these steps with ids" in capsys.readouterr().err
 
 
 def test_an_evaluation_set_named_training_does_not_hide_the_rollouts_of_training(tmp_path, run):
@@ -209,10 +218,11 @@ def test_a_store_is_exported_from_both_databases(tmp_path, location):  # noqa: F
     store = open_store(location)
     store.create(make_session(tokenizer="a/tokenizer", model="policy"))
     for number in range(2):
-        store.commit([make_commit(number=number)])
+        store.commit([make_commit(number=number, text="half a pair: \ud800")])
     store.finish("s", SessionStatus.FINISHED, {"status": 7, "reward": 0.5})  # no name of a status
     store.close()
     (row,) = export(location, tmp_path / "rows.parquet")
+    assert json.loads(row["messages"])[0]["content"] == "half a pair: ?"
     (shown,) = StoreRun(location, name="store").read_step(0)["trajectories"]
     assert [(each["status"], each["reward"]) for each in (row, shown)] == [("finished", 0.5)] * 2
     first, second = make_turn(0), make_turn(1)
