@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -37,7 +38,7 @@ from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
 from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, Sample, choose_ks, pass_at_k, read_samples
 from unbroken.runs.evaluation.schedule import make_evaluators
-from unbroken.runs.folder import claim_folder, lock_folder, may_change
+from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, may_change
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
 from unbroken.runs.records.files import MAX_LINES, find_records
@@ -143,12 +144,12 @@ def _digest_files(settings: Any) -> dict[str, str]:
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
-    begun = {"run.lock", "recipe.json", f".{REPORT}.part"}  # and killed before it had a report
-    if not output.is_dir() or {each.name for each in output.iterdir()} <= begun:
+    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK)  # before it had a report
+    if all(each.is_dir() or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:
         found = json.loads((output / REPORT).read_text("utf-8"))
-        before = found["settings"]
+        before = dict(found["settings"])
         report |= {"models": found["models"], "differences": found["differences"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise InvalidInputError(
@@ -276,7 +277,7 @@ class _Evaluation:
         """Evaluate each model that is not in the report, and write the report after each."""
         if join_processes().num_processes > 1:
             raise InvalidInputError("`unbroken eval` must be started as one process, without a launcher")
-        output, labels = self.config.output, _make_labels([model.name for model in models])
+        output, labels = self.config.output, make_labels([model.name for model in models])
         baseline: dict[str, dict[str, Measure]] = {}
         for model, label in zip(models, labels, strict=True):
             folder = output if len(models) == 1 else output / label
@@ -299,7 +300,8 @@ class _Evaluation:
     def _read(self, folder: Path) -> dict[str, dict[str, Measure]]:
         """The numbers of a model that is done."""
         pass_reward = self.config.evaluation.pass_reward
-        paths = {each.name: find_records(folder / FOLDER / each.name)[0, 0] for each in self.sets}
+        folders = {each.name: folder / FOLDER / each.name for each in self.sets}
+        paths = {name: find_records(each).get((0, 0), each) for name, each in folders.items()}  # reading names it
         return {name: measure(read_samples(path), pass_reward=pass_reward) for name, path in paths.items()}
 
     async def _evaluate(self, model: EvaluatedModel, label: str, folder: Path) -> dict[str, dict[str, Measure]]:
@@ -394,11 +396,15 @@ async def _open_engine(stack: AsyncExitStack, model: EvaluatedModel, config: Run
     return (await stack.enter_async_context(opening)).engine
 
 
-def _make_labels(names: Sequence[str]) -> list[str]:
+def make_labels(names: Sequence[str]) -> list[str]:
     """Names of folders: the last two parts of each name, with its number where two are the same."""
     short = ["-".join(re.findall(r"[\w.-]+", name.partition("://")[2] or name)[-2:]).strip(".-") for name in names]
-    pairs = enumerate(short, start=1)
-    return [label if label and short.count(label) == 1 else f"{label or 'model'}-{number}" for number, label in pairs]
+    labels: list[str] = []
+    for number, label in enumerate(short, start=1):
+        numbered = (f"{label or 'model'}-{n}" for n in itertools.count(number))
+        is_alone = label and short.count(label) == 1
+        labels.append(label if is_alone else next(each for each in numbered if each not in (*short, *labels)))
+    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

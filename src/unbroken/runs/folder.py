@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -80,8 +80,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
     held = [descriptor]
     os.register_at_fork(after_in_child=lambda: _close(held))
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        with suppress(OSError):  # on a full disk the lock does not say whose it is
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
         if held:
@@ -154,7 +155,7 @@ def _close(descriptors: list[int]) -> None:
 def _check_no_other_files(folder: Path) -> None:
     if not folder.is_dir() or (folder / _FILE).exists():
         return
-    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline") for each in folder.iterdir()):
+    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK) for each in folder.iterdir()):
         raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
 
 

@@ -119,10 +119,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         claim_folder(tmp_path / "file" / "run", "lookup.py", SETTINGS)
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(InvalidInputError, match=r"output must be an empty folder or that of a run, and .* other files"):
-        claim_folder(tmp_path, "lookup.py", SETTINGS)
+def test_a_folder_on_a_full_disk_is_locked_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("unbroken.runs.folder.os.write", lambda *_: Path("/dev/full").write_text("x"))
+    with lock_folder(tmp_path), pytest.raises(InvalidInputError, match="process of another run runs in"):
+        lock_folder(tmp_path).__enter__()
 
 
 def test_a_claim_that_was_cut_short_is_made_again(tmp_path):
@@ -184,9 +184,10 @@ def test_a_lock_dies_with_the_process_that_holds_it(tmp_path):
         assert not claim_folder(tmp_path, "lookup.py", SETTINGS)
 
 
-def test_a_folder_with_other_files_keeps_these_alone(tmp_path):
+def test_a_folder_with_other_files_is_refused_and_keeps_these_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(InvalidInputError, match="holds other files"), lock_folder(tmp_path):
+    message = r"output must be an empty folder or that of a run, and .* other files"
+    with pytest.raises(InvalidInputError, match=message), lock_folder(tmp_path):
         claim_folder(tmp_path, "lookup.py", SETTINGS)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

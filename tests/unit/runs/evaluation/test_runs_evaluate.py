@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.served import save_tiny_model, served
 from unbroken.cli import main
-from unbroken.runs.evaluate import Measure
+from unbroken.runs.evaluate import Measure, make_labels
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.training.trainer import Trainer
@@ -74,7 +75,7 @@ def test_an_interval_is_wilsons_where_all_problems_pass_or_fail_and_there_is_non
     assert found == (None if interval is None else pytest.approx(interval, abs=1e-4))
 
 
-def test_models_of_all_kinds_are_evaluated_as_in_training_and_without_a_trainer(tmp_path, model, run, monkeypatch):
+def test_models_of_all_kinds_are_evaluated_as_in_training_without_a_trainer(tmp_path, model, run, monkeypatch, capsys):
     monkeypatch.delattr(Trainer, "__init__")
     words = ["--problems", "3", "--samples", "2", *SHORT, "--model", str(model), "--model", str(run)]
     (tmp_path / "key").write_text("secret")
@@ -83,6 +84,12 @@ def test_models_of_all_kinds_are_evaluated_as_in_training_and_without_a_trainer(
         words += ["--model", server.url, "--tokenizer", str(model), "--model", str(run / "checkpoints")]
         words += ["--engine.api-key-file", str(tmp_path / "key")]
         report = evaluate(tmp_path / "out", *words)
+        shutil.copytree(tmp_path / "out", tmp_path / "part")
+        (tmp_path / "part" / "report.json").write_text(json.dumps(report | {"models": report["models"][:1]}))
+        gone = tmp_path / "part" / report["models"][0]["model"] / "evaluations"
+        shutil.rmtree(gone / "evaluation")
+        assert main(["eval", RECIPE, "--output", str(tmp_path / "part"), *words]) == 1
+        assert f"{gone}/evaluation must be a file of rollouts: FileNotFoundError" in capsys.readouterr().err
     measures = [each["sets"]["evaluation"]["measures"] for each in report["models"]]
     before, after = read_evaluations(run)
     names = ("reward/mean", "pass@1", "pass@2", "completion_tokens/mean")
@@ -102,6 +109,10 @@ def test_models_of_all_kinds_are_evaluated_as_in_training_and_without_a_trainer(
         assert not list(folder.glob(".model*"))
     shown = open_runs([tmp_path / "out"])
     assert [each["name"] for each in shown.get("index")["runs"]] == sorted(each["model"] for each in report["models"])
+
+
+def test_models_with_like_names_have_labels_of_their_own():
+    assert make_labels(["/a/b", "x/a/b", "a-b-1", "http://h:80", "/"]) == ["a-b-2", "a-b-3", "a-b-1", "h-80", "model-5"]
 
 
 def test_a_data_set_is_a_task_with_a_reward_function_and_json_is_all_that_is_printed(tmp_path, model, capsys):
@@ -125,23 +136,26 @@ def test_a_data_set_is_a_task_with_a_reward_function_and_json_is_all_that_is_pri
     ((_, path),) = find_records(tmp_path / "out" / "evaluations" / "evaluation").items()
     _, *rollouts = read_records(path)
     assert sorted(each["data"]["columns"]["answer"] for each in rollouts) == list("0123")
+    assert main(["eval", task, f"--model={model}", *rewards, "--problems=5", f"--output={tmp_path}/other"]) == 1
+    assert "--problems must be at most 4, which evaluation has, got 5" in capsys.readouterr().err
 
 
 def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_goes_on(tmp_path, model, capsys):
-    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(4)))
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "out"
+    tasks.write_text("".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n\n\n"
-        "def interrupted(completions, answer):\n"
+        "def end(completions, answer):\n"
         "    with (HERE / 'calls').open('a') as file:\n        file.write(answer[0])\n"
         "    if answer[0] == '3' and not (HERE / 'again').exists():\n"
         "        while len(list(HERE.glob('out/evaluations/*/*.gz'))) < 3:\n            time.sleep(0.01)\n"
         "        (HERE / 'again').touch()\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(5)\n"
         "    return [1.0 for _ in completions]\n"
     )
-    words = [str(tmp_path / "tasks.jsonl"), "--model", str(model), f"--reward={tmp_path / 'rewards.py'}:interrupted"]
-    words += ["--output", str(tmp_path / "out"), *SHORT]
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.lock").touch()  # it was killed before it had sampled
+    words = [str(tasks), f"--model={model}", f"--reward={tmp_path}/rewards.py:end", f"--output={output}", *SHORT]
+    output.mkdir()
+    for name in ("run.lock", "recipe.json.part", "traceback.txt"):  # it was killed before it had sampled
+        (output / name).touch()
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests are a background job
     try:
         assert main(["eval", *words]) == 130
@@ -150,17 +164,16 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
-    data = (tmp_path / "tasks.jsonl").read_bytes()
-    (tmp_path / "tasks.jsonl").write_bytes(data.replace(b'"answer": "1"', b'"answer": "5"'))
-    digests = [f"{hashlib.sha256(each).hexdigest()}'" for each in (data, (tmp_path / "tasks.jsonl").read_bytes())]
+    contents = [before := tasks.read_bytes(), before.replace(b'"answer": "1"', b'"answer": "5"')]
+    tasks.write_bytes(contents[1])
     assert main(["eval", *words]) == 1
-    said = capsys.readouterr().err
-    assert f"the SHA-256 of {tmp_path}/tasks.jsonl must be '{digests[0]} as in the evaluation in" in said
-    assert f"got '{digests[1]}: give that, or another --output" in said
-    (tmp_path / "tasks.jsonl").write_bytes(data)
+    then, now = (hashlib.sha256(each).hexdigest() for each in contents)
+    said = rf"the SHA-256 of {tasks} must be '{then}' as in the evaluation in .*, got '{now}': give that, or another --"
+    assert re.search(said, capsys.readouterr().err)
+    tasks.write_bytes(before)
     assert main(["eval", *words]) == main(["eval", *words]) == 0
     assert sorted((tmp_path / "calls").read_text()) == list("01233")
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((output / "report.json").read_text())
     found = report["models"][0]["sets"]["evaluation"]
     assert (len(report["models"]), found["num_rollouts"], found["seconds"]) == (1, 4, None)
 
@@ -217,11 +230,3 @@ def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsy
     output = "" if "--output" in words else f"--output {tmp_path / 'out'}"
     assert main(["eval", task, *output.split(), *words.split()]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_more_problems_than_the_data_set_has_are_refused(tmp_path, model, capsys):
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Hi"}\n')
-    (tmp_path / "rewards.py").write_text("def length(completions):\n    return [1.0 for _ in completions]\n")
-    words = ["--model", str(model), f"--reward={tmp_path / 'rewards.py'}:length", "--problems=2"]
-    assert main(["eval", str(tmp_path / "tasks.jsonl"), *words, "--output", str(tmp_path / "out")]) == 1
-    assert "--problems must be at most 1, which evaluation has, got 2" in capsys.readouterr().err
