@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import math
-import shutil
 import tempfile
 import zipfile
 from collections import Counter
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from unbroken.errors import ExportError, InvalidInputError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
@@ -39,8 +38,6 @@ TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
 """Rows that are written together, and entries of their lists."""
 _PAGE = 100
-
-
 _Rows = Iterable[dict[str, Any]]
 _Fields = Mapping[str, Set[str]]
 
@@ -77,30 +74,28 @@ def export_rows(
         raise InvalidInputError(f"--form must be left out with a target .eval, which is Inspect's format, got {form}")
     counts: Counter[str] = Counter()
     rollouts = _count(find_rollouts(source, steps=steps, kind=kind), counts)
-    part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        rows: Iterator[Any] = rollouts
-        if target.suffix != ".eval":
-            rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
-        if (first := next(rows, None)) is None:
-            raise InvalidInputError(f"{source} has no rollouts of these steps{' with ids' if counts else ''}")
-        rows = itertools.chain([first], rows)
-        if target.suffix == ".eval":
-            _write_inspect(part, rows, name=Path(source).name if "://" not in source else "sessions")
-        else:
-            writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
-            with tempfile.TemporaryFile("w+", dir=target.parent) as file:
-                fields = {} if form is not RowForm.VERL or target.suffix == ".jsonl" else _find_fields(rows, file)
-                rows = map(json.loads, file) if fields else rows
+        with tempfile.TemporaryDirectory(prefix=".rows-", dir=target.parent) as folder:
+            part = Path(folder) / "part"
+            rows: Iterator[Any] = rollouts
+            if target.suffix != ".eval":
+                rows = (row for rollout in rollouts for row in make_rows(rollout, form, counts))
+            if (first := next(rows, None)) is None:
+                raise InvalidInputError(f"{source} has no rollouts of these steps{' with ids' if counts else ''}")
+            rows = itertools.chain([first], rows)
+            if target.suffix == ".eval":
+                _write_inspect(part, rows, name=Path(source).name if "://" not in source else "sessions")
+            else:
+                writers = {".parquet": _write_parquet, ".jsonl": _write_lines}
+                fields: _Fields = {}
+                if form is RowForm.VERL and target.suffix != ".jsonl":
+                    fields = _find_fields(rows, kept := part.with_name("kept"))
+                    rows = _read_kept(kept)
                 writers.get(target.suffix, _write_folder)(part, rows, form, fields)
-        part.replace(target)
+            part.replace(target)
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is no folder, or cannot be written
-            part.unlink()
     return counts
 
 
@@ -317,19 +312,24 @@ _JSON_COLUMNS = frozenset({"reward_parts", "images", "messages", "tools", "data"
 """Of the form `rows`: text with JSON where columns have types, because each rollout's has another shape."""
 
 
-def _find_fields(rows: _Rows, kept: TextIO) -> _Fields:
+def _find_fields(rows: _Rows, kept: Path) -> _Fields:
     """Which fields verl's columns of messages and tools have: in Parquet, one that a row has is null in all others.
 
-    The rows are kept as lines of JSON meanwhile: the next time, a store may have more of them, with other fields.
+    The rows go into a file meanwhile: when a store is read again it may have more, with other fields.
     """
     fields: dict[str, set[str]] = {"prompt": {"role", "content"}, "messages": {"role", "content"}, "tools": set()}
-    for row in rows:
-        for column in ("prompt", "messages"):
-            fields[column].update(*row[column])
-        fields["tools"].update(["function"] if row["tools"] else [])
-        kept.write(json.dumps(row) + "\n")
-    kept.seek(0)
+    with kept.open("w") as file:
+        for row in rows:
+            for column in ("prompt", "messages"):
+                fields[column].update(*row[column])
+            fields["tools"].update(["function"] if row["tools"] else [])
+            file.write(json.dumps(row) + "\n")
     return fields
+
+
+def _read_kept(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        yield from map(json.loads, file)
 
 
 def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
@@ -401,15 +401,15 @@ def _write_lines(path: Path, rows: _Rows, form: RowForm, _: _Fields) -> None:
 
 def _write_folder(path: Path, rows: _Rows, form: RowForm, fields: _Fields) -> None:
     """A folder for `datasets.load_from_disk`, by way of a Parquet file."""
-    with tempfile.TemporaryDirectory(prefix=".rows-", dir=path.parent) as folder:
-        _write_parquet(Path(folder) / "rows.parquet", rows, form, fields)
-        import datasets
+    file, cache = path.with_name("rows.parquet"), path.with_name("cache")
+    _write_parquet(file, rows, form, fields)
+    import datasets
 
-        files, cache = str(Path(folder) / "rows.parquet"), f"{folder}/cache"
-        try:
-            datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache).save_to_disk(path)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise OSError(f"{error.__cause__ or error}") from error
+    try:
+        found = datasets.load_dataset("parquet", data_files=str(file), split="train", cache_dir=str(cache))
+        found.save_to_disk(path)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise OSError(f"{error.__cause__ or error}") from error
 
 
 def _write_inspect(path: Path, rollouts: Iterable[Rollout], *, name: str) -> None:
