@@ -99,14 +99,12 @@ def join_accelerator(config: RunConfig, accelerator: Accelerator | None) -> Acce
 
 def check_device(kind: EngineKind, accelerator: Accelerator) -> None:
     """Raise `InvalidInputError` if a process cannot have an engine of this kind, without a GPU."""
-    if kind is EngineKind.COLOCATED and accelerator.device.type == "cpu" and not _has_vllm_for_cpu():
+    if kind is not EngineKind.COLOCATED or accelerator.device.type != "cpu":
+        return
+    if not any("cpu" in f"{name} {version(name)}" for name in packages_distributions().get("vllm", ())):
         raise InvalidInputError(
             "engine.kind colocated needs a GPU, or vLLM's build for CPUs, and there is neither: take embedded"
         )
-
-
-def _has_vllm_for_cpu() -> bool:
-    return any("cpu" in f"{name} {version(name)}" for name in packages_distributions().get("vllm", ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

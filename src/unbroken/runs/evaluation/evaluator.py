@@ -359,16 +359,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-def tracked_name(set_name: str, number: str, *, default: str) -> str:
-    """The name of a number in trackers, and some refuse @: `evaluation/reward_mean`, `evaluation/math/pass_at_4`."""
-    prefix = "evaluation" if set_name == default else f"evaluation/{set_name}"
-    return f"{prefix}/{number.replace('/', '_').replace('@', '_at_')}"
-
-
 def tracked(line: Mapping[str, object], *, set_name: str, default: str) -> dict[str, float]:
-    """The numbers of an evaluation as trackers show them."""
+    """The numbers of an evaluation as trackers, some of which refuse @, show them: `evaluation/math/pass_at_4`."""
+    prefix = "evaluation" if set_name == default else f"evaluation/{set_name}"
     return {
-        tracked_name(set_name, name, default=default): float(value)
+        f"{prefix}/{name.replace('/', '_').replace('@', '_at_')}": float(value)
         for name, value in line.items()
         if isinstance(value, (int, float)) and name != "step"
     }

@@ -89,13 +89,16 @@ class Rows:
         """Whether a prompt has images."""
         for number, row in enumerate(self._undecoded):
             messages = self._make_messages(number, row)
-            digest.update(_describe_prompt(row[config.prompt]))
+            prompt = json.dumps(row[config.prompt], sort_keys=True, default=lambda value: type(value).__name__)
+            digest.update(prompt.encode())
             for source in find_sources(messages):
                 self.has_images = True
                 digest.update(identify(source).encode())
         self.source = f"{len(self)} rows with the prompts {digest.hexdigest()[:16]}"
         self._order = EpochOrder(len(self), seed=seed, shuffle=config.shuffle)
-        self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(self._messages_at)
+        self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(
+            lambda index: self._make_messages(index, self._undecoded[index])
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -170,9 +173,6 @@ class Rows:
         """The names of the tools of row `number` of the run; None: all tools."""
         return None if self._config.tools is None else self.row(number)[self._config.tools]
 
-    def _messages_at(self, index: int) -> list[Message]:
-        return self._make_messages(index, self._undecoded[index])
-
     def _make_messages(self, index: int, row: Mapping[str, Any]) -> list[Message]:
         """Check the prompt of a row, and make its messages with their images."""
         prompt = row[self._config.prompt]
@@ -233,7 +233,3 @@ def _drop_missing_keys(message: Any) -> Message:
     """Remove the keys that a message got only because other messages in its column have them."""
     found: Message = {key: value for key, value in message.items() if value is not None or key == "content"}  # type: ignore[assignment]
     return found
-
-
-def _describe_prompt(prompt: Any) -> bytes:
-    return json.dumps(prompt, sort_keys=True, default=lambda value: type(value).__name__).encode()
