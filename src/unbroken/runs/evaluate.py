@@ -103,7 +103,8 @@ def evaluate_task(
     config = _configure(recipe, given, found, name=re.sub(r"\W+", "-", Path(task.partition(":")[2] or task).stem))
     own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
     settings = {"TASK": task, **own, **describe(config)}
-    report = _begin_report(config.output, task, settings | _digest_files(settings))
+    weights = {f"the weights of {each.name}": _digest_weights(each.folder) for each in found if each.folder}
+    report = _begin_report(config.output, task, settings | _digest_files(settings) | weights)
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [_size(each, config, num_problems, num_samples) for each in sets]
@@ -139,6 +140,17 @@ def _digest_files(settings: Any) -> dict[str, str]:
             return {}
     inner = settings.values() if isinstance(settings, dict) else settings if isinstance(settings, list) else ()
     return {name: digest for each in inner for name, digest in _digest_files(each).items()}
+
+
+def _digest_weights(folder: Path) -> str:
+    """The digest of up to 64 places in each file of weights: to read all of them could take minutes."""
+    digest = hashlib.sha256()
+    for path in sorted(each for each in folder.iterdir() if each.suffix in (".safetensors", ".bin", ".distcp")):
+        with path.open("rb") as file:
+            for place in range(64):
+                file.seek(path.stat().st_size * place // 64)
+                digest.update(file.read(65_536))
+    return digest.hexdigest()
 
 
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,10 +325,9 @@ class _Evaluation:
                 num_kept, begun_s = len(each.read_kept()), time.perf_counter()
                 self.console.print(f"{problems}{f': {num_kept} problems are kept in {folder}' if num_kept else ''}")
                 evaluation, samples = await self._sample(each, is_server=model.is_server)
-                numbers = evaluation.numbers
                 found[each.name] = measure(samples, pass_reward=each.pass_reward)
                 sets[each.name] = {
-                    **{name: numbers[name] for name in ("num_problems", "num_samples", "num_rollouts")},
+                    **{name: evaluation.numbers[name] for name in ("num_problems", "num_samples", "num_rollouts")},
                     "seconds": None if num_kept else round(time.perf_counter() - begun_s, 3),
                     "statuses": Counter(sample.status.value for of_problem in samples for sample in of_problem),
                     "measures": {name: each.to_json() for name, each in found[each.name].items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -141,7 +140,7 @@ def test_a_data_set_is_a_task_with_a_reward_function_and_json_is_all_that_is_pri
 
 
 def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_goes_on(tmp_path, model, capsys):
-    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "out"
+    tasks, output, own = tmp_path / "tasks.jsonl", tmp_path / "out", shutil.copytree(model, tmp_path / "model")
     tasks.write_text("".join(f'{{"prompt": "Say {n}.", "answer": "{n}"}}\n' for n in range(4)))
     (tmp_path / "rewards.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n\n\n"
@@ -152,7 +151,7 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
         "        (HERE / 'again').touch()\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(5)\n"
         "    return [1.0 for _ in completions]\n"
     )
-    words = [str(tasks), f"--model={model}", f"--reward={tmp_path}/rewards.py:end", f"--output={output}", *SHORT]
+    words = [str(tasks), f"--model={own}", f"--reward={tmp_path}/rewards.py:end", f"--output={output}", *SHORT]
     output.mkdir()
     for name in ("run.lock", "recipe.json.part", "traceback.txt"):  # it was killed before it had sampled
         (output / name).touch()
@@ -164,13 +163,12 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
-    contents = [before := tasks.read_bytes(), before.replace(b'"answer": "1"', b'"answer": "5"')]
-    tasks.write_bytes(contents[1])
-    assert main(["eval", *words]) == 1
-    then, now = (hashlib.sha256(each).hexdigest() for each in contents)
-    said = rf"the SHA-256 of {tasks} must be '{then}' as in the evaluation in .*, got '{now}': give that, or another --"
-    assert re.search(said, capsys.readouterr().err)
-    tasks.write_bytes(before)
+    for path, name in ((tasks, f"the SHA-256 of {tasks}"), (own / "model.safetensors", f"the weights of {own}")):
+        then = path.read_bytes()
+        path.write_bytes(then[:-4] + b'5"}\n')
+        assert main(["eval", *words]) == 1
+        assert re.search(rf"{name} must be '\w+' as in the evaluation in .*, got '\w+'", capsys.readouterr().err)
+        path.write_bytes(then)
     assert main(["eval", *words]) == main(["eval", *words]) == 0
     assert sorted((tmp_path / "calls").read_text()) == list("01233")
     report = json.loads((output / "report.json").read_text())
