@@ -104,10 +104,7 @@ NOT_RUN = {
     ("docs/clients.md", "so_far = answer.prompt_token_ids"): PART,
     ("docs/clients.md", "from trl.generation"): "tests/e2e/test_server_with_vllm_clients.py runs TRL's client",
     ("docs/clients.md", "[[394, 99, 361, 208]"): OUTPUT,
-    (
-        "docs/clients.md",
-        "from PIL import Image",
-    ): "needs a model that takes images: test_server_images_on_vllm.py",
+    ("docs/clients.md", "from PIL import Image"): "needs a model that takes images: test_server_images_on_vllm.py",
     ("README.md", "# several machines"): CLUSTER,
     ("docs/cluster.md", "pip install '.[ray]'"): CLUSTER,
     ("docs/cluster.md", "export RAY_AUTH_MODE=token"): "starts Ray on several machines",

@@ -69,10 +69,7 @@ def run_trl(server: Served, folder: Path, trl_folder: str, processor: HfImagePro
             {"prompts": [filled(processor, CAT, 5), [5, 6]], "images": [[cat], None], "max_tokens": 5},
         ],
         "chat": ["what is", eel],
-        "refused": [
-            {"prompts": [two], "images": [[dog, cat]]},
-            {"prompts": [[5, *[pad] * 3]], "images": [[cat]]},
-        ],
+        "refused": [{"prompts": [two], "images": [[dog, cat]]}, {"prompts": [[5, *[pad] * 3]], "images": [[cat]]}],
     }
     script = Path(__file__).parent / "clients" / "trl_images_client.py"
     done = run_python(script, server.url, trl_folder, json.dumps(cases), timeout=240)

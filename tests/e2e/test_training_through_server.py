@@ -38,8 +38,7 @@ def letters(messages) -> float:
 
 async def reinforce(url: str, model_folder: Path, weights: Path, output: Path) -> Trainer:
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model_folder),
-        TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)),
+        AutoModelForCausalLM.from_pretrained(model_folder), TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3))
     )
     engine = await HttpEngine.connect([url])
     renderer = TemplateRenderer(server_tokenizer())

@@ -80,8 +80,7 @@ FAMILIES = {
     "glm": Family(templates.GLM, stop_of=_glm_header, control_tokens=templates.GLM_CONTROL_TOKENS),
     "two_token_close": Family(templates.TWO_TOKEN_CLOSE, stop_of="<|end_sampling|>"),
     "stand_in": Family(
-        templates.STAND_IN,
-        stop_of=lambda c: "<|call|>" if c.assistant.get("tool_calls") else "<|return|>",
+        templates.STAND_IN, stop_of=lambda c: "<|call|>" if c.assistant.get("tool_calls") else "<|return|>"
     ),
     "parts": Family(templates.PARTS, has_calls=False),
     "string_arguments": Family(templates.STRING_ARGUMENTS),

@@ -90,8 +90,7 @@ class ForkedPython:
         with _starting:  # `patch.dict` empties `os.environ` for a moment
             variables = {**os.environ, **forks, **(environment or {})}
         self._process = context.Process(
-            target=_run,
-            args=(program, list(map(str, arguments)), output, errors or output, variables, new_session),
+            target=_run, args=(program, list(map(str, arguments)), output, errors or output, variables, new_session)
         )
         self._process.start()
 

@@ -27,10 +27,7 @@ USER = {"role": "user", "content": "What is in cell 4?"}
 TOOLS: Any = [
     {
         "type": "function",
-        "function": {
-            "name": "look",
-            "parameters": {"type": "object", "properties": {"cell": {"type": "integer"}}},
-        },
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {"cell": {"type": "integer"}}}},
     }
 ]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"cell": 4}}\n</tool_call><|im_end|>'

@@ -227,8 +227,7 @@ HISTORY_DEPENDENT = {
 """Templates whose text between turns depends on the history: no bridge for them may be wrong."""
 
 LOOKS_UP_NAMES_BY_ID = QWEN.replace(
-    "'\\n<tool_response>\\n' + message.content",
-    "'\\n<tool_response>\\n' + lookup.name + message.content",
+    "'\\n<tool_response>\\n' + message.content", "'\\n<tool_response>\\n' + lookup.name + message.content"
 ).replace(
     "  {%- elif message.role == 'tool' -%}",
     """  {%- elif message.role == 'tool' -%}

@@ -232,10 +232,7 @@ def test_an_image_span_has_ids():
 
 @pytest.mark.parametrize(
     ("spans", "said"),
-    [
-        ([(0, 2), (1, 1)], r"images\[1\] must start after"),
-        ([(2, 2)], r"images\[0\] must .* within the 3 prompt_ids"),
-    ],
+    [([(0, 2), (1, 1)], r"images\[1\] must start after"), ([(2, 2)], r"images\[0\] must .* within the 3 prompt_ids")],
 )
 def test_the_images_of_a_request_stand_in_order_inside_its_prompt(spans, said):
     images = tuple(image_span(offset=offset, length=length) for offset, length in spans)

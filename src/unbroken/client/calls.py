@@ -168,10 +168,7 @@ class Calls:
         return await self._with_images(
             held.files,
             lambda inline: self.open_stream(
-                path,
-                {**body, **_format_images(held, settings, inline)},
-                session_id=body.get("session_id"),
-                echo=echo,
+                path, {**body, **_format_images(held, settings, inline)}, session_id=body.get("session_id"), echo=echo
             ),
         )
 

@@ -58,9 +58,7 @@ async def score_rollouts(rollouts: Sequence[Retokenised], engine: Engine, *, tem
         gaps = [change.gap for change in one.changes]
         retokenised_pairs += pair_logprobs(one, next(changed) if one.differs else own, gaps)
     return Ratios(
-        exact=_compare(exact_pairs),
-        retokenised=_compare(retokenised_pairs),
-        num_unscored=len(rollouts) - len(fitting),
+        exact=_compare(exact_pairs), retokenised=_compare(retokenised_pairs), num_unscored=len(rollouts) - len(fitting)
     )
 
 

@@ -26,14 +26,7 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.integrations.tinker import read_turns, split_sequence_name
-from unbroken.ledger.store import (
-    Cursor,
-    Tables,
-    is_postgres_url,
-    is_storable,
-    open_database,
-    open_store_reader,
-)
+from unbroken.ledger.store import Cursor, Tables, is_postgres_url, is_storable, open_database, open_store_reader
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")

@@ -186,12 +186,7 @@ class SamplingParams:
 
 
 _TRUNCATING = ("top_k", "top_p", "min_p")
-_RESHAPING = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "structured_output",
-)
+_RESHAPING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_output")
 """Parameters that change the distribution, besides the temperature and those that cut ids from it."""
 
 

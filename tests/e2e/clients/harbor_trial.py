@@ -60,11 +60,7 @@ def find_connections(session: AgentSession, task: Path) -> dict[str, Any]:
 
 async def main(session: str, task: str, trials: str, environment: str) -> None:
     runner = ContainerRunner(
-        ContainerConfig(
-            agent="harbor_trial:ScriptAgent",
-            environment={"type": environment},
-            gateway_host="127.0.0.1",
-        ),
+        ContainerConfig(agent="harbor_trial:ScriptAgent", environment={"type": environment}, gateway_host="127.0.0.1"),
         trials=Path(trials),
         agent_timeout_s=100,
         reward="reward",

@@ -27,11 +27,7 @@ def play(*, stream: bool) -> str:
             return response.output_text
         items += response.output
         items += [
-            {
-                "type": "function_call_output",
-                "call_id": call.call_id,
-                "output": str(add(**json.loads(call.arguments))),
-            }
+            {"type": "function_call_output", "call_id": call.call_id, "output": str(add(**json.loads(call.arguments)))}
             for call in calls
         ]
 

@@ -223,10 +223,7 @@ BAD_BODIES: list[tuple[str, Any]] = [
         "a broken image",
         {
             "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
-                }
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
             ]
         },
     ),

@@ -127,10 +127,7 @@ async def test_a_session_whose_gateway_cannot_be_reached_is_refused_until_that_h
     engine, port = scripted("a<|im_end|>"), free_port()
     store = open_store(postgres.url, advertised=f"http://127.0.0.1:{port}")
     lost = make_gateway(engine, store, api_key="control")
-    async with (
-        gateway_at(free_port(), engine, postgres) as url,
-        httpx.AsyncClient(timeout=60) as client,
-    ):
+    async with gateway_at(free_port(), engine, postgres) as url, httpx.AsyncClient(timeout=60) as client:
         async with listening(lost) as elsewhere:  # and not at the port that it advertises
             created = await create(elsewhere)
             ask = {"json": {"messages": [USER]}, "headers": {"Authorization": f"Bearer {created['api_key']}"}}

@@ -116,10 +116,7 @@ def test_cuts_picks_and_joins_are_those_of_lists(sets, data):
     assert joined.to_lists() == [*sets, [], [], *sets]
 
 
-@given(
-    data=st.data(),
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 6)),
-)
+@given(data=st.data(), shape=st.tuples(st.integers(1, 4), st.integers(1, 6)))
 def test_of_the_most_likely_ids_those_with_a_finite_logprob_were_kept(data, shape):
     ids = np.stack([data.draw(st.permutations(range(20))) for _ in range(shape[0])])[:, : shape[1]]
     sizes = data.draw(st.lists(st.integers(1, shape[1]), min_size=shape[0], max_size=shape[0]))

@@ -109,10 +109,7 @@ BAD_MESSAGES: dict[str, tuple[list[Any], str]] = {
     "arguments that are the text of a list": ([USER, called("[1]")], r"must be a JSON object .* got '\[1\]'"),
     "arguments with a value that is no JSON": ([USER, called({"a": {1, 2}})], r"arguments must be JSON, got .*set"),
     "arguments with a number that is no JSON": ([USER, called({"a": float("nan")})], r"arguments must be JSON, got"),
-    "arguments nested too deeply": (
-        [USER, called({"a": nested(100_000)})],
-        "nested too deeply",
-    ),
+    "arguments nested too deeply": ([USER, called({"a": nested(100_000)})], "nested too deeply"),
     "parts nested too deeply": (
         [{"role": "user", "content": [{"type": "text", "text": "a", "more": nested(100_000)}]}],
         r"messages\[0\] is nested too deeply",

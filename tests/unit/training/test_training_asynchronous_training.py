@@ -63,9 +63,7 @@ async def run(directory, bandit: Bandit, *, num_steps: int = 16, max_staleness: 
             publisher=InProcessPublisher(bandit.engine),
             metrics=metrics,
             config=LoopConfig(
-                num_steps=num_steps,
-                max_staleness=max_staleness,
-                max_replacements=options.pop("max_replacements", None),
+                num_steps=num_steps, max_staleness=max_staleness, max_replacements=options.pop("max_replacements", None)
             ),
             observer=Callbacks(on_rollouts=on_rollouts, before_update=options.pop("before_update", None)),
             **options,

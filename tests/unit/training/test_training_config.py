@@ -102,10 +102,7 @@ def test_a_constant_that_nothing_is_divided_by_is_refused():
             lambda: KlConfig(estimator=KlEstimator.K3_RATIO_WEIGHTED, place=KlPlace.REWARD),
             "KlConfig.estimator must be k1, k2 or k3 in the reward.*got k3_ratio_weighted",
         ),
-        (
-            lambda: OverlongConfig(max_tokens=8, buffer=9),
-            r"OverlongConfig\.buffer must be in \[1, max_tok.*8, got 9",
-        ),
+        (lambda: OverlongConfig(max_tokens=8, buffer=9), r"OverlongConfig\.buffer must be in \[1, max_tok.*8, got 9"),
         (lambda: OverlongConfig(max_tokens=8, buffer=2, penalty=0), r"OverlongConfig\.penalty must be finite and > 0"),
         (
             lambda: OptimizerConfig(schedule=Schedule.COSINE),

@@ -96,10 +96,7 @@ async def run(problems: Problems, directory, *, num_steps=3, max_replacements=2.
 
 
 @given(
-    seed=st.integers(0, 10**6),
-    groups_per_step=st.integers(1, 5),
-    max_replaced=st.integers(0, 6),
-    share=st.floats(0, 1),
+    seed=st.integers(0, 10**6), groups_per_step=st.integers(1, 5), max_replaced=st.integers(0, 6), share=st.floats(0, 1)
 )
 def test_a_step_samples_the_same_numbers_in_whatever_order_they_finish(seed, groups_per_step, max_replaced, share):
     equal = random.Random(seed)

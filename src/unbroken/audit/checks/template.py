@@ -189,10 +189,7 @@ def _check_spelling(subject: Subject, style: JsonStyle, name: str, sampled: str)
     is_kept = sampled in rendered
     canonical = json.dumps(value, **style)
     return ArgumentSpelling(
-        name=name,
-        sampled=sampled,
-        is_kept=is_kept,
-        rendered="" if is_kept or canonical not in rendered else canonical,
+        name=name, sampled=sampled, is_kept=is_kept, rendered="" if is_kept or canonical not in rendered else canonical
     )
 
 

@@ -172,10 +172,7 @@ class _ReadBackProbe:
         self._reasoning = reasoning
         self._codec = _TextCodec(tokens.control)
         self._tokens = CompletionTokens(
-            tokens.control,
-            self._codec.decode,
-            stop_token_ids=tuple(tokens.stops),
-            num_stop_ids=tokens.num_stop_ids,
+            tokens.control, self._codec.decode, stop_token_ids=tuple(tokens.stops), num_stop_ids=tokens.num_stop_ids
         )
         self._turns: dict[_Setting, list[_RenderedTurn]] = {}
 

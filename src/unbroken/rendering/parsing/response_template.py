@@ -219,10 +219,7 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         arguments = {**arguments, **convert_arguments(texts, name, tools)}
     call_id = value.get("id") if isinstance(value, dict) else None
     return CallAttempt(
-        status=ToolCallStatus.OK,
-        name=name,
-        arguments=arguments,
-        call_id=call_id if isinstance(call_id, str) else "",
+        status=ToolCallStatus.OK, name=name, arguments=arguments, call_id=call_id if isinstance(call_id, str) else ""
     )
 
 

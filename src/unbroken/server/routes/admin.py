@@ -95,9 +95,7 @@ async def sleep(
         raise HttpError(400, f"{_name(engine)} cannot sleep: serve with --engine vllm or transformers")
     if level != _DISCARD_ALL:
         raise HttpError(
-            400,
-            f"level must be 2, got {level}: {_name(engine)} sleeps until new weights come",
-            param="level",
+            400, f"level must be 2, got {level}: {_name(engine)} sleeps until new weights come", param="level"
         )
     if mode is PauseMode.KEEP:
         raise HttpError(

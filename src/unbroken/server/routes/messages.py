@@ -60,9 +60,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 
 
 @router.post(
-    "/v1/messages/count_tokens",
-    summary="Number of ids of Anthropic's messages",
-    response_description="`input_tokens`",
+    "/v1/messages/count_tokens", summary="Number of ids of Anthropic's messages", response_description="`input_tokens`"
 )
 async def count_tokens(body: ConversationBody, request: Request) -> Response:
     """Render the messages and count the ids of the prompt."""

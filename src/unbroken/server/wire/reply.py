@@ -151,9 +151,7 @@ class ReplyReader:
     def _make_call(self, call: ParsedToolCall) -> ReplyCall:
         own_id = hashlib.sha256(f"{self._name}/{len(self.calls)}".encode()).hexdigest()[:9]
         return ReplyCall(
-            call_id=call.call_id or own_id,
-            name=call.name,
-            arguments=json.dumps(call.arguments, ensure_ascii=False),
+            call_id=call.call_id or own_id, name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)
         )
 
 

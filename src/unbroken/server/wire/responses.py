@@ -214,9 +214,7 @@ class ResponsesBody(BodyModel):
         ignored = RESPONSES.check(self.model_extra)
         if _LOGPROBS in (self.include or ()):
             raise HttpError(
-                400,
-                f"include must not have {_LOGPROBS!r}: chat completions have logprobs",
-                param="include",
+                400, f"include must not have {_LOGPROBS!r}: chat completions have logprobs", param="include"
             )
         for k, tool in enumerate(self.tools or ()):
             tool.refuse_extra(f"tools.{k}")

@@ -84,10 +84,7 @@ async def test_an_aborted_request_has_the_sets_of_what_it_has():
 
 @pytest.mark.parametrize(
     ("logprobs", "expected"),
-    [
-        ([[-1.0, -np.inf, -2.0], [-1.0, -1.0, -1.0], [-np.inf, 0.0, -np.inf]], [[0, 2], [], [1]]),
-        ([[-1.0, -2.0]], [[]]),
-    ],
+    [([[-1.0, -np.inf, -2.0], [-1.0, -1.0, -1.0], [-np.inf, 0.0, -np.inf]], [[0, 2], [], [1]]), ([[-1.0, -2.0]], [[]])],
 )
 def test_where_all_ids_are_possible_there_is_no_set(logprobs, expected):
     assert [ids.tolist() for ids in find_kept(torch.tensor(logprobs))] == expected

@@ -52,12 +52,7 @@ described = schemathesis.pytest.from_fixture("schema").exclude(
 @pytest.mark.e2e  # half a minute, nearly all in schemathesis
 @pytest.mark.usefixtures("old_node_id")
 @described.parametrize()
-@settings(
-    max_examples=NUM_EXAMPLES,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=NUM_EXAMPLES, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_what_the_description_allows_or_forbids_is_answered(case: schemathesis.Case) -> None:
     check_answered(case)
     if isinstance(case.body, dict):

@@ -125,9 +125,7 @@ def adapted(dtype=torch.float32, **lora):
 def train_adapted(model, samples, accelerator, **config):
     """Logprobs and the gradient of a step."""
     trainer = Trainer(
-        model,
-        TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config),
-        accelerator=accelerator,
+        model, TrainerConfig(optimizer=SUBTRACT_GRADIENT, tokens_per_micro_batch=40, **config), accelerator=accelerator
     )
     logprobs = np.concatenate(trainer.logprobs(samples))
     return logprobs, flatten(step_gradient(trainer, samples)[1])

@@ -13,9 +13,6 @@ from unbroken.rendering.parsing.syntax.json_calls import make_json_call_reader
 
 HERMES = CallFormat(
     name="hermes",
-    regions=(
-        reasoning_region(),
-        call_region("<tool_call>", "</tool_call>", make_json_call_reader()),
-    ),
+    regions=(reasoning_region(), call_region("<tool_call>", "</tool_call>", make_json_call_reader())),
     hints=("<tool_call>", "</tool_call>"),
 )

@@ -24,9 +24,6 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
 
 LFM2 = CallFormat(
     name="lfm2",
-    regions=(
-        reasoning_region(),
-        call_region("<|tool_call_start|>", "<|tool_call_end|>", _read),
-    ),
+    regions=(reasoning_region(), call_region("<|tool_call_start|>", "<|tool_call_end|>", _read)),
     hints=("<|tool_list_start|>",),
 )

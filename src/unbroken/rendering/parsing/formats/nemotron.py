@@ -11,9 +11,6 @@ from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
 
 NEMOTRON = CallFormat(
     name="nemotron",
-    regions=(
-        reasoning_region(),
-        call_region("<TOOLCALL>", "</TOOLCALL>", make_json_calls_reader()),
-    ),
+    regions=(reasoning_region(), call_region("<TOOLCALL>", "</TOOLCALL>", make_json_calls_reader())),
     hints=("<TOOLCALL>",),
 )
