@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unbroken.runs.records.files import summarize, write_records
+from unbroken.runs.records.files import make_first_lines, summarize, write_records
 
 HOSTILE = "<script>hacked()</script></script><img src=x onerror=hacked()> \u202eright to left \x00 \ud800 end"
 """What must be shown as text."""
@@ -71,8 +71,8 @@ def write_step(
     folder: str = "rollouts",
     **head: Any,
 ) -> Path:
-    """Write the records of a step; with more in its first line it is one of today, with summaries."""
-    summaries = {"summaries": [summarize(each) for each in trajectories]} if head else {}
+    """Write the records of a step; with more in its first line it is one of today, with columns and texts."""
+    summaries = [summarize(each) for each in trajectories] if head and "columns" not in head else []
     head = {
         "kind": "step",
         "format": 1,
@@ -84,10 +84,10 @@ def write_step(
         "num_groups": 1,
         "num_kept": 1,
         "counters": {},
-        **summaries,
         **head,
     }
-    return write_records(run / folder, step, rank, [head, *trajectories], images={})
+    first = make_first_lines(head, summaries) if summaries else [head]
+    return write_records(run / folder, step, rank, [*first, *trajectories], images={})
 
 
 def write_metrics(folder: Path, num_steps: int, *, end: str = "") -> None:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from importlib import resources
 
+_SCRIPTS = (
+    *("common", "streams", "grid", "tree", "timeline", "retokenised", "charts", "store", "cluster", "run", "table"),
+    *("step", "rollout", "main"),
+)
 ASSETS = {
     "index.html": "text/html; charset=utf-8",
     "viewer.css": "text/css; charset=utf-8",
-    "common.js": "text/javascript; charset=utf-8",
-    "streams.js": "text/javascript; charset=utf-8",
-    "grid.js": "text/javascript; charset=utf-8",
-    "tree.js": "text/javascript; charset=utf-8",
-    "timeline.js": "text/javascript; charset=utf-8",
-    "retokenised.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "store.js": "text/javascript; charset=utf-8",
-    "cluster.js": "text/javascript; charset=utf-8",
-    "run.js": "text/javascript; charset=utf-8",
-    "table.js": "text/javascript; charset=utf-8",
-    "step.js": "text/javascript; charset=utf-8",
-    "rollout.js": "text/javascript; charset=utf-8",
-    "main.js": "text/javascript; charset=utf-8",
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
 }
 """Name and type of each file."""
 

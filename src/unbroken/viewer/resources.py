@@ -3,8 +3,7 @@
 index                        the runs
 run/0                        numbers of run 0, and its steps with rollouts
 run/0/step/12                its rollouts, without ids; 12@math: those of the evaluation of the set math after 12 steps
-run/0/lines/12,13            the same of up to 25 steps in columns without texts, for a table of all steps
-run/0/find/TEXT              which rollouts have a text, of those whose lines were asked for
+run/0/table/QUERY            the first rollouts of all steps that a query finds, and how many there are; without one all
 run/0/step/12/rollout/3      one of them, whole
 run/0/step/12/rollout/3/retokenised      what the usual pipeline would have made of it
 
@@ -15,9 +14,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from unbroken import __version__
@@ -39,36 +38,12 @@ _PRELOAD = (
 )
 _STEP = r"\d{1,12}(?:@[\w%.~-]{1,900})?"
 _PATH = re.compile(rf"index|run/(\d{{1,3}})(?:/step/({_STEP})(?:/rollout/(\d{{1,9}})(/retokenised)?)?)?", re.ASCII)
-_TABLE = re.compile(rf"run/(\d{{1,3}})/(?:lines/({_STEP}(?:,{_STEP}){{0,24}})|find/([^/]{{1,3000}}))", re.ASCII)
+_TABLE = re.compile(r"run/(\d{1,3})/table(?:/([^/]{0,6000}))?", re.ASCII)
 _IMAGE = re.compile(r"run/(\d{1,3})/image/([0-9a-f]{64})", re.ASCII)
 
 
-class Source(Protocol):
-    """What is shown of one run or store. The methods raise `LookupError` for what is not there."""
-
-    def describe(self) -> dict[str, Any]:
-        """Kind, name, state, and a `revision` that changes when the run does."""
-
-    def read_run(self) -> dict[str, Any]:
-        """All numbers of the run, and the steps that have rollouts."""
-
-    def list_steps(self) -> Sequence[int | str]:
-        """The steps that have rollouts."""
-
-    def read_step(self, step: Any) -> dict[str, Any]:
-        """What there is of a step, without ids."""
-
-    def read_trajectory(self, step: Any, index: int) -> dict[str, Any]:
-        """A rollout with its ids, their texts, and how its parts belong together."""
-
-    def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
-        """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
-
-    def read_image(self, sha256: str) -> bytes:
-        """The file of an image of a rollout."""
-
-    def list_images(self) -> list[str]:
-        """The SHA-256 of all images of rollouts."""
+Source = RunReader | StoreRun
+"""What is shown of a run or store. Their methods raise `LookupError` for what is not there."""
 
 
 class Resources:
@@ -90,10 +65,7 @@ class Resources:
             LookupError: it does not exist.
         """
         if (found := _TABLE.fullmatch(path)) and isinstance(reader := self._find_run(int(found[1])), RunReader):
-            _, steps, text = found.groups()
-            if text is not None:
-                return reader.find_text(unquote(text))
-            return {"steps": [reader.read_lines(_to_step(name)) for name in steps.split(",")]}
+            return reader.read_table(None if found[2] is None else unquote(found[2]))
         match = _PATH.fullmatch(path)
         if match is None:
             raise LookupError(f"there is no {path}")
@@ -127,7 +99,9 @@ class Resources:
         yield "index"
         for number, run in enumerate(self._runs):
             yield f"run/{number}"
-            steps = run.list_steps()
+            if isinstance(run, RunReader):
+                yield f"run/{number}/table"
+            steps: Sequence[Any] = run.list_steps()
             quota = max(1, max_rollouts // max(1, len(steps)))
             for step in steps:
                 try:
@@ -135,8 +109,6 @@ class Resources:
                 except LookupError:  # it was deleted meanwhile
                     continue
                 yield f"run/{number}/step/{step}"
-                if isinstance(run, RunReader):
-                    yield f"run/{number}/lines/{step}"
                 for each in spread(listed, quota):
                     rollout = f"run/{number}/step/{step}/rollout/{each['index']}"
                     yield from (rollout, f"{rollout}/retokenised")
@@ -160,7 +132,7 @@ class Resources:
         return self._runs[number]
 
 
-def _to_step(name: str) -> int | str:
+def _to_step(name: str) -> Any:
     return name if "@" in name else int(name)
 
 

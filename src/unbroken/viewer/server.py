@@ -148,28 +148,24 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
         raise InvalidInputError(f"--export must be a folder, got the file {folder}")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
         raise InvalidInputError(f"--export must be a new or empty folder or an earlier export, got {folder}")
+    num_files = len(ASSETS)
     try:
-        return _write(resources, folder, max_rollouts)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARK).write_text('{"format": 1}\n', "utf-8")
+        for part in ("data", "images"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        for name in ASSETS:
+            (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
+        for path in resources.list_paths(max_rollouts=max_rollouts):
+            with suppress(LookupError, InvalidInputError):  # a run or gateway that goes on may delete what was listed
+                _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
+                num_files += 1
+        for path in resources.list_images():
+            with suppress(LookupError):
+                _write_file(folder / "images" / path, resources.get_image(path))
+                num_files += 1
     except OSError as error:
         raise InvalidInputError(f"--export {folder} cannot be written: {error}") from error
-
-
-def _write(resources: Resources, folder: Path, max_rollouts: int) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _MARK).write_text('{"format": 1}\n', "utf-8")
-    for part in ("data", "images"):
-        shutil.rmtree(folder / part, ignore_errors=True)
-    num_files = len(ASSETS)
-    for name in ASSETS:
-        (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
-    for path in resources.list_paths(max_rollouts=max_rollouts):
-        with suppress(LookupError, InvalidInputError):  # a run or a gateway that goes on may delete what was listed
-            _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
-            num_files += 1
-    for path in resources.list_images():
-        with suppress(LookupError):
-            _write_file(folder / "images" / path, resources.get_image(path))
-            num_files += 1
     return num_files
 
 

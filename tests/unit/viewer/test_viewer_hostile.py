@@ -19,7 +19,7 @@ from support.recorded_sessions import write_store
 from support.servers import server_tokenizer
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.limited_process import ProcessLimits
-from unbroken.runs.records.files import parse_line
+from unbroken.runs.records.files import make_first_lines, parse_line
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.server import export_page
 from unbroken.viewer.sources.models import Tokenizers
@@ -185,18 +185,23 @@ def test_spans_that_leave_the_ids_and_too_many_branches_are_broken() -> None:
         check_record(make_trajectory("g", [make_row([1, 2], num_prompt=1)] * 1001))
 
 
-@pytest.mark.parametrize("wrong", [{"reward": "1"}, {"forks": [1]}, {"status": None}, {"reward_parts": {"a": [1]}}])
-def test_summaries_of_another_form_are_named_and_no_line_is_shown(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    members = [make_trajectory("g0/0", [])]
-    summaries = [{**summarize(members[0]), **wrong}]
-    write_step(tmp_path, 0, members, summaries=summaries)
-    write_step(tmp_path, 1, members, summaries=[summarize(members[0])] * 2)
+@pytest.mark.parametrize("wrong", [{"reward": ["1"]}, {"forks": [[1]]}, {"status": [None]}, {"parts": {"a": [[1]]}}])
+def test_columns_of_another_form_are_named_and_no_line_is_shown(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    members = [make_trajectory("g0/0", [], messages=[{"role": "user", "content": "one"}])]
+    right, texts = make_first_lines({}, [summarize(members[0])] * 2)
+    columns = make_first_lines({}, [summarize(members[0])])[0]["columns"]
+    write_step(tmp_path, 0, members, columns=columns | wrong)
+    write_step(tmp_path, 1, [texts, *members], **right)
+    write_step(tmp_path, 2, members, columns=columns | {"status": ["a", "b"]})
+    write_step(tmp_path, 3, [texts, *members], columns=columns)
     resources = open_runs([tmp_path])
-    (lines,) = resources.get("run/0/lines/0")["steps"]
-    assert "line 0: summaries.0." in lines["problems"][0]
-    assert lines["columns"]["index"] == []
+    table = resources.get("run/0/table/q=ONE")
+    assert [(each["step"], each["index"]) for each in table["rows"]] == [(1, 0), (1, 1), (3, 0)]
+    assert f"line 0: columns.{next(iter(wrong))}." in table["problems"][0]
+    assert "columns must have the same length" in table["problems"][1]
+    assert "line 1: it must have 1 texts, got 2" in resources.get("run/0/step/3")["problems"][0]
     assert resources.get("run/0/step/1/rollout/0")["record"]["trajectory"] == "g0/0"
-    with pytest.raises(InvalidInputError, match="has no line 2"):
+    with pytest.raises(InvalidInputError, match="has no line 3"):
         resources.get("run/0/step/1/rollout/1")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
 import time
+from urllib.parse import quote
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -33,7 +35,7 @@ def test_every_path_of_a_run_is_read_and_nothing_is_written(tmp_path):
     before = read_tree(write_run(tmp_path))
     resources = open_runs([tmp_path])
     paths = list(resources.list_paths())
-    assert paths[:4] == ["index", "run/0", "run/0/step/0", "run/0/lines/0"]
+    assert paths[:4] == ["index", "run/0", "run/0/table", "run/0/step/0"]
     assert paths[-2:] == ["run/0/step/1/rollout/2", "run/0/step/1/rollout/2/retokenised"]
     for path in paths:
         assert resources.get(path)
@@ -47,36 +49,38 @@ def test_every_path_of_a_run_is_read_and_nothing_is_written(tmp_path):
 def test_a_summary_says_what_can_be_chosen_by(tmp_path):
     summary = open_runs([write_run(tmp_path)]).get("run/0/step/1")
     plain, forked, failed = summary["trajectories"]
-    assert (plain["num_ids"], plain["num_sampled"], plain["advantage"], plain["versions"]) == (5, 3, 0.5, [3, 3])
-    assert plain["max_abs"] == pytest.approx(0.125)
-    assert plain["k3"] == pytest.approx(0.125 + 2.718281828**-0.125 - 1)
+    assert (plain["num_sampled"], plain["advantage"], plain["versions"], plain["max_abs"]) == (3, 0.5, [3, 3], 0.125)
     assert (forked["forks"], forked["is_truncated"], forked["num_rows"]) == (["rewritten_history"], True, 2)
-    assert (failed["status"], failed["reward"], failed["k3"]) == ("failed", None, None)
+    assert (failed["status"], failed["reward"], failed["max_abs"]) == ("failed", None, None)
 
 
-def test_files_with_and_without_summaries_have_the_same_lines_and_texts_are_found_in_both(tmp_path):
+def test_files_with_and_without_columns_have_the_same_lines_and_texts_are_found_in_both(tmp_path):
     members = [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]), make_forked()]
     for number, head in enumerate(({}, {"num_rollouts": 9, "rewards": [2, 0.5, 0.5]})):
         write_step(tmp_path, number, members, **head)
         write_step(tmp_path, 7, members[:1], folder="evaluations/Größe 100%", set="Größe 100%")
     resources = open_runs([tmp_path])
     evaluated = "7@Gr%C3%B6%C3%9Fe%20100%25"
+
+    def find(query):
+        found = resources.get(f"run/0/table/{quote(query, safe='')}")
+        assert (found["num_read"], found["num_steps"]) == (3, 3)
+        return [(each["step"], each["index"]) for each in found["rows"]]
+
     assert resources.get("run/0")["recorded_steps"] == [0, 1, evaluated]
-    assert resources.get("run/0/find/ANSWER")["found"] == {}  # no lines were read
-    first, second, third, gone = (e["columns"] for e in resources.get(f"run/0/lines/0,1,{evaluated},9")["steps"])
-    assert (first, gone) == (second, {"index": []})
-    assert first["forks"] == [[], ["rewritten_history"]]
-    assert third["trajectory"] == ["g0/0"]
-    assert [each["text"] for each in resources.get("run/0/step/1")["trajectories"]] == [
-        each["text"] for each in resources.get("run/0/step/0")["trajectories"]
-    ]
-    assert resources.get("run/0/find/The%20ANSWER%20is")["found"] == {0: [0], 1: [0], evaluated: [0]}
-    assert resources.get("run/0/find/b")["found"] == {0: [1], 1: [1]}
-    assert resources.get("run/0/find/nowhere")["found"] == {}
+    table = json.loads(json.dumps(resources.get("run/0/table")))
+    assert [{**each, "step": 0, "number": 0} for each in table["rows"][2:4]] == table["rows"][:2]
+    first, second = (json.loads(json.dumps(resources.get(f"run/0/step/{n}")["trajectories"])) for n in (0, 1))
+    assert first == [{**each, "line": each["line"] - 1, "versions": [3, 3]} for each in second]
+    assert find("q=The+ANSWER+is") == [(0, 0), (1, 0), (evaluated, 0)]
+    assert (find("q=b&size=1"), find("q=nowhere"), find("set=Größe+100%25")) == ([(0, 1)], [], [(evaluated, 0)])
+    assert find("fork=rewritten_history&step=1..2") == find("is=truncated,forked&reward=..0.5&step=1") == [(1, 1)]
+    assert find("sort=-reward&variance=1&mismatch=0.1..") == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert find("part=exact&value=1..1&status=completed&sort=part:exact&ids=2..2&set=training") == [(0, 0), (1, 0)]
+    assert find("part=none&value=1") == find("status=failed") == []
     assert resources.get(f"run/0/step/{evaluated}/rollout/0")["set"] == "Größe 100%"
     write_step(tmp_path, 1, members[:1], num_rollouts=1)
-    assert resources.get("run/0/lines/1")["steps"][0]["columns"]["trajectory"] == ["g0/0"]
-    assert resources.get("run/0/find/b")["found"] == {0: [1]}
+    assert find("q=b") == [(0, 1)]
 
 
 def test_forks_have_their_reason_and_the_first_ids_that_differ():

@@ -297,10 +297,10 @@ class Sample:
     def read(record: Mapping[str, Any]) -> Sample:
         """The sample of a rollout's record."""
         found = summarize_record(record)
-        names = ("reward", "num_sampled", "num_turns", "wall_time_s", "reward_parts")
+        names = ("reward", "num_sampled", "num_turns", "wall_time_s")
         return Sample(
             status=TrajectoryStatus(record["status"]), error=record["error"], versions=tuple(found["versions"] or ()),
-            **{name: found[name] for name in names},
+            **{name: found[name] for name in names}, reward_parts=record.get("reward_parts") or {},
         )  # fmt: skip
 
 

@@ -1,15 +1,15 @@
 """Files of records: one for each step and process, which is there whole once it is there (docs/rollouts.md).
 
-rollouts/step-00000012.rank-0.jsonl.gz    gzip; a line for the step, then one for each trajectory
+rollouts/step-00000012.rank-0.jsonl.gz    gzip; a line for the step, one of texts, then one for each trajectory
 rollouts/images/SHA256                    the image files that they refer to
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
-import math
 import os
 import re
 import zlib
@@ -33,6 +33,10 @@ MAX_TEXT, MAX_TEXTS = 8000, 4 << 20
 """Characters of a rollout's messages that a search looks at, and of all in a file: they are in one line."""
 MAX_SUMMARIES = 30_000
 """In a first line; one with more rollouts has none."""
+PART = "part:"
+"""Before the name of a component of the reward, in a summary."""
+TEXTS = "texts"
+"""The kind of the line with the texts that a search looks at, after a first line with `columns`."""
 _MAX_ERROR = 200
 _MAX_ANSWER = 100
 _EXPECTED = re.compile(r"answer|solution|target|label|expected|ground.?truth|gold|reward_model", re.IGNORECASE)
@@ -52,11 +56,11 @@ def write_records(
     lines: Iterable[Mapping[str, Any]],
     *,
     images: Mapping[str, bytes],
-    make_head: Callable[[], Mapping[str, Any]] | None = None,
+    make_head: Callable[[], Iterable[Mapping[str, Any]]] | None = None,
 ) -> Path:
     """Write the file of a step, in place of one of an earlier attempt, and the images that are not there yet.
 
-    A line is packed before the next one is made; `make_head` makes the first one, after all others.
+    A line is packed before the next one is made; `make_head` makes the first ones, after all others.
 
     Raises:
         MetricsError: it cannot be written; nothing is left of it.
@@ -64,7 +68,7 @@ def write_records(
     path = folder / f"step-{step:08}.rank-{rank}.jsonl.gz"
     packed = _pack(lines)
     if make_head is not None:
-        packed = _pack([make_head()]) + packed
+        packed = _pack(make_head()) + packed
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for sha256, data in images.items():
@@ -122,7 +126,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the lines of a file: the step's, then those of its trajectories.
+    """Read the lines of a file: the step's, then those of its trajectories; not the texts, which they have too.
 
     Raises:
         InvalidInputError: it is not such a file, is damaged, or has a later format.
@@ -134,7 +138,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             raise InvalidInputError(f"{path} must be a file of rollouts: line {number}: {error}") from None
         if number == 0 and (found := record.get("format")) != FORMAT:
             raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
-        yield record
+        if record.get("kind") != TEXTS:
+            yield record
 
 
 def spread(items: Sequence[_T], number: int | None) -> list[_T]:
@@ -147,36 +152,33 @@ def spread(items: Sequence[_T], number: int | None) -> list[_T]:
 def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[str, Any]:
     """What lists show of a trajectory's record, and what it is found by."""
     turns, rows = record.get("turns") or [], record.get("rows") or []
-    text = join_texts(record.get("messages") or [])
+    text, parts = join_texts(record.get("messages") or []), record.get("reward_parts") or {}
     expected = find_expected(record.get("data"))
     statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]
     failures = {name: n for name, n in (record.get("counters") or {}).items() if name.startswith("tool_errors/")}
     return {
-        "group": record.get("group"),
-        "trajectory": record.get("trajectory"),
-        "status": record.get("status"),
+        **{name: record.get(name) for name in ("group", "trajectory", "status", "reward", "wall_time_s")},
         "error": None if (error := record.get("error")) is None else error[:_MAX_ERROR],
-        "reward": record.get("reward"),
-        "reward_parts": record.get("reward_parts") or {},
-        "wall_time_s": record.get("wall_time_s"),
+        **{f"{PART}{name}": part for name, part in parts.items() if isinstance(part, (int, float))},
         "expected": None if expected is None else expected[-_MAX_ANSWER:],
         "given": _find_given(record.get("messages") or []),
-        "num_turns": len(turns),
-        "num_rows": len(rows),
-        "num_ids": max((len(row["token_ids"]) for row in rows), default=0),
+        "num_turns": len(turns), "num_rows": len(rows),
         "num_sampled": sum(turn.get("num_sampled") or 0 for turn in turns),
         "is_truncated": any(turn.get("finish_reason") == "length" or turn.get("cut_by") for turn in turns),
         "is_trained": any(row.get("is_trained") for row in rows),
         "forks": [turn["fork"] for turn in turns if turn.get("fork")],
-        "refusals": [turn["refusal"] for turn in turns if turn.get("refusal")],
-        "num_bad_calls": sum(status != "ok" for status in statuses),
-        "num_tool_errors": sum(failures.values()),
-        "advantage": _find_advantage(rows),
-        "versions": _find_versions(rows),
-        **_measure_mismatch(rows),
-        "text": text[:max_text],
-        "is_text_cut": len(text) > max_text,
-    }
+        "num_bad_calls": sum(status != "ok" for status in statuses), "num_tool_errors": sum(failures.values()),
+        "advantage": _find_advantage(rows), "versions": _find_versions(rows), "max_abs": _find_mismatch(rows),
+        "text": text[:max_text], "is_text_cut": len(text) > max_text,
+    }  # fmt: skip
+
+
+def make_first_lines(head: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The first line of a file, with a column for each key of its trajectories' summaries, and the line of texts."""
+    columns = {key: [each.get(key) for each in summaries] for key in dict.fromkeys(itertools.chain(*summaries))}
+    texts = columns.pop("text")
+    parts = {key.removeprefix(PART): columns.pop(key) for key in [*columns] if key.startswith(PART)}
+    return [{**head, "columns": {**columns, "parts": parts}}, {"kind": TEXTS, "texts": texts}]
 
 
 def find_expected(data: Mapping[str, Any] | None) -> str | None:
@@ -209,18 +211,10 @@ def _find_versions(rows: Sequence[Mapping[str, Any]]) -> list[int] | None:
     return [min(versions), max(versions)] if versions else None
 
 
-def _measure_mismatch(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """k3 and the largest difference of the trainer's and the sampler's logprobs, of all sampled ids."""
-    differences = [
-        trainer - sampler
-        for row in rows
-        for trainer, sampler in zip(row.get("trainer_logprobs") or (), row.get("rollout_logprobs") or (), strict=False)
-    ]
-    if not differences:
-        return {"k3": None, "max_abs": None}
-    ratios = (min(difference, 50.0) for difference in differences)
-    k3 = sum(math.expm1(ratio) - ratio for ratio in ratios) / len(differences)
-    return {"k3": k3, "max_abs": max(map(abs, differences))}
+def _find_mismatch(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The largest difference of the trainer's and the sampler's logprobs, of all sampled ids."""
+    pairs = (zip(row.get("trainer_logprobs") or (), row.get("rollout_logprobs") or (), strict=False) for row in rows)
+    return max((abs(trainer - sampler) for each in pairs for trainer, sampler in each), default=None)
 
 
 def join_texts(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -35,6 +35,7 @@ from unbroken.runs.records.files import (
     MAX_TEXT,
     MAX_TEXTS,
     find_records,
+    make_first_lines,
     read_records,
     summarize,
     write_records,
@@ -122,9 +123,9 @@ def _write(
                 summaries.append(summarize(record, max_text=max_text))
             yield record
 
-    def make_head() -> dict[str, Any]:
-        found = {"summaries": summaries} if number <= MAX_SUMMARIES else {}
-        return {"kind": "step", "format": FORMAT, **head, **found}
+    def make_head() -> list[dict[str, Any]]:
+        first = {"kind": "step", "format": FORMAT, **head}
+        return make_first_lines(first, summaries) if summaries else [first]
 
     step = head["step"]
     path = write_records(folder, step, head["rank"], make_lines(), images=images, make_head=make_head)

@@ -29,8 +29,9 @@ async function findList(run, step, number) {
     list = { step, rows: (await getObject(`run/${run}/step/${step}`)).trajectories, place: `#step/${run}/${step}` };
     place = list.rows.findIndex((each) => each.index === number);
   }
+  if (place === list.rows.length - 1 && list.total > list.rows.length) await list.more();
   const at = (n) => list.rows[n] && [list.rows[n].step ?? list.step, list.rows[n].index];
-  return { place, total: list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
+  return { place, total: list.total ?? list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
 }
 
 /* The branch that went on: of those that do not begin anew, the one with the latest turn. */

@@ -11,7 +11,7 @@ async function showStep(index, run, step) {
   const draw = () => drawRollouts(results, run, summary);
   const change = () => { setHash(`#step/${run}/${step}?${writeChoice()}`); draw(); };
   const makeHead = { store: makeStoreHead, tinker: makeTinkerHead }[summary.kind] ?? makeStepHead;
-  const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(summary.trajectories, summary.kind, change), results);
+  const view = el('div', {}, makeHead(index, run, step, numbers, summary), makeFilters(listOffers(summary.trajectories), summary.kind, change), results);
   draw();
   return view;
 }

@@ -13,7 +13,7 @@ const SORTS = {
 };
 const FLAGS = {
   truncated: ['truncated', (each) => each.is_truncated],
-  failed: ['failed', (each) => (each.is_failed ?? each.error !== null) || ['failed', 'aborted', 'timeout'].includes(each.status)],
+  failed: ['failed', (each) => each.error !== null || ['failed', 'aborted', 'timeout'].includes(each.status)],
   forked: ['forked', (each) => each.num_rows > 1 || each.forks.length > 0],
   parse: ['parse failure', (each) => each.num_bad_calls > 0],
   tools: ['tool error', (each) => each.num_tool_errors > 0],
@@ -23,15 +23,11 @@ const FLAGS = {
 const OF_SEQUENCES = ['truncated', 'failed', 'group', 'ids'];
 const RANGES = { reward: 'reward', value: 'component', ids: 'sampled ids', mismatch: 'mismatch', step: 'step' };
 const WORDS = { text: 'q', status: 'status', fork: 'fork', set: 'set', part: 'part' };
-const NUM_LOADING = 2;
-/* Steps of one request, after a few that are on the screen at once. */
-const NUM_STEPS = 25;
 const VIEWS = 'unbroken-views';
 /* What was chosen stays for the next step. */
 const choice = {};
 clearChoice();
-/* The rollouts of a run that were loaded, by run, and the list that is shown: the next rollout is that of this list. */
-const tables = new Map();
+/* The list that was shown last: the next rollout is that of this list. */
 let shownList = null;
 let shownTable = null;
 
@@ -71,22 +67,17 @@ function isIn([low, high], value) {
   return (low === null && high === null) || (isNumber(value) && value >= (low ?? -Infinity) && value <= (high ?? Infinity));
 }
 
-/* `found` has the rollouts with the text, by step, where the lines have no texts. */
-function isChosen(each, found) {
+function isChosen(each) {
   const text = choice.text.toLowerCase();
-  return (!choice.status || makeVisible(each.status) === choice.status)
-    && (!choice.fork || listForkReasons(each).includes(choice.fork))
+  return (!choice.status || each.status === choice.status)
+    && (!choice.fork || each.forks.includes(choice.fork))
     && (!choice.set || (each.set || 'training') === choice.set)
     && isIn(choice.reward, each.reward) && isIn(choice.ids, each.num_sampled) && (each.number === undefined || isIn(choice.step, each.number))
-    && (!choice.part || isIn(choice.value, each.reward_parts?.[choice.part]))
+    && (!choice.part || isIn(choice.value, each[`part:${choice.part}`]))
     && (choice.mismatch[0] === null || (isNumber(each.max_abs) && each.max_abs > choice.mismatch[0]))
     && [...choice.flags].every((name) => FLAGS[name][1](each))
-    && (!choice.variance || each.spread > 1e-9)
-    && (!text || (each.text === undefined ? Boolean(found?.get(String(each.step))?.has(each.index)) : each.text.toLowerCase().includes(text)));
-}
-
-function listForkReasons(each) {
-  return [...new Set(each.forks.map(makeVisible))];
+    && (!choice.variance || (each.varies ?? each.spread > 1e-9))
+    && (!text || each.text.toLowerCase().includes(text));
 }
 
 function groupRollouts(trajectories) {
@@ -108,7 +99,7 @@ function addSpreads(trajectories) {
 }
 
 function sortRollouts(found) {
-  const read = choice.sort.startsWith('part:') ? (each) => each.reward_parts?.[choice.sort.slice(5)] : SORTS[choice.sort][1];
+  const read = choice.sort.startsWith('part:') ? (each) => each[choice.sort] : SORTS[choice.sort][1];
   const sign = choice.descending ? -1 : 1;
   const value = (each) => { const known = read(each); return isNumber(known) ? known * sign : Number.MAX_VALUE; };
   return read ? [...found].sort((a, b) => value(a) - value(b)) : found;
@@ -121,8 +112,16 @@ function countBy(items, list) {
   return counts;
 }
 
-/* The filters of some rollouts; `kind` is that of a store, 'table', or of a step nothing. */
-function makeFilters(rollouts, kind, draw) {
+/* What there is to choose by among rollouts. */
+function listOffers(rollouts) {
+  const list = (read) => [...countBy(rollouts, read)].sort();
+  const names = (read) => list(read).map(([name]) => name);
+  return { statuses: names((each) => [each.status]), forks: list((each) => new Set(each.forks)), parts: names((each) => Object.keys(each).filter((key) => key.startsWith('part:')).map((key) => key.slice(5))), sets: [],
+    flags: Object.fromEntries(Object.entries(FLAGS).map(([name, [, read]]) => [name, rollouts.filter(read).length])) };
+}
+
+/* The filters of a list with these offers; `kind` is that of a store, 'table', or of a step nothing. */
+function makeFilters(offers, kind, draw) {
   const areSequences = kind === 'tinker';
   const isRun = !(kind in NOUNS);
   const listOffered = (all) => Object.keys(all).filter((name) => (areSequences ? OF_SEQUENCES.includes(name) : name !== 'step' || kind === 'table'));
@@ -131,153 +130,116 @@ function makeFilters(rollouts, kind, draw) {
   if (kind !== 'table') Object.assign(choice, { set: '', step: [null, null] });
   if (areSequences) Object.assign(choice, { status: '', fork: '', reward: [null, null], mismatch: [null, null], flags: new Set(OF_SEQUENCES.filter((name) => choice.flags.has(name))) });
   if (!listOffered(SORTS).includes(choice.sort) && !(isRun && choice.sort.startsWith('part:'))) choice.sort = 'group';
-  const forks = countBy(rollouts, listForkReasons);
+  const { statuses, sets } = offers;
+  const forks = new Map(offers.forks);
   if (choice.fork && !forks.has(choice.fork)) forks.set(choice.fork, 0);
-  const parts = isRun ? [...countBy(rollouts, (each) => Object.keys(each.reward_parts ?? {})).keys()].sort() : [];
-  const statuses = [...countBy(rollouts, (each) => [makeVisible(each.status)]).keys()].sort();
-  const sets = kind === 'table' ? [...countBy(rollouts, (each) => [each.set || 'training']).keys()].sort() : [];
+  const parts = isRun ? offers.parts : [];
   const changed = (action) => (event) => { action(event.target); draw(); };
   const number = (key, end, label, name) => el('label', {}, `${label} `, el('input', { type: 'number', step: 'any', id: `filter-${key}-${end}`, 'aria-label': name, value: choice[key][end] ?? undefined,
     input: changed((input) => { choice[key][end] = input.value === '' ? null : Number(input.value); }) }));
   const range = (key, ...before) => el('span', { class: 'range' }, before, number(key, 0, `${before.length ? '' : RANGES[key]} from`, `${RANGES[key]} from`), ' ', number(key, 1, 'to', `${RANGES[key]} to`));
   const flag = (name) => el('label', { class: 'flag' }, el('input', { type: 'checkbox', id: `filter-${name}`, checked: choice.flags.has(name),
-    change: changed((input) => (input.checked ? choice.flags.add(name) : choice.flags.delete(name))) }), ` ${FLAGS[name][0]} (${rollouts.filter(FLAGS[name][1]).length})`);
-  const select = (key, options, label) => el('select', { 'aria-label': label, id: `filter-${key}`, change: changed((input) => { choice[key] = input.value; }) },
-    options.map(([value, text]) => el('option', { value, selected: choice[key] === value }, text)));
+    change: changed((input) => (input.checked ? choice.flags.add(name) : choice.flags.delete(name))) }), ` ${FLAGS[name][0]} (${offers.flags[name]})`);
+  const select = (key, options, label) => el('select', { 'aria-label': label, id: `filter-${key}`, change: changed((input) => { [choice[key]] = options[input.selectedIndex]; }) },
+    options.map(([value, text]) => el('option', { value: makeVisible(value), selected: choice[key] === value }, text)));
   const more = [areSequences ? null : [range('reward'), number('mismatch', 0, 'mismatch above', 'mismatch above')],
     parts.length ? range('value', select('part', [['', 'any component'], ...parts.map((part) => [part, makeVisible(part)])], 'component of the reward')) : null,
     range('ids'), kind === 'table' ? range('step') : null, listOffered(FLAGS).map(flag),
     isRun ? el('label', { class: 'flag' }, el('input', { type: 'checkbox', id: 'filter-variance', checked: choice.variance, change: changed((input) => { choice.variance = input.checked; }) }), ' groups with variance') : null];
   return el('form', { class: 'filters', submit: (event) => event.preventDefault() },
     el('input', { type: 'search', id: 'filter-text', placeholder: 'search in text  ( / )', 'aria-label': 'search in text', value: choice.text, input: changed((input) => { choice.text = input.value; }) }),
-    areSequences ? null : select('status', [['', 'any status'], ...statuses.map((status) => [status, status])], 'status'),
+    areSequences ? null : select('status', [['', 'any status'], ...statuses.map((status) => [status, makeVisible(status)])], 'status'),
     sets.length > 1 ? select('set', [['', 'training and evaluations'], ...sets.map((set) => [set, makeVisible(set)])], 'set') : null,
-    forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].sort().map(([reason, count]) => [reason, `fork: ${reason} (${count})`])], 'fork reason') : null,
+    forks.size ? select('fork', [['', 'any fork or none'], ...[...forks].map(([reason, count]) => [reason, `fork: ${makeVisible(reason)} (${count})`])], 'fork reason') : null,
     el('span', { class: 'sort' }, 'sort by ', select('sort', [...listOffered(SORTS).map((key) => [key, SORTS[key][0]]), ...parts.map((part) => [`part:${part}`, makeVisible(part)])], 'sort by'),
       button('↑↓', 'ascending or descending', () => { choice.descending = !choice.descending; draw(); })),
     el('details', { class: 'more', open: !isNarrow() }, el('summary', {}, 'more filters'), el('div', {}, more.flat(2).filter(Boolean))));
 }
 
-/* The table of all rollouts of a run. Its lines come some steps at a time, and are kept. */
+/* The table of all rollouts of a run. The server filters and sorts, and answers with the first lines. */
 async function showTable(index, run) {
-  const numbers = await getObject(`run/${run}`);
-  if (!tables.has(run)) tables.set(run, { rows: [], loaded: new Set(), problems: [] });
-  const state = { run, numbers, table: tables.get(run), ticket: shown, back: shownRollout, found: null, searched: '', results: el('div', { class: 'results' }), progress: el('p', { class: 'soft', id: 'count', 'aria-live': 'polite' }), form: el('div', {}) };
-  state.change = () => { setHash(`#table/${run}?${writeChoice()}`); search(state); };
-  state.size = isNarrow() ? 20 : 100;
+  const size = shownRollout && shownTable?.run === run ? shownTable.size : isNarrow() ? 20 : 100;
+  const state = { run, size, ticket: shown, results: el('div', { class: 'results' }), progress: el('p', { class: 'soft', id: 'count', 'aria-live': 'polite' }), form: el('div', {}) };
+  state.change = () => { setHash(`#table/${run}?${writeChoice()}`); refreshTable(); };
   shownTable = state;
-  fillTable(state);
+  const next = await askTable(state);
+  if (next) refreshTable(next);
   return el('div', {}, el('h1', {}, 'Rollouts', el('span', { class: 'soft' }, ` of ${makeVisible(index.runs[run].name)}`)), state.form, makeSavedViews(run), state.progress, state.results);
 }
 
-/* Read the lines of steps that are new. */
-async function refreshTable() {
+/* Ask until all steps were read. */
+async function refreshTable(next) {
   const state = shownTable;
   if (state?.ticket !== shown) return;
-  state.numbers = await getObject(`run/${state.run}`);
-  fillTable(state);
+  try {
+    do next = await askTable(state, next?.[0]); while (next);
+  } catch (error) {
+    state.progress.replaceChildren(makeVisible(error.message));
+  }
 }
 
-async function fillTable(state) {
-  const { run, numbers, table } = state;
-  const waiting = numbers.recorded_steps.filter((step) => !table.loaded.has(step));
-  state.total = numbers.recorded_steps.length;
-  let next = -Infinity;
-  const load = async () => {
-    while (waiting.length && state.ticket === shown) {
-      const steps = waiting.splice(0, isExport ? 1 : table.loaded.size ? NUM_STEPS : 2);
-      const path = `run/${run}/lines/${steps}`;
-      const found = await getObject(path).catch((error) => ({ steps: steps.map((step) => ({ step, columns: { index: [] }, problems: [error.message] })) }));
-      objects.delete(path);
-      for (const lines of found.steps) {
-        if (table.loaded.has(lines.step)) continue;
-        table.loaded.add(lines.step);
-        table.problems.push(...lines.problems);
-        for (const row of expandLines(lines)) table.rows.push(row);
-      }
-      const start = performance.now();
-      if (start < next || state.ticket !== shown) continue;
-      if (next < 0) drawForm(state);
-      drawTable(state);
-      next = performance.now() + Math.max(500, 5 * (performance.now() - start));
-    }
-  };
-  await Promise.all(Array.from({ length: NUM_LOADING }, load));
-  if (state.ticket !== shown) return;
-  const order = new Map(numbers.recorded_steps.map((step, n) => [step, n]));
-  table.rows.sort((a, b) => order.get(a.step) - order.get(b.step) || a.index - b.index);
-  if (!state.form.contains(document.activeElement)) drawForm(state);
-  search(state);
+/* Draw what is chosen now. If there are steps that were not read yet, the next answer is asked for before, and returned in a list. */
+async function askTable(state, answer = findRollouts(state.run, writeChoice(), state.size)) {
+  const query = writeChoice();
+  const found = await answer;
+  if (state.ticket !== shown || query !== writeChoice()) return null;
+  const next = found.num_read < found.num_steps ? [findRollouts(state.run, query, state.size)] : null;
+  const isNew = JSON.stringify(found.offers) !== JSON.stringify(state.found?.offers);
+  state.found = found;
+  if (isNew && !state.form.contains(document.activeElement)) drawForm(state);
+  drawTable(state);
+  return next;
+}
+
+/* What the server finds; an export has all lines, and the texts in its steps. */
+async function findRollouts(run, query, size) {
+  if (!isExport) return loadJson(`run/${run}/table/${encodeURIComponent(`${query}&size=${size}`)}`);
+  const table = await getObject(`run/${run}/table`);
+  if (choice.text && table.rows.some((each) => each.text === undefined)) {
+    const read = (step) => getObject(`run/${run}/step/${step}`).catch(() => ({ trajectories: [] }));
+    const steps = new Map(await Promise.all([...new Set(table.rows.map((each) => each.step))].map(async (step) => [step, await read(step)])));
+    for (const each of table.rows) each.text = steps.get(each.step).trajectories[each.index]?.text ?? '';
+  }
+  const rows = sortRollouts(table.rows.filter(isChosen));
+  const rewards = rows.map((each) => each.reward).filter(isNumber);
+  return { ...table, rows: rows.slice(0, size), num_found: rows.length, reward: rewards.length ? [mean(rewards), deviation(rewards)] : null };
 }
 
 function drawForm(state) {
   const id = document.activeElement?.id;
-  state.form.replaceChildren(makeFilters(state.table.rows, 'table', state.change));
+  state.form.replaceChildren(makeFilters(state.found.offers, 'table', state.change));
   if (id?.startsWith('filter-')) document.getElementById(id)?.focus();
 }
 
-function expandLines({ step, columns }) {
-  const [number, set] = String(step).split('@');
-  const names = Object.keys(columns);
-  return addSpreads(columns.index.map((_, n) => {
-    const row = { step, number: Number(number), set: set === undefined ? '' : decodeURIComponent(set) };
-    for (const name of names) row[name] = columns[name][n];
-    return row;
-  }));
-}
-
-/* Look for the text where the texts are, and draw. */
-async function search(state) {
-  const { run, numbers, table } = state;
-  const text = choice.text;
-  if (text !== state.searched || table.loaded.size !== state.numLoaded) {
-    [state.searched, state.numLoaded] = [text, table.loaded.size];
-    if (!text) state.found = null;
-    else if (!isExport) {
-      const { found } = await loadJson(`run/${run}/find/${encodeURIComponent(text)}`).catch((error) => ({ found: {}, error }));
-      if (text !== choice.text) return;
-      state.found = new Map(Object.entries(found).map(([step, list]) => [step, new Set(list)]));
-    } else {
-      const steps = await Promise.all(numbers.recorded_steps.map((step) => getObject(`run/${run}/step/${step}`).catch(() => ({ step, trajectories: [] }))));
-      state.found = new Map(steps.map(({ step, trajectories }) => [String(step), new Set(trajectories.filter((each) => each.text.toLowerCase().includes(text.toLowerCase())).map((each) => each.index))]));
-    }
-  }
-  if (state.ticket !== shown) return;
-  drawTable(state);
-  const { back } = state;
-  if (back) requestAnimationFrame(() => findLine(back)?.focus());
-  state.back = null;
-}
-
 function drawTable(state) {
-  const { table, total, run } = state;
-  const rows = sortRollouts(table.rows.filter((each) => isChosen(each, state.found)));
-  const rewards = rows.map((each) => each.reward).filter(isNumber);
-  shownList = { run, rows, place: location.hash };
-  state.progress.replaceChildren(`${rows.length.toLocaleString('en')} of ${table.rows.length.toLocaleString('en')} rollouts${rewards.length ? ` · reward ${format(mean(rewards), 3)} ± ${format(deviation(rewards), 3)}` : ''}${
-    table.loaded.size < total ? ` · ${table.loaded.size} of ${total} steps read` : ''}`);
+  const { run, found } = state;
+  const { rows, num_found: total } = found;
+  const query = writeChoice();
+  const more = async () => { state.size *= 6; shownList.rows = (await findRollouts(run, query, state.size)).rows; };
+  shownList = { run, rows, total, more, place: location.hash };
+  state.progress.replaceChildren(`${total.toLocaleString('en')} of ${found.num_all.toLocaleString('en')} rollouts${found.reward ? ` · reward ${format(found.reward[0], 3)} ± ${format(found.reward[1], 3)}` : ''}${
+    found.num_read < found.num_steps ? ` · ${found.num_read} of ${found.num_steps} steps read` : ''}`);
   const { id, href } = state.results.contains(document.activeElement) ? document.activeElement : {};
-  const problems = table.problems.slice(0, 5).map((problem) => el('p', { class: 'problem' }, makeVisible(problem)));
-  state.results.replaceChildren(...problems, makeTable(state, rows), ...(rows.length > state.size
-    ? [button(`show ${Math.min(rows.length - state.size, 5 * state.size)} more of ${rows.length}`, 'show more lines', () => { state.size *= 6; drawTable(state); })] : []));
+  const problems = found.problems.map((problem) => el('p', { class: 'problem' }, makeVisible(problem)));
+  state.results.replaceChildren(...problems, makeTable(state, rows), ...(total > rows.length
+    ? [button(`show ${Math.min(total - rows.length, 5 * state.size)} more of ${total}`, 'show more lines', () => { state.size *= 6; refreshTable(); })] : []));
   const focused = id ? document.getElementById(id) : href && [...state.results.querySelectorAll('tbody a')].find((each) => each.href === href);
   focused?.focus({ preventScroll: true });
 }
 
 function makeTable(state, rows) {
-  const parts = [...countBy(rows.slice(0, 2000), (each) => Object.keys(each.reward_parts ?? {})).keys()].sort();
+  const { parts } = state.found.offers;
   const columns = [['step', 'step', (each) => each.set ? `${each.number} ${makeVisible(each.set)}` : each.number], ['reward', 'reward', (each) => format(each.reward, 3)],
-    ...(parts.length > 1 ? parts.slice(0, 6).map((part) => [`part:${part}`, makeVisible(part), (each) => format(each.reward_parts?.[part], 3)]) : []),
+    ...(parts.length > 1 ? parts.slice(0, 6).map((part) => [`part:${part}`, makeVisible(part), (each) => format(each[`part:${part}`], 3)]) : []),
     [null, 'expected', (each) => makeCell(each.expected, 40)], [null, 'given', (each) => makeCell(each.given, 70)], ['ids', 'ids', (each) => each.num_sampled],
     ['turns', 'turns', (each) => each.num_turns], ['mismatch', 'mismatch', (each) => format(each.max_abs, 2)], ['advantage', 'advantage', (each) => format(each.advantage, 2)], ['time', 's', (each) => format(each.wall_time_s, 3)]];
-  const page = rows.slice(0, state.size);
   const known = { expected: (each) => each.expected !== null, mismatch: (each) => isNumber(each.max_abs), advantage: (each) => isNumber(each.advantage), s: (each) => isNumber(each.wall_time_s), turns: (each) => each.num_turns > 1 };
-  const used = columns.filter(([, name]) => !(name in known) || page.some(known[name]));
+  const used = columns.filter(([, name]) => !(name in known) || rows.some(known[name]));
   const sortBy = (key) => { choice.descending = choice.sort === key ? !choice.descending : true; choice.sort = key; state.change(); drawForm(state); };
   const mark = (key) => (choice.sort === key ? (choice.descending ? ' ↓' : ' ↑') : '');
   return el('table', { class: 'rows' }, el('thead', {}, el('tr', {}, used.map(([key, name]) => el('th', { 'aria-sort': choice.sort === key ? (choice.descending ? 'descending' : 'ascending') : null },
     key ? el('button', { type: 'button', id: `sort-${key}`, title: `sort by ${name}`, click: () => sortBy(key) }, `${name}${mark(key)}`) : name)), el('th', {}, 'status'))),
-  el('tbody', { click: (event) => event.target.closest('tr')?.querySelector('a').click() }, page.map((each) => el('tr', { class: FLAGS.failed[1](each) ? 'failed' : null },
+  el('tbody', { click: (event) => event.target.closest('tr')?.querySelector('a').click() }, rows.map((each) => el('tr', { class: FLAGS.failed[1](each) ? 'failed' : null },
     used.map(([, name, read], n) => el('td', { 'data-name': name, class: ['expected', 'given'].includes(name) ? 'words' : 'number' }, n === 0 ? link(['rollout', state.run, each.step, each.index], read(each), { title: makeVisible(each.trajectory), click: (event) => event.stopPropagation() }) : read(each))),
     el('td', { class: 'marks' }, each.status === 'completed' ? null : el('span', { class: 'status odd' }, makeVisible(each.status)), listMarks(each).map((text) => el('span', { class: 'mark' }, makeVisible(text))))))));
 }

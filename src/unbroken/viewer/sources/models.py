@@ -48,18 +48,9 @@ def read_recipe(folder: Path) -> RecipeFacts:
     recipe = value if isinstance(value, dict) else {}
     settings = recipe.get("settings")
     settings = settings if isinstance(settings, dict) else {}
-    return RecipeFacts(
-        name=_to_text(recipe.get("recipe")),
-        model=_to_text(settings.get("model")),
-        settings=settings,
-        renderer={
-            name.removeprefix(_RENDERER): value for name, value in settings.items() if name.startswith(_RENDERER)
-        },
-    )
-
-
-def _to_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+    name, model = (each if isinstance(each, str) else None for each in (recipe.get("recipe"), settings.get("model")))
+    renderer = {key.removeprefix(_RENDERER): each for key, each in settings.items() if key.startswith(_RENDERER)}
+    return RecipeFacts(name=name, model=model, settings=settings, renderer=renderer)
 
 
 class Tokenizers:

@@ -88,12 +88,15 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
         return _refuse("Branches with images are not compared: their ids depend on the image processor.")
     if len(row["token_ids"]) > MAX_IDS:
         return _refuse(f"Only branches of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}.")
-    messages = _find_messages(record, row)
+    messages: list[Message] = list(record.get("messages") or [])
+    if (own := row.get("messages")) is not None:
+        messages = [messages[index] for index in own]
     sampled = _make_turns(record, row, turn_of_node, texts)
     num_replies = sum(message.get("role") == "assistant" for message in messages)
     if num_replies < len(sampled) or (row.get("messages") is not None and num_replies > len(sampled)):
         return _refuse("The turns and the recorded messages of this branch are not the same.")
-    exact = token_ids(row["token_ids"][: _find_end(row, last, turn_of_node)])
+    ends = [each["stop"] for each in row["segments"] if turn_of_node.get(each["node"]) == last]
+    exact = token_ids(row["token_ids"][: ends[-1]])
     origins = [IdOrigin.PROMPT] * len(row["token_ids"])
     for each in row["segments"]:
         if each["origin"] == "sampled":
@@ -102,18 +105,14 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
     if found is None:
         return _refuse("The chat template refuses the conversation as it was parsed.")
     ids = found.retokenised_ids.tolist()
+    gaps = [(each.gap.before, each.gap.after, sorted(each.causes)) for each in found.changes]
     return {
-        "token_ids": ids,
-        "num_ids": len(exact),
-        "num_sampled": found.origins.count(IdOrigin.SAMPLED),
-        "num_changed": found.count_changed_ids(),
-        "changes": [
-            {"before": change.gap.before, "after": change.gap.after, "causes": sorted(change.causes)}
-            for change in found.changes
-        ],
+        "token_ids": ids, "num_ids": len(exact),
+        "num_sampled": found.origins.count(IdOrigin.SAMPLED), "num_changed": found.count_changed_ids(),
+        "changes": [{"before": before, "after": after, "causes": causes} for before, after, causes in gaps],
         "cause_words": {cause: CAUSE_WORDS[cause] for cause in sorted(found.causes)},
         "texts": {each: text.text for each, text in _read_token_texts(texts.tokenizer).get_all(set(ids)).items()},
-    }
+    }  # fmt: skip
 
 
 def _refuse(problem: str) -> dict[str, Any]:
@@ -123,18 +122,6 @@ def _refuse(problem: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)  # half a second for a vocabulary of 150,000 ids
 def _read_token_texts(tokenizer: Any) -> TokenTexts:
     return TokenTexts(tokenizer.backend_tokenizer)
-
-
-def _find_end(row: Mapping[str, Any], turn: int, turn_of_node: Mapping[int, int]) -> int:
-    ends = [int(segment["stop"]) for segment in row["segments"] if turn_of_node.get(segment["node"]) == turn]
-    return ends[-1]
-
-
-def _find_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Message]:
-    """The row's own messages, if the record says which, else all."""
-    messages = record.get("messages") or []
-    own = row.get("messages")
-    return list(messages) if own is None else [messages[index] for index in own]
 
 
 def _make_turns(
@@ -154,14 +141,9 @@ def _make_turns(
             continue
         start, stop = (0, 0) if place is None else (place["start"], place["stop"])
         ids = token_ids(row["token_ids"][start:stop])
+        parsed, begin = _parse(record, row, start, ids, texts), None if place is None else start
         made.append(
-            SampledTurn(
-                completion_ids=ids,
-                parsed=_parse(record, row, start, ids, texts),
-                message=turn["message"],
-                start=None if place is None else start,
-                num_ids=len(ids),
-            )
+            SampledTurn(completion_ids=ids, parsed=parsed, message=turn["message"], start=begin, num_ids=len(ids))
         )
     return made
 

@@ -7,18 +7,12 @@ a rollout fork at position 2; the ids there are 3 and 5.
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
-from array import array
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
-from weakref import finalize
 
 import numpy as np
 from annotated_types import Len
@@ -26,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.runs.records.files import MAX_TEXT, parse_line, read_lines, summarize
+from unbroken.runs.records.files import MAX_TEXT, PART, parse_line, read_lines, summarize
 from unbroken.untrusted import check_json
 
 BROKEN = "broken"
@@ -62,16 +56,18 @@ class StepFiles:
         num_broken = 0
         for number, path in enumerate(self.paths):
             try:
-                for line, data in enumerate(read_lines(path)):
+                lines = enumerate(read_lines(path))
+                for line, data in lines:
                     if line == 0:
-                        head = read_head(path, data)
-                        summaries = head.pop("summaries", None)
+                        head, columns = read_head(path, data)
                         heads.append(head)
-                        if summaries is not None:
-                            places = ({"index": len(trajectories) + k, "file": number, "line": k + 1} for k in count())
-                            trajectories += [place | each for place, each in zip(places, summaries, strict=False)]
-                            break
-                        continue
+                        if columns is None:
+                            continue
+                        columns["text"] = _read_texts(path, next(lines, (1, b""))[1], len(columns["status"]))
+                        for k, values in enumerate(zip(*columns.values(), strict=True), start=2):
+                            place = {"index": len(trajectories), "file": number, "line": k}
+                            trajectories.append(place | dict(zip(columns, values, strict=True)))
+                        break
                     record = read_trajectory(data, line)
                     num_broken += record["status"] == BROKEN
                     if num_broken > _MAX_BROKEN:
@@ -80,87 +76,66 @@ class StepFiles:
                     trajectories.append(place | summarize(record))
             except InvalidInputError as error:
                 problems.append(str(error))
-        return {
-            "step": self.name,
-            "heads": heads,
-            "trajectories": trajectories,
-            "problems": problems,
-            "max_text": MAX_TEXT,
-        }
+        found = {"heads": heads, "trajectories": trajectories, "problems": problems}
+        return {"step": self.name, **found, "max_text": MAX_TEXT}
 
-
-_COLUMNS = (
-    *("index", "group", "trajectory", "status", "reward", "reward_parts", "expected", "given", "num_turns", "num_rows"),
-    *("num_sampled", "is_truncated", "is_trained", "forks", "num_bad_calls", "num_tool_errors", "advantage", "max_abs"),
-    "wall_time_s",
-)
-
-
-class Lines:
-    """The lines of all rollouts of a run for one table, by step, and a search in their texts.
-
-    Texts are in a file without a name, in lower case: a search reads it once and unpacks nothing.
-    """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the run is looked at
-        finalize(self, self._file.close)
-        self._lock = Lock()
-        self._lines: dict[int | str, tuple[object, dict[str, Any]]] = {}
-        self._texts: dict[int | str, tuple[int, array[int]]] = {}
-        """Where the texts of a step begin, and each of them in there; the last entry is the end."""
-
-    def get(self, name: int | str, signature: object) -> dict[str, Any] | None:
-        """The lines of a step whose files were as `signature` says; None if they were not added."""
-        with self._lock:
-            known = self._lines.get(name)
-        return known[1] if known is not None and known[0] == signature else None
-
-    def add(self, name: int | str, signature: object, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Add a step's lines: a column for each of their keys."""
+    def read_columns(self) -> tuple[dict[str, list[Any]], list[str], list[str] | None]:
+        """The columns of `read_head`, what is wrong, and the texts where they had to be read for it."""
+        try:
+            found = [columns for path in self.paths if (columns := read_head(path, next(read_lines(path), b""))[1])]
+        except InvalidInputError:
+            found = []
+        if len(found) == len(self.paths):
+            gaps = [[None] * len(each["status"]) for each in found]
+            pairs = list(zip(found, gaps, strict=True))
+            keys = dict.fromkeys(itertools.chain(*found))
+            return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in pairs))] for key in keys}, [], None
+        summary = self.make_summary()
         members = summary["trajectories"]
-        columns: dict[str, list[Any]] = {key: [each.get(key) for each in members] for key in _COLUMNS}
-        columns["is_failed"] = [each.get("error") is not None for each in members]
-        lines = {"step": name, "columns": columns, "problems": summary["problems"]}
-        texts = [f"{each['text'].lower()}\0".encode("utf-8", "replace") for each in members]
-        with self._lock:
-            start = self._file.seek(0, os.SEEK_END)
-            self._file.write(b"".join(texts))
-            self._file.flush()
-            self._texts[name] = (start, array("Q", itertools.accumulate(map(len, texts), initial=0)))
-            self._lines[name] = (signature, lines)
-        return lines
+        parts = dict.fromkeys(key for each in members for key in each if key.startswith(PART))
+        columns = {key: [each.get(key) for each in members] for key in (*_Columns.model_fields, *parts, "text")}
+        del columns["parts"]
+        return columns, summary["problems"], columns.pop("text")
 
-    def find(self, text: str) -> dict[int | str, list[int]]:
-        """The indices of the rollouts of each step that has been added in whose text there is `text` in any case."""
-        wanted = text.lower().encode("utf-8", "replace")
-        with self._lock:
-            places = list(self._texts.items())
-        found: dict[int | str, list[int]] = {}
-        for name, (start, ends) in places:
-            data = os.pread(self._file.fileno(), ends[-1], start)
-            position = data.find(wanted)
-            while position >= 0:
-                index = bisect_right(ends, position) - 1
-                found.setdefault(name, []).append(index)
-                position = data.find(wanted, ends[index + 1])
-        return found
+    def read_texts(self) -> list[str]:
+        """The texts of the rollouts that a search looks at; none if one of the files has not all."""
+        with suppress(InvalidInputError):
+            found = (_read_texts(path, next(itertools.islice(read_lines(path), 1, None), b"")) for path in self.paths)
+            return list(itertools.chain.from_iterable(found))
+        return []
 
 
-def read_head(path: Path, line: bytes) -> dict[str, Any]:
-    """Read the first line of a file; raises `InvalidInputError` if it is not the line of a step.
+def read_head(path: Path, line: bytes) -> tuple[dict[str, Any], dict[str, list[Any]] | None]:
+    """Read the first line of a file, and the columns in it; raises `InvalidInputError` if it is not the line of a step.
 
-    It has the lines of all rollouts: pydantic reads and checks JSON at once, faster than `parse_line` and a check.
+    There is a column for each field of `_Columns` but `parts`, and for each of these. Pydantic reads and checks them at
+    once, faster than `parse_line` and a check.
     """
     try:
         found = _Head.model_validate_json(line)
-        head = {**vars(found), **(found.model_extra or {}), "summaries": None}
+        head = {**vars(found), **(found.model_extra or {})}
+        columns = head.pop("columns")
         check_json(head)
-    except ValidationError as error:
+        if columns is None:
+            return head, None
+        named = vars(columns)
+        named |= {f"{PART}{name}": part for name, part in named.pop("parts").items()}
+        if len(set(map(len, named.values()))) > 1:
+            raise InvalidInputError("columns must have the same length")
+    except (ValidationError, InvalidInputError) as error:
         raise InvalidInputError(f"{path} must be a file of rollouts: line 0: {_describe(error)}") from None
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path} must be a file of rollouts: line 0: {error}") from None
-    return {**head, "summaries": None if found.summaries is None else [vars(each) for each in found.summaries]}
+    return head, named
+
+
+def _read_texts(path: Path, line: bytes, number: int | None = None) -> list[str]:
+    """Read the line of texts, of which there are `number`."""
+    try:
+        texts = _Texts.model_validate_json(line).texts
+        if number not in (None, len(texts)):
+            raise InvalidInputError(f"it must have {number} texts, got {len(texts)}")
+    except (ValidationError, InvalidInputError) as error:
+        raise InvalidInputError(f"{path} must be a file of rollouts: line 1: {_describe(error)}") from None
+    return texts
 
 
 def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,7 +145,7 @@ def read_pair(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         InvalidInputError: it is no file of rollouts, or has no such line.
     """
     lines = read_lines(path)
-    head = read_head(path, next(lines, b""))
+    head, _ = read_head(path, next(lines, b""))
     line = next(itertools.islice(lines, number - 1, None), None)
     if line is None:
         raise InvalidInputError(f"{path} has no line {number} of a trajectory")
@@ -190,15 +165,9 @@ def read_trajectory(line: bytes, number: int) -> dict[str, Any]:
 def make_broken(name: str, error: Exception) -> dict[str, Any]:
     """The record of a rollout that cannot be read."""
     return {
-        "kind": "trajectory",
-        "trajectory": name,
-        "group": None,
-        "status": BROKEN,
-        "error": f"the record cannot be read: {error}"[:_MAX_ERROR],
-        "messages": [],
-        "turns": [],
-        "rows": [],
-    }
+        "kind": "trajectory", "trajectory": name, "group": None, "status": BROKEN,
+        "error": f"the record cannot be read: {error}"[:_MAX_ERROR], "messages": [], "turns": [], "rows": [],
+    }  # fmt: skip
 
 
 def check_record(record: Mapping[str, Any]) -> None:
@@ -207,7 +176,10 @@ def check_record(record: Mapping[str, Any]) -> None:
     Raises:
         InvalidInputError: a field has another type, or a span leaves the ids.
     """
-    _check(_Record, record)
+    try:
+        _Record.model_validate(record)
+    except ValidationError as error:
+        raise InvalidInputError(_describe(error)) from None
     for number, row in enumerate(record["rows"]):
         ids = row["token_ids"]
         length = len(ids)
@@ -220,15 +192,10 @@ def check_record(record: Mapping[str, Any]) -> None:
                 raise InvalidInputError(f"rows.{number} has the span {start} to {stop} of {length} ids")
 
 
-def _check(shape: type[_Shape], value: Mapping[str, Any]) -> None:
-    try:
-        shape.model_validate(value)
-    except ValidationError as error:
-        raise InvalidInputError(_describe(error)) from None
-
-
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError | InvalidInputError) -> str:
     """The first thing that is wrong; the format before what a later one may have otherwise."""
+    if isinstance(error, InvalidInputError):
+        return str(error)
     errors = error.errors(include_url=False, include_input=False)
     first = min(errors, key=lambda each: each["loc"] != ("format",))
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
@@ -241,35 +208,35 @@ class _Shape(BaseModel):
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class _Summary(_Shape):
-    """What lists show of a rollout, where the first line of its file has that."""
+class _Columns(_Shape):
+    """What lists show of rollouts, where the first line of their file has that."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    group: str | None
-    trajectory: str
-    status: str
-    error: str | None
-    reward: float | None
-    reward_parts: dict[str, float | None]
-    wall_time_s: float | None
-    expected: str | None
-    given: str | None
-    num_turns: _Count
-    num_rows: _Count
-    num_ids: _Count
-    num_sampled: _Count
-    is_truncated: bool
-    is_trained: bool
-    forks: list[str]
-    refusals: list[str]
-    num_bad_calls: _Count
-    num_tool_errors: _Count
-    advantage: float | None
-    versions: list[_Count] | None
-    k3: float | None
-    max_abs: float | None
-    text: str
-    is_text_cut: bool
+    group: list[str | None]
+    trajectory: list[str]
+    status: list[str]
+    error: list[str | None]
+    reward: list[float | None]
+    parts: dict[str, list[float | None]]
+    wall_time_s: list[float | None]
+    expected: list[str | None]
+    given: list[str | None]
+    num_turns: list[_Count]
+    num_rows: list[_Count]
+    num_sampled: list[_Count]
+    is_truncated: list[bool]
+    is_trained: list[bool]
+    forks: list[tuple[str, ...]]
+    num_bad_calls: list[_Count]
+    num_tool_errors: list[_Count]
+    advantage: list[float | None]
+    max_abs: list[float | None]
+    is_text_cut: list[bool]
+
+
+class _Texts(_Shape):
+    kind: Literal["texts"]
+    texts: list[str]
 
 
 class _Head(_Shape):
@@ -283,7 +250,7 @@ class _Head(_Shape):
     num_groups: int | None = None
     num_rollouts: int | None = None
     rewards: Annotated[list[float | None], Len(3, 3)] | None = None
-    summaries: list[_Summary] | None = None
+    columns: _Columns | None = None
 
 
 class _Segment(_Shape):
@@ -464,16 +431,10 @@ def find_forks(
         parent = int(np.argmax(shared))
         position = shared[parent]
         turn = _find_turn(rows[number], position, turn_of_node)
-        forks.append(
-            {
-                "row": number,
-                "parent_row": parent,
-                "position": position,
-                "turn": turn,
-                "reason": None if turn is None else _find_reason(turns[turn], rows[number], position),
-                "ids": [_id_at(arrays[parent], position), _id_at(arrays[number], position)],
-            }
-        )
+        reason = None if turn is None else _find_reason(turns[turn], rows[number], position)
+        ids = [_id_at(arrays[parent], position), _id_at(arrays[number], position)]
+        place = {"row": number, "parent_row": parent, "position": position, "turn": turn}
+        forks.append({**place, "reason": reason, "ids": ids})
     return forks
 
 

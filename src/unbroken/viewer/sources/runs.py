@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from time import time as now_s
 from typing import Any
 
@@ -19,7 +18,8 @@ from unbroken.runs.settings import redact
 from unbroken.untrusted import open_inside, read_json
 from unbroken.viewer.sources.models import RECIPE_FILE, Tokenizers, read_recipe
 from unbroken.viewer.sources.retokenised import TemplateSource
-from unbroken.viewer.sources.rollouts import Lines, StepFiles, describe_trajectory, read_pair
+from unbroken.viewer.sources.rollouts import StepFiles, describe_trajectory, read_pair
+from unbroken.viewer.sources.table import Table
 
 _METRICS = Path("metrics") / "metrics.jsonl"
 _EVALUATIONS = Path("evaluation.jsonl")
@@ -54,9 +54,10 @@ class RunReader:
         self.folder = folder
         self.name = name or folder.resolve().name
         self._tokenizers = Tokenizers(tokenizer, run=folder)
-        self._summaries: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
-        self._lock = Lock()
-        self._lines = Lines()
+        self._summarize: Callable[[StepFiles, object], dict[str, Any]] = lru_cache(_MAX_STEPS)(
+            lambda files, _signature: files.make_summary()
+        )
+        self._table = Table()
         self._listed: tuple[list[Any], Mapping[int | str, StepFiles]] = ([], {})
         """The files, and the times of their folders when they were listed."""
 
@@ -64,27 +65,19 @@ class RunReader:
         """Name, state, and a `revision` that changes when files do."""
         recipe = read_recipe(self.folder)
         return {
-            "kind": "run",
-            "name": self.name,
-            "recipe": recipe.name,
-            "model": recipe.model,
-            "state": _find_state(self.folder),
-            "revision": self._find_revision(),
-        }
+            "kind": "run", "name": self.name, "recipe": recipe.name, "model": recipe.model,
+            "state": _find_state(self.folder), "revision": self._find_revision(),
+        }  # fmt: skip
 
     def read_run(self) -> dict[str, Any]:
         """All numbers of the run, and the steps that have rollouts."""
         lines, problems = _read_numbers(self.folder, *_METRICS.parts)
         evaluations, others = _read_numbers(self.folder, *_EVALUATIONS.parts)
         return {
-            **self.describe(),
-            "metrics": _make_columns(lines),
-            "evaluations": evaluations,
-            "recorded_steps": self.list_steps(),
-            "settings": redact(read_recipe(self.folder).settings),
-            "problems": problems + others,
-            "cluster": self._read_cluster(),
-        }
+            **self.describe(), "metrics": _make_columns(lines), "evaluations": evaluations,
+            "recorded_steps": self.list_steps(), "settings": redact(read_recipe(self.folder).settings),
+            "problems": problems + others, "cluster": self._read_cluster(),
+        }  # fmt: skip
 
     def _read_cluster(self) -> dict[str, Any] | None:
         """How the parts of a run on several machines are, and what happened to them; None of another run."""
@@ -103,18 +96,10 @@ class RunReader:
         """The steps of which rollouts were kept, and then the evaluations: STEP@SET."""
         return list(self._list_files())
 
-    def read_lines(self, step: int | str) -> dict[str, Any]:
-        """The lines of a step's rollouts in columns, without texts; of a step that is gone only that problem."""
-        try:
-            files = self._find_step(step)
-        except LookupError as error:
-            return {"step": step, "columns": {"index": []}, "problems": [str(error)]}
-        signature = [_signature(path) for path in files.paths]
-        return self._lines.get(step, signature) or self._lines.add(step, signature, files.make_summary())
-
-    def find_text(self, text: str) -> dict[str, Any]:
-        """The indices of rollouts with a text, by step, among the steps whose lines were read."""
-        return {"found": self._lines.find(text)}
+    def read_table(self, query: str | None) -> dict[str, Any]:
+        """What a query finds among all rollouts that were kept; see `Table`."""
+        files = {name: (each, [*map(_signature, each.paths)]) for name, each in self._list_files().items()}
+        return self._table.query(files, query)
 
     def read_step(self, step: int | str) -> dict[str, Any]:
         """What there is of a step, without ids.
@@ -123,17 +108,7 @@ class RunReader:
             LookupError: nothing was kept of it.
         """
         files = self._find_step(step)
-        key = (step, *(_signature(path) for path in files.paths))
-        with self._lock:
-            if key in self._summaries:
-                self._summaries.move_to_end(key)
-                return self._summaries[key]
-        summary = files.make_summary()
-        with self._lock:
-            self._summaries[key] = summary
-            while len(self._summaries) > _MAX_STEPS:
-                self._summaries.popitem(last=False)
-        return summary
+        return self._summarize(files, tuple(map(_signature, files.paths)))
 
     def read_trajectory(self, step: int | str, index: int) -> dict[str, Any]:
         """A rollout with its ids, their texts, and how its parts belong together.
@@ -149,17 +124,10 @@ class RunReader:
         head, record = read_pair(path, members[index]["line"])
         texts = self._tokenizers.find([str(head.get("model"))])
         return {
-            "step": step,
-            "index": index,
-            "rank": head.get("rank"),
-            "policy_version": head.get("policy_version"),
-            "model": head.get("model"),
-            "record": record,
-            "set": head.get("set"),
-            "expected": find_expected(record.get("data")),
-            "has_texts": texts is not None,
-            **describe_trajectory(record, texts),
-        }
+            **{name: head.get(name) for name in ("rank", "policy_version", "model", "set")},
+            "step": step, "index": index, "record": record, "expected": find_expected(record.get("data")),
+            "has_texts": texts is not None, **describe_trajectory(record, texts),
+        }  # fmt: skip
 
     def find_template(self, shown: Mapping[str, Any]) -> TemplateSource | None:
         """Where the tokenizer and template of a rollout's model are; None if they are not on this machine."""
@@ -275,7 +243,8 @@ def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_step = {line["step"]: line for line in lines if _is_number(line.get("step"))}
     steps = sorted(by_step)
     names = sorted({name for line in by_step.values() for name in line if name != "step"})
-    columns = {name: [_to_number(by_step[step].get(name)) for step in steps] for name in names}
+    found = {name: [by_step[step].get(name) for step in steps] for name in names}
+    columns = {name: [value if _is_number(value) else None for value in values] for name, values in found.items()}
     return {
         "steps": steps,
         "values": {name: values for name, values in columns.items() if any(value is not None for value in values)},
@@ -284,7 +253,3 @@ def _make_columns(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _to_number(value: Any) -> float | None:
-    return value if _is_number(value) else None

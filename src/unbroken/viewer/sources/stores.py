@@ -55,7 +55,7 @@ _NOT_STORED = ("trainer_logprobs", "entropies", "ranks", "is_trained", "clipped"
 
 
 class StoreRun:
-    """Reads a gateway's store, live or not; implements `Source`."""
+    """Reads a gateway's store, live or not."""
 
     kind = "store"
 
@@ -81,26 +81,18 @@ class StoreRun:
     def describe(self) -> dict[str, Any]:
         """Kind, name, state, and a `revision` that changes when the store does."""
         return {
-            "kind": self.kind,
-            "name": self.name,
-            "recipe": None,
-            "model": self._run_model,
-            "state": self._reader.find_state().value,
-            "revision": self._reader.find_revision(),
-        }
+            "kind": self.kind, "name": self.name, "recipe": None, "model": self._run_model,
+            "state": self._reader.find_state().value, "revision": self._reader.find_revision(),
+        }  # fmt: skip
 
     def read_run(self) -> dict[str, Any]:
         """The steps that have sessions, and how many sessions have each status."""
         numbers = self._reader.list_numbers()
         return {
-            **self.describe(),
-            "metrics": {"steps": [], "values": {}},
-            "evaluations": [],
-            "recorded_steps": _list_pages(numbers),
-            "sessions": Counter(status for _, status in numbers),
-            "page_size": PAGE_SIZE,
-            "problems": [],
-        }
+            **self.describe(), "metrics": {"steps": [], "values": {}}, "evaluations": [],
+            "recorded_steps": _list_pages(numbers), "sessions": Counter(status for _, status in numbers),
+            "page_size": PAGE_SIZE, "problems": [],
+        }  # fmt: skip
 
     def list_steps(self) -> list[int]:
         """The steps that have sessions."""
@@ -119,14 +111,8 @@ class StoreRun:
         return [{"index": each.number - first, **lines[each.session_id]} for each in listed if each.session_id in lines]
 
     def _make_page(self, step: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "step": step,
-            "heads": [],
-            "trajectories": lines,
-            "problems": [],
-            "max_text": MAX_TEXT,
-        }
+        rest: dict[str, Any] = {"heads": [], "problems": [], "max_text": MAX_TEXT}
+        return {"kind": self.kind, "step": step, "trajectories": lines, **rest}
 
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
         """A session as a rollout, with its ids and their texts."""
@@ -185,7 +171,7 @@ class StoreRun:
 
 
 class TinkerRun(StoreRun):
-    """Reads a Tinker server's store, live or not; implements `Source`."""
+    """Reads a Tinker server's store, live or not."""
 
     kind = "tinker"
     _reader: _SequenceReader
@@ -206,11 +192,8 @@ class TinkerRun(StoreRun):
         for line in lines:
             versions = "–".join(map(str, sorted(set(line["versions"] or ()))))
             line |= {"note": f"version {versions}", "is_sequence": True}
-        return {
-            **self._make_page(step, lines),
-            "training_run": run,
-            "metrics": self._reader.read_metrics(run["model_id"]),
-        }
+        metrics = self._reader.read_metrics(run["model_id"])
+        return {**self._make_page(step, lines), "training_run": run, "metrics": metrics}
 
     def read_trajectory(self, step: int, index: int) -> dict[str, Any]:
         """A sequence as a rollout of one turn."""
@@ -300,13 +283,8 @@ def _summarize_session(stored: StoredSession) -> dict[str, Any]:
     metadata = stored.record.settings.get("metadata")
     note = json.dumps(metadata, ensure_ascii=False)[:_MAX_NOTE] if metadata else ""
     line["text"] = f"{note}\n{line['text']}" if note else line["text"]
-    return {
-        **line,
-        "note": note,
-        "is_trained": None,
-        "state": stored.record.status.value,
-        "model": _get_model(stored.record),
-    }
+    state, model = stored.record.status.value, _get_model(stored.record)
+    return {**line, "note": note, "is_trained": None, "state": state, "model": model}
 
 
 def _summarize_broken_session(session_id: str, error: Exception) -> dict[str, Any]:
@@ -336,19 +314,16 @@ def _describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[s
     check_json([record, stored.record.settings, stored.record.outcome])
     check_record(record)
     turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
-    return {
-        "record": record,
-        "session": {
-            "session_id": stored.record.session_id,
-            "status": stored.record.status.value,
-            "created_s": stored.record.created_s,
-            "expires_s": stored.record.expires_s,
-            "settings": stored.record.settings,
-            "template_options": stored.turns[-1].options.get("template", {}) if stored.turns else {},
-            "outcome": stored.record.outcome,
+    described = describe_trajectory(record, texts, turn_of_node=grown.turn_of_node, turn_of_message=turn_of_message)
+    session = {
+        **{
+            name: getattr(stored.record, name)
+            for name in ("session_id", "created_s", "expires_s", "settings", "outcome")
         },
-        **describe_trajectory(record, texts, turn_of_node=grown.turn_of_node, turn_of_message=turn_of_message),
+        "status": stored.record.status.value,
+        "template_options": stored.turns[-1].options.get("template", {}) if stored.turns else {},
     }
+    return {"record": record, "session": session, **described}
 
 
 def _get_model(record: SessionRecord) -> str | None:
@@ -361,20 +336,12 @@ def _make_row(grown: StoredTree, leaf: Position) -> dict[str, Any]:
     path = grown.tree.path(leaf)
     messages = grown.find_messages(leaf.node)
     described = describe_path(path)
+    spans = [[start, stop, messages[n]] for start, stop, n in described["message_indices"] if n < len(messages)]
     return {
-        **described,
-        "message_indices": [
-            [start, stop, messages[index]]
-            for start, stop, index in described["message_indices"]
-            if index < len(messages)
-        ],
-        "messages": messages,
-        **dict.fromkeys(_NOT_STORED),
+        **described, "message_indices": spans, "messages": messages, **dict.fromkeys(_NOT_STORED),
         "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
-        "loss": [],
-        "advantages": [],
-        "images": grown.find_images(path),
-    }
+        "loss": [], "advantages": [], "images": grown.find_images(path),
+    }  # fmt: skip
 
 
 def _find_versions(path: nodes.Path) -> list[list[Any]]:

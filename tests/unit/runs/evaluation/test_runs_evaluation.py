@@ -123,7 +123,7 @@ async def test_what_was_sampled_is_kept_and_an_evaluation_goes_on_with_the_rest(
     assert [[sample.reward for sample in of_problem] for of_problem in samples] == [[0.0], [1.0], [2.0], [3.0]]
     ((key, path),) = find_records(folder).items()
     head, *records = read_records(path)
-    assert (key, head["num_kept"], [each["reward"] for each in head["summaries"]]) == ((0, 0), 4, [0.0, 1.0, 2.0, 3.0])
+    assert (key, head["num_kept"], head["columns"]["reward"]) == ((0, 0), 4, [0.0, 1.0, 2.0, 3.0])
     assert [each["messages"][0]["content"] for each in records] == list("0123")
     assert (await before.evaluate_kept())[0] == evaluation
 

@@ -24,7 +24,15 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError, MetricsError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.observer import MAX_SHOWN, RunProgress
-from unbroken.runs.records.files import find_expected, find_records, read_lines, read_records, spread, write_records
+from unbroken.runs.records.files import (
+    find_expected,
+    find_records,
+    parse_line,
+    read_lines,
+    read_records,
+    spread,
+    write_records,
+)
 from unbroken.runs.records.record import write_groups
 from unbroken.runs.records.recorder import _estimate_bytes, choose_groups, choose_scored
 from unbroken.training.metrics.trackers import TrackerConfig, Trackers
@@ -108,7 +116,7 @@ def test_a_run_keeps_all_groups_of_a_step_by_default_and_fewer_by_choice(tmp_pat
     assert (small["num_groups"], small["num_kept"], len(kept), small["num_rollouts"]) == (2, 1, 8, 16)
     rewards = [member["reward"] for member in members]
     assert small["rewards"] == [16, pytest.approx(np.mean(rewards)), pytest.approx(np.std(rewards))]
-    assert [line["reward"] for line in head["summaries"]] == rewards
+    assert head["columns"]["reward"] == rewards
     options = ("--loop.num-steps=3", "--rollout-log.every=2", "--rollout-log.trainer-logprobs=false")
     assert train(tmp_path / "some", model, *options) == 0
     assert list(find_records(tmp_path / "some/rollouts")) == [(0, 0), (2, 0)]
@@ -185,8 +193,8 @@ def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path, text, 
 def test_what_is_written_is_read_however_well_one_id_a_million_times_packs(tmp_path):
     text = json.dumps({"rows": [{"token_ids": [5] * 200_000, "rollout_logprobs": [-0.0] * 200_000}]})
     lines = [json.loads(text) | {"trajectory": n} for n in range(70)]
-    head = {"format": 1, "summaries": ["the " * 5_000_000]}
-    path = write_records(tmp_path, 0, 0, iter(lines), images={}, make_head=lambda: head)
+    head = {"format": 1, "columns": ["the " * 5_000_000]}
+    path = write_records(tmp_path, 0, 0, iter(lines), images={}, make_head=lambda: [head])
     assert sum(map(len, read_lines(path))) > 50 * path.stat().st_size  # it packs well all the same
     assert [each["trajectory"] for each in list(read_records(path))[1:]] == list(range(70))
 
@@ -246,11 +254,11 @@ def test_a_rollout_has_its_row_of_the_data_set_without_what_json_cannot_hold(tmp
     assert main(["train", str(recipe), *words, "--rollouts.sampling.max-tokens=4"]) == 0
     head, members = read(tmp_path / "run", 0)
     assert {member["data"]["index"] for member in members} == {0, 1, 2}
-    for member, line in zip(members, head["summaries"], strict=True):
+    for member, expected in zip(members, head["columns"]["expected"], strict=True):
         row = rows[member["data"]["index"]]
         assert member["data"]["columns"] == row
         assert member["messages"][0]["content"] == row["prompt"]
-        assert line["expected"] == row["answer"]
+        assert expected == row["answer"]
 
 
 def test_a_step_that_fewer_processes_make_again_has_no_file_of_the_others(tmp_path):
@@ -261,7 +269,7 @@ def test_a_step_that_fewer_processes_make_again_has_no_file_of_the_others(tmp_pa
 
 
 def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
-    """Texts of many rollouts are cut, and of very many there are no summaries; all rollouts are kept whole."""
+    """Texts of many rollouts are cut, and of very many there are none; all rollouts are kept whole."""
     groups = [make_group("0", [0.0] * 5), make_group("1", [1.0])]
     said = ({"role": "user", "content": "\x00" * 900},)
     groups = [
@@ -272,8 +280,9 @@ def test_a_first_line_is_never_longer_than_readers_take(tmp_path, monkeypatch):
         monkeypatch.setattr("unbroken.runs.records.record.MAX_SUMMARIES", limit)
         write_groups(tmp_path / "rollouts", {"step": step, "rank": 0, "num_processes": 1}, groups)
         head, kept = read(tmp_path, step)
-        assert texts == (head.get("summaries") and [len(each["text"]) for each in head["summaries"]])
-        assert head["kind"] == "step"
+        first, second, *_ = map(parse_line, read_lines(find_records(tmp_path / "rollouts")[step, 0]))
+        assert first == head
+        assert ("columns" in head, texts) == (texts is not None, [*map(len, second["texts"])] if texts else None)
         assert [each["messages"] for each in kept] == [list(said)] * 6
 
 

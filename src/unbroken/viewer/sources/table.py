@@ -1,0 +1,221 @@
+"""All rollouts of a run as one table: filtered, sorted and searched here, by the query that is in the page's URL.
+
+q=cannot&reward=..0.5&is=failed&sort=-ids&size=100     the longest 100 of the failed ones with this text, reward <= 0.5
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from threading import Lock
+from time import monotonic
+from typing import Any
+from urllib.parse import parse_qsl
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unbroken.runs.records.files import PART
+from unbroken.viewer.sources.rollouts import StepFiles
+
+_FIRST_S, _MAX_S = 0.05, 1.0
+"""Seconds of reading for the first answer, and for another one, which goes on."""
+_COLUMNS = {
+    "reward": "reward", "ids": "num_sampled", "turns": "num_turns", "mismatch": "max_abs", "time": "wall_time_s",
+    "advantage": "advantage", "truncated": "is_truncated", "parse": "num_bad_calls", "tools": "num_tool_errors",
+}  # fmt: skip
+"""Columns by their names in a query; there are also `step`, `part:NAME`, and three flags."""
+_FLAGS = ("truncated", "failed", "forked", "parse", "tools", "untrained")
+_FAILED = ("failed", "aborted", "timeout")
+_TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Step:
+    """The rollouts of a step or an evaluation, when its files were as `signature` says."""
+
+    files: StepFiles
+    signature: object
+    columns: Mapping[str, list[Any]]
+    problems: Sequence[str]
+
+
+class Table:
+    """The N rollouts of the steps that were read. Their texts are in a file without a name, in lower case."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the run is looked at
+        finalize(self, self._file.close)
+        self._lock = Lock()
+        self._known: dict[int | str, _Step] = {}
+        self._texts: dict[int | str, tuple[int, int]] = {}
+        """Where those of a step begin in the file, and their bytes."""
+        self._steps: list[_Step] | None = None
+        """The steps that the rest is about, one after the other."""
+        self._starts = [0]
+        self._values: dict[str, NDArray[np.float64]] = {}
+        self._offers: dict[str, Any] = {}
+
+    def query(self, files: Mapping[int | str, tuple[StepFiles, object]], query: str | None) -> dict[str, Any]:
+        """The first rollouts of a query, how many there are, and what there is to choose by; None: all of them.
+
+        `files` has the files of each step and their signature. New ones are read, in the time that an answer has.
+        """
+        asked = dict(parse_qsl(query or ""))
+        text, size = asked.get("q", ""), asked.get("size", "")
+        with self._lock:
+            end = inf if query is None else monotonic() + (_MAX_S if self._known else _FIRST_S)
+            num_read = sum(self._read(name, *each, end, with_texts=bool(text)) for name, each in files.items())
+            self._join([self._known[name] for name in files if name in self._known])
+            chosen = self._choose(asked)
+            if text:
+                chosen &= self._find(text)
+            places = self._sort(np.flatnonzero(chosen), asked.get("sort", ""))
+            rewards = self._get("reward")[places]
+            rewards = rewards[~np.isnan(rewards)]
+            with np.errstate(all="ignore"):  # of numbers that nobody has, the mean may be infinite
+                reward = [float(rewards.mean()), float(rewards.std())] if len(rewards) else [inf]
+            return {
+                "rows": [self._make_row(place) for place in places[: int(size) if size.isdecimal() else None].tolist()],
+                "num_found": len(places),
+                "num_all": len(chosen),
+                "reward": reward if all(map(isfinite, reward)) else None,
+                "offers": self._offers,
+                "num_read": num_read,
+                "num_steps": len(files),
+                "problems": [problem for each in self._steps or () for problem in each.problems][:5],
+            }
+
+    def _read(self, name: int | str, files: StepFiles, signature: object, end: float, *, with_texts: bool) -> bool:
+        """Read a step if it is new and there is time; returns whether all of it that is asked for is known."""
+        is_known = name in self._known and self._known[name].signature == signature
+        if is_known and (name in self._texts or not with_texts):
+            return True
+        if monotonic() > end:
+            return False
+        texts = None
+        if not is_known:
+            columns, problems, texts = files.read_columns()
+            self._known[name] = _Step(files=files, signature=signature, columns=columns, problems=problems)
+            self._texts.pop(name, None)
+        if texts is not None or with_texts:
+            lines = [each.lower().replace("\0", " ") for each in texts or files.read_texts()]
+            packed = "\0".join(lines).encode("utf-8", "replace")
+            self._texts[name] = self._file.seek(0, os.SEEK_END), len(packed)
+            self._file.write(packed)
+            self._file.flush()
+        return True
+
+    def _join(self, steps: list[_Step]) -> None:
+        """Put steps one after the other, and see what there is to choose by."""
+        if steps == self._steps:
+            return
+        self._steps = steps
+        self._starts = list(itertools.accumulate((len(each.columns["status"]) for each in steps), initial=0))
+        self._values = {}
+        parts = {key for each in steps for key in each.columns if key.startswith(PART)}
+        self._offers = {
+            "statuses": sorted(set(self._chain("status"))),
+            "sets": sorted({each.files.set or _TRAINING for each in steps}),
+            "forks": sorted(Counter(reason for each in self._chain("forks") if each for reason in set(each)).items()),
+            "parts": sorted(name.removeprefix(PART) for name in parts),
+            "flags": {name: int(np.count_nonzero(self._get(name))) for name in _FLAGS},
+        }
+
+    def _chain(self, column: str) -> Iterator[Any]:
+        return itertools.chain.from_iterable(each.columns[column] for each in self._steps or ())
+
+    def _get(self, name: str) -> NDArray[np.float64]:
+        """Numbers by their name in a query, NaN where there is none, or a flag, which is true if it is not 0; [N]."""
+        if name not in self._values:
+            found = itertools.chain.from_iterable(_list_values(each, name) for each in self._steps or ())
+            self._values[name] = np.array([*found], dtype=float)
+        return self._values[name]
+
+    def _choose(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:
+        """Which rollouts have all that is asked for but the text, [N]."""
+        chosen = np.ones(self._starts[-1], dtype=bool)
+        ranges = {"reward": "reward", "ids": "ids", "step": "step"}
+        ranges |= {f"{PART}{asked['part']}": "value"} if "part" in asked else {}
+        for column, name in ranges.items():
+            low, high = (_to_number(asked.get(name, "").split("..")[n]) for n in (0, -1))
+            if low is not None or high is not None:
+                chosen &= self._get(column) >= (-inf if low is None else low)
+                chosen &= self._get(column) <= (inf if high is None else high)
+        if (least := _to_number(asked.get("mismatch", "").split("..")[0])) is not None:
+            chosen &= self._get("mismatch") > least
+        flags = {*asked.get("is", "").split(","), "variance" if asked.get("variance") == "1" else ""}
+        for name in flags.intersection((*_FLAGS, "variance")):
+            chosen &= self._get(name) > 0
+        if status := asked.get("status"):
+            chosen &= np.array([each == status for each in self._chain("status")], dtype=bool)
+        if fork := asked.get("fork"):
+            chosen &= np.array([fork in each for each in self._chain("forks")], dtype=bool)
+        if chosen_set := asked.get("set"):
+            own = [(each.files.set or _TRAINING) == chosen_set for each in self._steps or ()]
+            chosen &= np.repeat(np.array(own, dtype=bool), np.diff(self._starts))
+        return chosen
+
+    def _find(self, text: str) -> NDArray[np.bool_]:
+        """Which rollouts have a text in any case, [N]."""
+        wanted = text.lower().encode("utf-8", "replace")
+        found = np.zeros(self._starts[-1], dtype=bool)
+        for each, (first, stop) in zip(self._steps or (), itertools.pairwise(self._starts), strict=True):
+            start, size = self._texts.get(each.files.name, (0, 0))
+            data = os.pread(self._file.fileno(), size, start)
+            if wanted in data:
+                lines = data.split(b"\0")[: stop - first]  # of a damaged file there may be more texts than rollouts
+                found[first : first + len(lines)] = [wanted in line for line in lines]
+        return found
+
+    def _sort(self, places: NDArray[np.intp], order: str) -> NDArray[np.intp]:
+        """Sort rollouts by `COLUMN`, or `-COLUMN` for the largest first; those without a number are the last."""
+        name = order.removeprefix("-")
+        if name not in (*_COLUMNS, "step") and not name.startswith(PART):
+            return places
+        values = self._get(name)[places]
+        return places[np.argsort(-values if order.startswith("-") else values, kind="stable")]
+
+    def _make_row(self, place: int) -> dict[str, Any]:
+        number = bisect_right(self._starts, place) - 1
+        step, index = (self._steps or [])[number], place - self._starts[number]
+        return {
+            "step": step.files.name, "number": step.files.step, "set": step.files.set or "", "index": index,
+            "varies": bool(self._get("variance")[place]), **{key: each[index] for key, each in step.columns.items()},
+        }  # fmt: skip
+
+
+def _list_values(step: _Step, name: str) -> Iterable[Any]:
+    """What is compared of a step's rollouts, by its name in a query."""
+    columns = step.columns
+    match name:
+        case "step":
+            return [step.files.step] * len(columns["status"])
+        case "failed":
+            ends = zip(columns["status"], columns["error"], strict=True)
+            return (error is not None or status in _FAILED for status, error in ends)
+        case "forked":
+            return (rows > 1 or bool(forks) for rows, forks in zip(columns["num_rows"], columns["forks"], strict=True))
+        case "untrained":
+            return (not each and step.files.set is None for each in columns["is_trained"])
+        case "variance":  # groups whose rewards differ
+            firsts: dict[str | None, float] = {}
+            pairs = [pair for pair in zip(columns["group"], columns["reward"], strict=True) if pair[1] is not None]
+            varied = {group for group, reward in pairs if firsts.setdefault(group, reward) != reward}
+            return (group in varied for group in columns["group"])
+    return columns.get(_COLUMNS.get(name, name)) or [None] * len(columns["status"])
+
+
+def _to_number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if isfinite(value) else None
