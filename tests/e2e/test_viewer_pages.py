@@ -201,6 +201,23 @@ def test_the_table_is_used_by_keys_and_its_order_is_that_of_the_rollouts(browser
     browser.wait("document.activeElement.closest('tr')?.cells[1].innerText === '1.75'")
 
 
+def test_the_next_rollout_is_found_beyond_the_lines_that_are_shown(browser, table):
+    browser.open(f"{table.url}#table/0?sort=-reward&set=training")
+    browser.run("shownTable.size = 2, refreshTable()")
+    browser.wait("document.querySelectorAll('.rows tbody tr').length === 2")
+    browser.run("document.querySelectorAll('.rows tbody a')[1].click()")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('2-1/0')")
+    browser.press("n")
+    browser.wait("document.querySelector('main h1').innerText.startsWith('2-0/1')")
+    assert "3 of 12" in read(browser, ".head nav")
+    browser.press("Escape")
+    browser.wait("document.querySelectorAll('.rows tbody tr').length === 12")
+    browser.run("shownTable.size = 2, refreshTable()")
+    browser.wait("document.querySelector('.results > button')?.innerText === 'show 10 more of 12'")
+    browser.click(".results > button")
+    browser.wait("document.querySelectorAll('.rows tbody tr').length === 12")
+
+
 def test_filters_are_saved_under_a_name_in_the_browser(browser, table):
     browser.open(f"{table.url}#table/0?is=untrained")
     wait_for_rows(browser, "6 of 14")

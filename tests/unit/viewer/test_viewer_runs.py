@@ -174,8 +174,18 @@ def test_a_step_that_is_made_again_is_read_again(tmp_path):
 
 def test_files_of_all_processes_are_one_step(tmp_path):
     write_run(tmp_path)
-    write_step(tmp_path, 0, [make_trajectory("g7/0", [make_row([7, 8], num_prompt=1)])], rank=1)
+    other = make_trajectory("g7/0", [make_row([7, 8], num_prompt=1)], reward_parts={"other": 0.5})
+    write_step(tmp_path, 0, [other], rank=1)
+    for rank, member in enumerate((make_trajectory("g0/0", []), other)):
+        write_step(tmp_path, 2, [member], rank=rank, num_rollouts=1)
     reader = open_runs([tmp_path])
+    found = reader.get("run/0/table/step=2")["rows"]
+    assert [(each["trajectory"], each["part:exact"], each["part:other"]) for each in found] == [
+        ("g0/0", 1.0, None),
+        ("g7/0", None, 0.5),
+    ]
+    assert [each["trajectory"] for each in reader.get("run/0/table/part=other&value=0")["rows"]] == []
+    assert len(reader.get("run/0/table/part=other&value=..1")["rows"]) == 2
     assert [each["trajectory"] for each in reader.get("run/0/step/0")["trajectories"]] == ["g0/0", "g7/0"]
     assert reader.get("run/0/step/0/rollout/1")["rank"] == 1
 

@@ -85,11 +85,12 @@ class StepFiles:
             found = [columns for path in self.paths if (columns := read_head(path, next(read_lines(path), b""))[1])]
         except InvalidInputError:
             found = []
+        if len(found) == len(self.paths) == 1:
+            return found[0], [], None
         if len(found) == len(self.paths):
-            gaps = [[None] * len(each["status"]) for each in found]
-            pairs = list(zip(found, gaps, strict=True))
+            sized = [(each, [None] * len(each["status"])) for each in found]
             keys = dict.fromkeys(itertools.chain(*found))
-            return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in pairs))] for key in keys}, [], None
+            return {key: [*itertools.chain(*(each.get(key, gap) for each, gap in sized))] for key in keys}, [], None
         summary = self.make_summary()
         members = summary["trajectories"]
         parts = dict.fromkeys(key for each in members for key in each if key.startswith(PART))

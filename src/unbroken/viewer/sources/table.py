@@ -82,8 +82,9 @@ class Table:
             rewards = rewards[~np.isnan(rewards)]
             with np.errstate(all="ignore"):  # of numbers that nobody has, the mean may be infinite
                 reward = [float(rewards.mean()), float(rewards.std())] if len(rewards) else [inf]
+            shown = places[: int(size) if size.isdecimal() else None].tolist()
             return {
-                "rows": [self._make_row(place) for place in places[: int(size) if size.isdecimal() else None].tolist()],
+                "rows": [self._make_row(place, is_whole=query is None) for place in shown],
                 "num_found": len(places),
                 "num_all": len(chosen),
                 "reward": reward if all(map(isfinite, reward)) else None,
@@ -183,13 +184,13 @@ class Table:
         values = self._get(name)[places]
         return places[np.argsort(-values if order.startswith("-") else values, kind="stable")]
 
-    def _make_row(self, place: int) -> dict[str, Any]:
+    def _make_row(self, place: int, *, is_whole: bool) -> dict[str, Any]:
         number = bisect_right(self._starts, place) - 1
         step, index = (self._steps or [])[number], place - self._starts[number]
-        return {
-            "step": step.files.name, "number": step.files.step, "set": step.files.set or "", "index": index,
-            "varies": bool(self._get("variance")[place]), **{key: each[index] for key, each in step.columns.items()},
-        }  # fmt: skip
+        row = {key: each[index] for key, each in step.columns.items()}
+        if is_whole:  # who filters it has no groups
+            row["varies"] = bool(self._get("variance")[place])
+        return {**row, "step": step.files.name, "number": step.files.step, "set": step.files.set or "", "index": index}
 
 
 def _list_values(step: _Step, name: str) -> Iterable[Any]:
