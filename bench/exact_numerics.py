@@ -39,7 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from colocated import vllm_options
 from grpo_task import CONTEXT_LENGTH, SHAPES, UNTIED, PeakMemory
-from staleness import run_command
+from staleness import find_gpus, run_command
 from unbroken.errors import InvalidInputError
 from unbroken.runs.config import RunConfig
 from unbroken.runs.numerics import Comparison, open_pair, sample_row
@@ -235,7 +235,7 @@ def main() -> None:
         left_s = deadline - time.monotonic()
         own, log = ["--only", Numerics(kind), "--left-s", f"{left_s:.0f}"], arguments.output / f"{number}-{kind}.log"
         command = [sys.executable, __file__, *own, *sys.argv[1:]]
-        if left_s <= 0 or not run_command(command, log, deadline=deadline + EXIT_S, on_cpu=not on_gpu):
+        if left_s <= 0 or not run_command(command, log, deadline=deadline + EXIT_S, gpus=",".join(find_gpus())):
             print(f"{kind} did not end: {log} says why" if left_s > 0 else f"{kind} was left out, no time")
     print(make_table(arguments), end="")
 

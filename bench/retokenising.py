@@ -47,7 +47,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from staleness import run_command
+from staleness import find_gpus, run_command
 from unbroken.demo.config import LookupConfig, WarmUpConfig
 from unbroken.demo.lookup import JsonStyle, LookupTask, lookup_env
 from unbroken.demo.model import build_model, build_tokenizer, warm_up
@@ -572,10 +572,11 @@ def get_model(seed: int, arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def start_part(part: str, log: Path, arguments: argparse.Namespace, deadline: float | None) -> bool:
-    """Run a part of this script in a process of its own; whether it ended well."""
+def start_part(part: str, log: Path, arguments: argparse.Namespace, deadline: float | None, *, number: int = 0) -> bool:
+    """Run a part of this script in a process of its own, on the GPU of its number; whether it ended well."""
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-    return run_command(command, log, deadline=deadline, on_cpu=arguments.device == "cpu")
+    gpus = find_gpus() if arguments.device == "cuda" else [""]
+    return run_command(command, log, deadline=deadline, gpus=gpus[number % len(gpus)])
 
 
 def do_part(part: str, arguments: argparse.Namespace) -> None:
@@ -614,15 +615,15 @@ def warm_up_models(arguments: argparse.Namespace, deadline: float | None) -> Non
             folders[best].rename(model)
 
 
-def make_case(case: tuple[int, str], arguments: argparse.Namespace, deadline: float | None) -> None:
+def make_case(case: tuple[int, int, str], arguments: argparse.Namespace, deadline: float | None) -> None:
     """Make one run, unless it has a result."""
-    seed, name = case
+    number, seed, name = case
     output = get_output(name, seed, arguments)
     if (output / "result.json").exists():
         return
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    is_done = start_part(f"run {name} {seed}", output / "log.txt", arguments, deadline)
+    is_done = start_part(f"run {name} {seed}", output / "log.txt", arguments, deadline, number=number)
     steps = read_steps(output)
     last = np.mean(read_rewards(output)[-WINDOW:]) if steps else float("nan")
     print(
@@ -669,7 +670,8 @@ def main() -> None:
         return
     deadline = None if arguments.limit_s is None else time.monotonic() + arguments.limit_s
     warm_up_models(arguments, deadline)
-    cases = [(seed, name) for seed in arguments.seeds for name in arguments.kinds.split(",")]
+    names = arguments.kinds.split(",")
+    cases = [(number, *case) for number, case in enumerate(itertools.product(arguments.seeds, names))]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = [pool.submit(partial(make_case, arguments=arguments, deadline=deadline), case) for case in cases]
         for run in as_completed(runs):

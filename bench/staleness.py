@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 REACHED = 0.9
@@ -86,12 +87,12 @@ def run_recipe(
     return run_command(command, output.with_suffix(".log"), deadline=deadline)
 
 
-def run_command(command: Sequence[str], log: Path, *, deadline: float | None, on_cpu: bool = True) -> bool:
-    """Run a command with this tree's package and one thread until it ends or the deadline; whether it ended well."""
+def run_command(command: Sequence[str], log: Path, *, deadline: float | None, gpus: str = "") -> bool:
+    """Run a command with this tree's package, one thread and these GPUs until it ends or the deadline; whether it ended
+    well.
+    """
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    if on_cpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         try:
@@ -100,6 +101,12 @@ def run_command(command: Sequence[str], log: Path, *, deadline: float | None, on
         except subprocess.TimeoutExpired:
             return False
     return ended.returncode == 0
+
+
+def find_gpus() -> list[str]:
+    """The numbers of the GPUs that may be used; one that is empty if there are none."""
+    there = ",".join(map(str, range(torch.cuda.device_count())))
+    return os.environ.get("CUDA_VISIBLE_DEVICES", there).split(",")
 
 
 def get_options(setting: str) -> tuple[str, ...]:

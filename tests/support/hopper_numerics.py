@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:tests python -m support.hopper_numerics                       # all cases, with CUDA graphs
     PYTHONPATH=src:tests python -m support.hopper_numerics qwen3 lora --enforce-eager
+    PYTHONPATH=src:tests python -m support.hopper_numerics --tensor-parallel-size=2      # on two GPUs
 
 The script prints a line of JSON for each step, and ends with 1 if a logprob differed. It loads nothing from a network.
 """
@@ -78,9 +79,10 @@ def make_model(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     return model
 
 
-def make_trainer(model: Any) -> Trainer:
+def make_trainer(model: Any, degree: int = 1) -> Trainer:
     config = TrainerConfig(
         numerics=Numerics.EXACT,
+        sampler_tensor_parallel=degree,
         warn_of_inexact=True,
         tokens_per_micro_batch=8192,
         optimizer=OptimizerConfig(learning_rate=1e-4),
@@ -136,17 +138,17 @@ def save_vision_model(folder: Path) -> Any:
     return model
 
 
-def make_case(case: str, folder: Path) -> Trainer:
+def make_case(case: str, folder: Path, degree: int = 1) -> Trainer:
     """The trainer of a family, `lora` or `vision`, whose model is written into the folder."""
     if case == "lora":
-        trainer = make_trainer(with_lora(make_model(FAMILIES["qwen3"])))
+        trainer = make_trainer(with_lora(make_model(FAMILIES["qwen3"])), degree)
         save_merged(trainer, folder)
         return trainer
     if case == "vision":
-        return make_trainer(save_vision_model(folder))
+        return make_trainer(save_vision_model(folder), degree)
     model = make_model(FAMILIES[case])
     model.save_pretrained(folder)
-    return make_trainer(model)
+    return make_trainer(model, degree)
 
 
 def save_merged(trainer: Trainer, folder: Path) -> None:
@@ -177,10 +179,11 @@ def compare_gradients(family: str) -> dict[str, float]:
 def main() -> int:
     """Run cases; 1 if one failed."""
     options, num_failed = [word for word in sys.argv[1:] if word.startswith("--")], 0
+    degree = next((int(word.partition("=")[2]) for word in options if word.startswith("--tensor-parallel-size")), 1)
     for case in [word for word in sys.argv[1:] if not word.startswith("--")] or [*FAMILIES, "lora", "vision"]:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                steps = asyncio.run(sample_and_train(make_case(case, Path(folder)), Path(folder), *options))
+                steps = asyncio.run(sample_and_train(make_case(case, Path(folder), degree), Path(folder), *options))
                 for metrics in steps:
                     shown = ("num_tokens", "equal_share", "max_abs", "k3")
                     print(

@@ -65,6 +65,7 @@ class HttpEngine:
         """Called with each version that is required: engines of other processes, at the same servers."""
         self.takes_images = facts.takes_images
         self.numerics = facts.numerics
+        self.tensor_parallel_size = facts.tensor_parallel_size
         self.adapters = facts.adapters
         """Names of the servers' LoRA adapters, when they were connected."""
         self._failover = servers

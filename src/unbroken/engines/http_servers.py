@@ -114,6 +114,7 @@ class ServerFacts:
     adapters: tuple[str, ...]
     policy_version: int = 0
     numerics: Numerics = Numerics.FAST
+    tensor_parallel_size: int = 1
 
 
 async def open_server(
@@ -153,6 +154,7 @@ def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
         numerics=Numerics(models[0].get("numerics", Numerics.FAST)),
+        tensor_parallel_size=models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
         **more,
     )

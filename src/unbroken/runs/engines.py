@@ -46,6 +46,7 @@ from unbroken.runs.processes import Rank, without_launcher
 from unbroken.server.config import ServerLimits
 from unbroken.threads import LoopThread
 from unbroken.training.checks import check_vocabulary
+from unbroken.training.config import TrainerConfig
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.waits import log_waiting
 from unbroken.types import Numerics
@@ -80,6 +81,10 @@ class RunEngine:
     """Frees the engine's memory for the trainer."""
     servers: Sequence[str] | EngineDirectory = ()
     """The servers behind the engine, if there are any."""
+
+    def adapt(self, training: TrainerConfig) -> TrainerConfig:
+        """Settings of a trainer, with what exact numerics need to know of this engine."""
+        return replace(training, sampler_tensor_parallel=getattr(self.engine, "tensor_parallel_size", 1))
 
 
 @asynccontextmanager

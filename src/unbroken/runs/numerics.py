@@ -128,10 +128,8 @@ async def open_pair(config: RunConfig, source: str) -> AsyncIterator[tuple[RunEn
     ) as opened:  # fmt: skip
         fix_rotary(policy, opened.engine.context_length)
         policy, reference = prepare_model(policy, config)
-        yield (
-            opened,
-            Trainer(policy, config.training, objective=config.objective, accelerator=accelerator, reference=reference),
-        )
+        own = {"objective": config.objective, "accelerator": accelerator, "reference": reference}
+        yield opened, Trainer(policy, opened.adapt(config.training), **own)
 
 
 async def sample_row(

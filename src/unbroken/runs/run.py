@@ -181,7 +181,7 @@ async def open_run(
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
         trainer = Trainer(
             policy,
-            config.training,
+            engine.adapt(config.training),
             objective=config.objective,
             accelerator=accelerator,
             images=processor,

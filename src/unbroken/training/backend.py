@@ -564,7 +564,7 @@ class TrainerBackend:
         """Compile the layers if the config says so, and find out which ways to compute rows together are exact."""
         with self.computing(), self.accelerator.autocast():
             if self._is_as_vllm:
-                self.policy.compute_as_vllm()
+                self.policy.compute_as_vllm(self._config.sampler_tensor_parallel)
             for each in (self.policy, self._reference):
                 if isinstance(each, PolicyLogprobs):
                     if self._config.parallel.sequence > 1:

@@ -293,6 +293,9 @@ class TrainerConfig:
     numerics: Numerics = Numerics.FAST
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
     the sampler's, by the same weights."""
+    sampler_tensor_parallel: int = 1
+    """With exact numerics: the degree of the vLLM that samples, which rounds as many parts of some sums; a run asks its
+    engine."""
     warn_of_inexact: bool = False
     """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -357,6 +360,7 @@ class TrainerConfig:
                 "finite and >= 0",
             ),
             numerics=(isinstance(self.numerics, Numerics), "a Numerics"),
+            sampler_tensor_parallel=(self.sampler_tensor_parallel >= 1, ">= 1"),
             warn_of_inexact=(
                 not self.warn_of_inexact or self.numerics is Numerics.EXACT,
                 "False with fast numerics, of which no step is checked",

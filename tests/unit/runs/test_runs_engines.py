@@ -21,6 +21,7 @@ from unbroken.runs import engines
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport
 from unbroken.runs.engines import open_engine, start_server
 from unbroken.runs.processes import Rank
+from unbroken.training.config import TrainerConfig
 from unbroken.types import Numerics
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.files import find_versions
@@ -79,9 +80,10 @@ async def test_a_server_says_its_numerics_and_a_run_with_exact_ones_refuses_fast
         with pytest.raises(InvalidInputError, match="fast with engine, whose numerics are fast, got exact: start its"):
             async with open_engine(server(url), **how, numerics=Numerics.EXACT):
                 pass
-    engine.numerics = Numerics.EXACT  # type: ignore[attr-defined]
+    engine.numerics, engine.tensor_parallel_size = Numerics.EXACT, 2  # type: ignore[attr-defined]
     async with listening(make_app(engine)) as url, open_engine(server(url), **how, numerics=Numerics.EXACT) as found:
         assert found.engine.numerics is Numerics.EXACT
+        assert found.adapt(TrainerConfig()).sampler_tensor_parallel == 2
 
 
 def list_servers(listed: Path, *urls: str) -> None:

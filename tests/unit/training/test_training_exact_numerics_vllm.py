@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.nn.functional import linear
 from transformers import (
     AutoModelForImageTextToText,
     GemmaConfig,
@@ -24,6 +25,7 @@ from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.vision import save_vision_model
 from support.vision_engines import own_processor
+from unbroken.engines.vllm.numerics import multiply_in_parts
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import call_rounded
 from unbroken.training.config import TrainerConfig
@@ -50,7 +52,7 @@ async def start(folder, *options):
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        (["--tensor-parallel-size", "2"], "tensor_parallel_size = 2"),
+        (["--tensor-parallel-size", "3"], "tensor_parallel_size = 3"),
         (["--quantization", "fp8"], "quantization = fp8"),
         (["--enable-lora"], "enable_lora = True"),
         (["--dtype", "float32"], "dtype = float32"),
@@ -159,3 +161,41 @@ def test_the_gradient_through_rounded_weights_is_close_to_that_without():
     (rounded.float() * weigh(hidden)).sum().backward()
     for name, weight in model.model.named_parameters():
         assert torch.cosine_similarity(weight.grad.flatten(), expected[name].flatten(), dim=0) > 0.99, name
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_that_processes_cut_by_their_inputs_round_each_part_and_add_all_in_float32(num_parts, has_bias):
+    """The bias is in the first part; adapters are in the weight that is cut."""
+    model = with_lora(tiny_model_in(torch.bfloat16))
+    decoder, seen = model.get_base_model().model, {}
+    for name, module in decoder.named_modules():
+        if name.endswith(("o_proj.base_layer", "down_proj.base_layer")):
+            module.bias = torch.nn.Parameter(torch.randn(module.out_features).bfloat16()) if has_bias else None
+            module.register_forward_hook(
+                lambda own, given, got, name=name: seen.update({name: (own.bias, *given, got)})
+            )
+    merge_in_passes(model)
+    multiply_in_parts(model.get_base_model(), num_parts)
+    call_rounded(decoder, torch.bfloat16, input_ids=torch.arange(12)[None], use_cache=False)
+    assert len(seen) == 2 * len(decoder.layers)
+    weights = dict(gather_weights(model))
+    for name, (bias, x, got) in seen.items():
+        whole = weights[f"model.{name.removesuffix('.base_layer')}.weight"].to(torch.bfloat16)
+        size, total = x.shape[-1] // num_parts, torch.zeros(())
+        for first in range(0, x.shape[-1], size):
+            own = slice(first, first + size)
+            part = linear(x[..., own].contiguous(), whole[:, own].contiguous(), None if first else bias)
+            total = total + part.float()
+        assert torch.equal(got, total.to(torch.bfloat16)), name
+
+
+def test_parts_that_are_not_equal_and_models_without_a_plan_are_refused():
+    model = tiny_qwen3()
+    with pytest.raises(
+        InvalidInputError, match=r"tensor_parallel_size = 7, which does not divide \d+ features of Qwen3"
+    ):
+        multiply_in_parts(model, 7)
+    model.get_decoder().tp_plan = {}
+    with pytest.raises(InvalidInputError, match="tensor_parallel_size = 2: Qwen3ForCausalLM has no tp_plan"):
+        multiply_in_parts(model, 2)

@@ -74,6 +74,7 @@ class VllmEngine(ControlledEngine):
     ) -> None:
         super().__init__(llm, PromptMaker(llm, limits=image_limits), transfer_dir=transfer_dir)
         self.numerics = numerics
+        self.tensor_parallel_size: int = llm.vllm_config.parallel_config.tensor_parallel_size
         self._counter = counter
         self._adapters = dict(adapters)
         self._num_adapters = len(self._adapters)

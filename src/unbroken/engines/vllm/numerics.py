@@ -10,8 +10,10 @@ Triton, at a third of their time for few rows.
 from __future__ import annotations
 
 import os
+import re
 from copy import copy
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _HEADS = (64, 128, 256)
 _LEAST_QUERIES = 129
 """With heads of 64 it takes tiles of another size for steps of few queries."""
 _PAGE = 16
+_DEGREES = (1, 2, 4)
+"""Of tensor parallelism, that were measured."""
 
 
 def make_exact(args: Any) -> Any:
@@ -39,7 +43,7 @@ def make_exact(args: Any) -> Any:
     from vllm.config import CompilationMode
 
     refused = {
-        "tensor_parallel_size": args.tensor_parallel_size > 1,
+        "tensor_parallel_size": args.tensor_parallel_size not in _DEGREES,
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
         "data_parallel_size": args.data_parallel_size > 1,
         "quantization": args.quantization is not None,
@@ -184,13 +188,16 @@ def _compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: N
     return rms_norm(x, tuple(weight.shape), weight, eps)
 
 
-def attend_as_vllm(model: Any) -> None:
-    """Switch a model to vLLM's attention, and check that a row in bfloat16 has the same bits beside another.
+def attend_as_vllm(model: Any, num_parts: int) -> None:
+    """Switch a model to vLLM's attention and to products in `num_parts`, its degree of tensor parallelism, and check
+    that a row in bfloat16 has the same bits beside another.
 
     Raises:
         InvalidInputError: it has not, with the name of the module; or its config cannot have them.
     """
     check_config(model.config)
+    if num_parts > 1:
+        multiply_in_parts(model, num_parts)
     _compute_rotary_here(model)
     AttentionInterface.register(_AS_VLLM, attend)
     AttentionMaskInterface.register(_AS_VLLM, _make_no_mask)
@@ -201,6 +208,44 @@ def attend_as_vllm(model: Any) -> None:
         raise InvalidInputError(
             f"numerics must be fast for {type(model).__name__} in bfloat16: {found} has other bits beside a longer row"
         )
+
+
+def multiply_in_parts(model: Any, num_parts: int) -> None:
+    """Let the layers that tensor parallelism cuts by their inputs compute as so many processes of vLLM do.
+
+    Raises:
+        InvalidInputError: the model does not say which these are, or the parts would not be equal.
+    """
+    decoder = model.get_decoder()
+    plan = "|".join(name for name, style in (decoder.tp_plan or {}).items() if style.startswith("rowwise"))
+    cut: list[Any] = [
+        module
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.Linear) and re.fullmatch(plan, name.removesuffix(".base_layer"))
+    ]
+    if not cut:
+        raise InvalidInputError(
+            f"numerics must be fast with tensor_parallel_size = {num_parts}: {type(model).__name__} has no tp_plan"
+        )
+    for module in cut:
+        if module.in_features % num_parts:
+            raise InvalidInputError(
+                f"numerics must be fast with tensor_parallel_size = {num_parts}, which does not divide "
+                f"{module.in_features} features of {type(model).__name__}"
+            )
+        module.forward = partial(_add_parts, module, num_parts)
+
+
+def _add_parts(module: Any, num_parts: int, x: torch.Tensor) -> torch.Tensor:
+    """As vLLM's processes, which have equal parts of the inputs: each rounds its product, the first one with the bias;
+    then all are added in float32 in the order of their ranks.
+    """
+    parts = zip(x.chunk(num_parts, -1), module.weight.chunk(num_parts, 1), strict=True)
+    products = (
+        linear(own.contiguous(), weight.contiguous(), module.bias if number == 0 else None).float()
+        for number, (own, weight) in enumerate(parts)
+    )
+    return reduce(torch.add, products).to(x.dtype)
 
 
 @torch.no_grad()

@@ -99,7 +99,8 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.get(
     "/v1/models",
     summary="The served model",
-    response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images` and `numerics`",
+    response_description="one entry in `data`, with `max_model_len`, `vocab_size`, `takes_images`, `numerics` and "
+    "`tensor_parallel_size`",
 )
 async def models(request: Request) -> Response:
     """The model and its adapters, with `max_model_len`."""
@@ -125,6 +126,7 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "vocab_size": context.service.engine.vocab_size,
         "takes_images": context.images.takes_images,
         "numerics": getattr(context.service.engine, "numerics", Numerics.FAST),
+        "tensor_parallel_size": getattr(context.service.engine, "tensor_parallel_size", 1),
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.adapters)]
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 from unbroken.errors import InvalidInputError
@@ -188,8 +189,9 @@ def merge_in_passes(model: Any) -> int:
 def _forward_merged(self: Any, x: torch.Tensor) -> torch.Tensor:
     base = self.get_base_layer()
     names = () if self.disable_adapters else self.active_adapters
-    weight = sum(map(self.get_delta_weight, names), base.weight)
-    return linear(x, weight.to(x.dtype), None if base.bias is None else base.bias.to(x.dtype))
+    merged = {**dict(base.named_parameters()), "weight": sum(map(self.get_delta_weight, names), base.weight)}
+    output: torch.Tensor = functional_call(base, {name: each.to(x.dtype) for name, each in merged.items()}, (x,))
+    return output
 
 
 class _RoundedInputs:

@@ -292,9 +292,10 @@ class PolicyLogprobs(nn.Module):
                 keep()
         return reason
 
-    def compute_as_vllm(self) -> None:
-        """Compute in bfloat16, from weights that are rounded as a publisher rounds them, what vLLM computes with exact
-        numerics, to the bit. For a model that is where it will be trained, before its first pass.
+    def compute_as_vllm(self, tensor_parallel: int) -> None:
+        """Compute in bfloat16, from weights that are rounded as a publisher rounds them, what vLLM of this degree of
+        tensor parallelism computes with exact numerics, to the bit. For a model that is where it will be trained,
+        before its first pass.
 
         Raises:
             InvalidInputError: this model cannot be computed so.
@@ -306,7 +307,7 @@ class PolicyLogprobs(nn.Module):
             raise InvalidInputError(f"numerics must be fast for {name} in bfloat16, which changes its head's logits")
         merge_in_passes(self.model)
         round_norms(self.causal)
-        attend_as_vllm(self.causal)
+        attend_as_vllm(self.causal, tensor_parallel)
         self._is_as_vllm, self._shared_prefixes, self.layout = True, SharedPrefixes.NEVER, RowLayout.PADDED
 
     def allow_by_rows(self) -> None:
