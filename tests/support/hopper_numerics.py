@@ -10,6 +10,7 @@ The script prints a line of JSON for each step, and ends with 1 if a logprob dif
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import sys
@@ -69,7 +70,7 @@ STEPS = (
 def make_model(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     """Random, with norms that are not 1 and wide distributions: where an id is certain, all arithmetic is equal."""
     torch.manual_seed(0)
-    model = auto.from_config(config)
+    model = auto.from_config(copy.deepcopy(config))  # of which a trainer changes the attention
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
