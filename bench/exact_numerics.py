@@ -3,6 +3,7 @@
     python bench/exact_numerics.py --shape 0.6b                              # vLLM, on a Hopper GPU
     python bench/exact_numerics.py --shape 8b --lora-rank 16 --rows 64
     python bench/exact_numerics.py --shape 8b --optimizer adamw_8bit --rows 64
+    python bench/exact_numerics.py --shape 0.6b --engine-options=--tensor-parallel-size=2        # vLLM on two GPUs
     python bench/exact_numerics.py --shape tiny --engine embedded --rows 8 --tokens 16      # on a CPU
     python bench/exact_numerics.py --shape tiny --engine colocated --rows 8 --tokens 16 --kinds fast,fast    # plumbing
 
@@ -210,7 +211,7 @@ def main() -> None:
     add("--lora-rank", type=int, default=0, help="0: all weights are trained")
     add("--optimizer", choices=sorted(BYTES), default="adamw")
     add("--dtype", default="bfloat16", help="of vLLM")
-    add("--engine-options", default="", help="more options of vLLM; --tensor-parallel-size 2 is refused for exact")
+    add("--engine-options", default="", help="more options of vLLM, as --tensor-parallel-size=2")
     add("--seed", type=int, default=0)
     add("--limit-s", type=float, default=540.0, help="for all kinds together")
     add("--folder", type=Path, help="keep the model here, and use it again")

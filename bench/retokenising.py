@@ -1,7 +1,7 @@
 """What retokenised rows cost in learning, and what exact numerics is worth: the same task, model and sampler.
 
     python bench/retokenising.py --output runs/cost                                  # 5 seeds x 3 kinds on a CPU
-    python bench/retokenising.py --shape 110m --device cuda --jobs 15 --shared-model --spellings 0.003 --limit-s 480
+    python bench/retokenising.py --shape 110m --device cuda --jobs 15 --shared-model --learning-rate 1e-4  # on GPUs
     python bench/retokenising.py --kinds bits,exact,bf16,bf16-tis --output runs/cost # numerics; finished runs are kept
 
 The task is the demo's (`src/unbroken/demo/lookup.py`), every prompt asks for JSON with spaces, which is the chat

@@ -211,41 +211,30 @@ def attend_as_vllm(model: Any, num_parts: int) -> None:
 
 
 def multiply_in_parts(model: Any, num_parts: int) -> None:
-    """Let the layers that tensor parallelism cuts by their inputs compute as so many processes of vLLM do.
+    """Let layers that tensor parallelism cuts by their inputs compute as so many processes of vLLM do.
 
     Raises:
-        InvalidInputError: the model does not say which these are, or the parts would not be equal.
+        InvalidInputError: the model does not say which these are.
     """
     decoder = model.get_decoder()
     plan = "|".join(name for name, style in (decoder.tp_plan or {}).items() if style.startswith("rowwise"))
-    cut: list[Any] = [
-        module
-        for name, module in decoder.named_modules()
-        if isinstance(module, torch.nn.Linear) and re.fullmatch(plan, name.removesuffix(".base_layer"))
-    ]
-    if not cut:
+    if not plan:
         raise InvalidInputError(
             f"numerics must be fast with tensor_parallel_size = {num_parts}: {type(model).__name__} has no tp_plan"
         )
-    for module in cut:
-        if module.in_features % num_parts:
-            raise InvalidInputError(
-                f"numerics must be fast with tensor_parallel_size = {num_parts}, which does not divide "
-                f"{module.in_features} features of {type(model).__name__}"
-            )
-        module.forward = partial(_add_parts, module, num_parts)
+    for name, module in decoder.named_modules():
+        if isinstance(module, torch.nn.Linear) and re.fullmatch(plan, name.removesuffix(".base_layer")):
+            module.forward = partial(_add_parts, module, num_parts)  # type: ignore[method-assign]
 
 
 def _add_parts(module: Any, num_parts: int, x: torch.Tensor) -> torch.Tensor:
-    """As vLLM's processes, which have equal parts of the inputs: each rounds its product, the first one with the bias;
-    then all are added in float32 in the order of their ranks.
+    """Each process has a part of the inputs and rounds its product, the first one with the bias; then all are added in
+    float32 in the order of their ranks.
     """
     parts = zip(x.chunk(num_parts, -1), module.weight.chunk(num_parts, 1), strict=True)
-    products = (
-        linear(own.contiguous(), weight.contiguous(), module.bias if number == 0 else None).float()
-        for number, (own, weight) in enumerate(parts)
-    )
-    return reduce(torch.add, products).to(x.dtype)
+    pairs = [(own.contiguous(), weight.contiguous()) for own, weight in parts]
+    products = [linear(*pairs[0], module.bias), *(linear(*pair) for pair in pairs[1:])]
+    return reduce(torch.add, (each.float() for each in products)).to(x.dtype)
 
 
 @torch.no_grad()

@@ -200,17 +200,15 @@ def _forward_merged(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class _LowRankGradient(torch.autograd.Function):
-    """Gradients of A [R, D] and B [E, R] for outputs [..., E] by W + scaling B A of inputs [..., D].
+    """Lets the gradient of outputs [..., E] by W + scaling B A of inputs [..., D] reach A [R, D] and B [E, R].
 
-    By products of rank R: through the sum it would be the gradient of W first, half as much work again as the others.
+    By products of rank R: through the sum, W's own gradient would be computed first, a product as large as the others.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, output: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, a, b)
-        ctx.scaling = scaling
+    def forward(ctx: Any, output: torch.Tensor, *given: Any) -> torch.Tensor:
+        *tensors, ctx.scaling = given
+        ctx.save_for_backward(*tensors)
         return output.view_as(output)
 
     @staticmethod
