@@ -115,6 +115,7 @@ class ServerFacts:
     policy_version: int = 0
     numerics: Numerics = Numerics.FAST
     tensor_parallel_size: int = 1
+    """With exact numerics, of which it is a part."""
 
 
 async def open_server(
@@ -148,13 +149,15 @@ async def open_server(
 
 
 def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -> ServerFacts:
+    numerics = Numerics(models[0].get("numerics", Numerics.FAST))
     return ServerFacts(
         model=models[0]["id"],
         context_length=models[0]["max_model_len"],
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
-        numerics=Numerics(models[0].get("numerics", Numerics.FAST)),
-        tensor_parallel_size=models[0].get("tensor_parallel_size", 1),
+        numerics=numerics,
+        # else servers may differ
+        tensor_parallel_size=1 if numerics is Numerics.FAST else models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
         **more,
     )
