@@ -60,17 +60,16 @@ class FileDirectory:
             lines = self._path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             return self._addresses
-        before, self._read = self._read, tuple(dict.fromkeys(filter(None, (_strip(line) for line in lines))))
+        before, self._read = (
+            self._read,
+            tuple(dict.fromkeys(filter(None, (line.partition("#")[0].strip().rstrip("/") for line in lines)))),
+        )
         now_s = time.monotonic()
         if before != self._read:
             self._since_s = now_s
         if before is None or now_s - self._since_s >= _SETTLES_S:
             self._addresses = self._read
         return self._addresses
-
-
-def _strip(line: str) -> str:
-    return line.partition("#")[0].strip().rstrip("/")
 
 
 class Members(Protocol):

@@ -106,7 +106,11 @@ def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: in
         if position < stop:
             continue
         own = expanded[len(places)] if len(places) < len(expanded) else None
-        if own is not None and not (own == placeholder_id).all() and _starts_with(ids, position, own):
+        if (
+            own is not None
+            and not (own == placeholder_id).all()
+            and np.array_equal(ids[position : position + len(own)], own)
+        ):
             stop = position + len(own)
             places.append((position, stop))
         elif ids[position] == placeholder_id:
@@ -143,10 +147,6 @@ def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> lis
         "text that looks like a placeholder must be encoded as ordinary characters, and beside a placeholder that the "
         "model sampled the images must come as spans"
     )
-
-
-def _starts_with(ids: TokenIds, position: int, own: TokenIds) -> bool:
-    return bool(np.array_equal(ids[position : position + len(own)], own))
 
 
 def _count_run(ids: TokenIds, start: int, token_id: int) -> int:

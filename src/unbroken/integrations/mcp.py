@@ -127,7 +127,7 @@ class McpEnv(ToolEnv):
         Raises:
             InvalidInputError: not exactly one of `server` and `session` is given.
         """
-        super().__init__(messages, tools, reward or _no_reward)
+        super().__init__(messages, tools, reward or (lambda messages: 0.0))
         if (server is None) == (session is None):
             raise InvalidInputError(f"exactly one of server and session must be given, got {server} and {session}")
         self._session = McpSession(server) if server is not None else session
@@ -284,7 +284,3 @@ def _select(tools: Sequence[Tool], server: McpServer) -> tuple[Tool, ...]:
     if missing := [name for name in server.tools if name not in by_name]:
         raise EnvServerError(f"it has no tools {missing}, only {list(by_name)}")
     return tuple(by_name[name] for name in server.tools) if server.tools else tuple(tools)
-
-
-def _no_reward(messages: Sequence[Message]) -> float:
-    return 0.0

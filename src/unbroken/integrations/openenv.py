@@ -142,7 +142,7 @@ class OpenEnvTools(ToolEnv):
 
         `observation` is the field of the first observation that follows the prompt, if one should.
         """
-        super().__init__(messages, (), _no_reward)
+        super().__init__(messages, (), lambda messages: 0.0)
         self._episode = _Episode(
             url, derive_problem_seed(seed, split, number), reset=reset, timeout_s=timeout_s, wait_s=wait_s
         )
@@ -215,10 +215,6 @@ def _describe(observation: Mapping[str, Any], field: str) -> str:
         raise EnvServerError(f"the observation must have the field {field!r}, it has {list(observation)}")
     value = observation[field] if field else dict(observation)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _no_reward(messages: Sequence[Message]) -> float:
-    return 0.0
 
 
 _BUSY = "CAPACITY_REACHED"

@@ -259,7 +259,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Call as Jinja's sandbox does, without its checks for macros, namespaces and methods of built-in types."""
         kind = type(called)
         is_usual = kind is Macro or kind is BuiltinMethodType or called is Namespace or called is safe_range
-        if not is_usual and not _is_generation_tag(called):
+        is_generation_tag = type(called) is MethodType and type(called.__self__) is _GenerationTag
+        if not is_usual and not is_generation_tag:
             return super().call(context, called, *args, **kwargs)
         if kwargs:
             kwargs.pop("_loop_vars", None)
@@ -292,10 +293,6 @@ class _GenerationTag(Extension):
     def _write_body(self, caller: Macro) -> str:
         text: str = caller()
         return text
-
-
-def _is_generation_tag(called: Any) -> bool:
-    return type(called) is MethodType and type(called.__self__) is _GenerationTag
 
 
 def _make_clock(now: datetime) -> Callable[[str], str]:

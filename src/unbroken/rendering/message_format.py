@@ -89,7 +89,10 @@ class MessageFormat:
         if isinstance(content, list):
             _check_parts(position, content)
         if has_images(content):
-            out["content"] = [_convert_part(part) for part in content or ()]
+            out["content"] = [
+                {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+                for part in content or ()
+            ]
         else:
             text = get_text(content)
             out["content"] = [{"type": "text", "text": text}] if self.wants_parts else text
@@ -118,10 +121,6 @@ def _check_parts(position: int, parts: Sequence[Mapping[str, Any]]) -> None:
                 f"messages[{position}].content has a part of type {part['type']!r}: this renderer takes text and "
                 'images only, {"type": "text", "text": ...} and {"type": "image", "image": ...}'
             )
-
-
-def _convert_part(part: Mapping[str, Any]) -> dict[str, str]:
-    return {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
 
 
 def find_message_format(template: ChatTemplate) -> MessageFormat:

@@ -315,14 +315,13 @@ async def _close(env: Env, timeout_s: float, counters: Counters) -> BaseExceptio
 
 async def _load_images(outcome: EnvStart | Continue | Rewrite, renderer: Renderer) -> EnvStart | Continue | Rewrite:
     """Load the images of an outcome once for the whole rollout, in a thread because it is slow."""
-    if not isinstance(renderer, LoadsImages) or not any(map(_may_have_images, outcome.messages)):
+    if not isinstance(renderer, LoadsImages):
+        return outcome
+    messages: Sequence[Any] = outcome.messages
+    if not any(isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages):
         return outcome
     load = functools.partial(renderer.load_images, outcome.messages)
     return replace(outcome, messages=await run_in_daemon_thread(load))
-
-
-def _may_have_images(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ def token_ids(values: Iterable[int] | NDArray[Any], *, name: str = "token_ids") 
 
 def freeze(array: NDArray[Any]) -> Any:
     """Return `array` if its memory is read-only, else a read-only copy: recorded facts are never edited."""
-    if array.flags.writeable or not _is_fixed(array if array.base is None else array.base):
+    owner: Any = array if array.base is None else array.base
+    if array.flags.writeable or not isinstance(owner, np.ndarray) or owner.flags.writeable or not owner.flags.owndata:
         array = array.copy()
         array.flags.writeable = False
     return array
@@ -95,7 +96,3 @@ def check_rules(checked: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
     for name, holds, rule in rules:
         if not holds:
             raise SamplingError(f"{name} must be {rule}, got {getattr(checked, name)!r}")
-
-
-def _is_fixed(owner: Any) -> bool:
-    return isinstance(owner, np.ndarray) and owner.flags.owndata and not owner.flags.writeable

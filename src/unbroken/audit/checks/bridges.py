@@ -140,7 +140,7 @@ class _Stop:
 
 
 def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last: str, full: str) -> _Stop | None:
-    said_in_last, said_in_full = (_find_end_of_marks(text, marks) for text in (last, full))
+    said_in_last, said_in_full = (max(text.rfind(mark) + len(mark) for mark in marks) for text in (last, full))
     first = next((match for match in control.find(last, said_in_last) if match.token in ends.stops), None)
     last = last if first is None else last[: first.stop]  # sampling ends there, though the template may write more
     in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
@@ -159,10 +159,6 @@ def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last:
                 return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=written.stop)
     stop = in_last[-1]
     return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=None)
-
-
-def _find_end_of_marks(text: str, marks: Sequence[str]) -> int:
-    return max(text.rfind(mark) + len(mark) for mark in marks)
 
 
 def _find_text_fault(subject: Subject, bridge: Bridge, expected: str) -> str:

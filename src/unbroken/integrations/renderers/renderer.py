@@ -278,15 +278,12 @@ def replace_suspicious_text(value: Any, is_suspicious: Callable[[str], bool]) ->
     """
     if isinstance(value, Mapping):
         return {
-            _replace_key(key, is_suspicious): _replace_item(key, item, is_suspicious) for key, item in value.items()
+            key if key in _FIXED_KEYS else _replace(key, is_suspicious): _replace_item(key, item, is_suspicious)
+            for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [replace_suspicious_text(item, is_suspicious) for item in value]
     return _replace(value, is_suspicious)
-
-
-def _replace_key(key: Any, is_suspicious: Callable[[str], bool]) -> Any:
-    return key if key in _FIXED_KEYS else _replace(key, is_suspicious)
 
 
 def _replace_item(key: Any, item: Any, is_suspicious: Callable[[str], bool]) -> Any:

@@ -238,6 +238,7 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
     if sequence.routed_experts is not None:
         raise InvariantError("routed_experts are not stored with a session: sample its turns without them")
     spans = [(span.start, span.stop, span.policy_version) for span in sequence.version_spans]
+    kept = sequence.kept_ids
     return (
         *(record.number, record.choice, record.tree, record.prompt_node, record.reply_node),
         *(record.tools_key, encode_json(record.options)),
@@ -250,7 +251,7 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
         float(sequence.temperature),
         *(record.continued, record.fork, record.refusal, encode_json(record.tolerances)),
         *(record.request_digest, record.idempotency_key, record.answer_id, record.created_s),
-        *_encode_kept(sequence.kept_ids),
+        *((None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.sizes, _INT))),
     )
 
 
@@ -314,10 +315,6 @@ def _decode_sequence(values: Mapping[str, Any]) -> SampledSequence:
         if values["kept_ids"] is None
         else KeptIds.of_sizes(_to_array(values["kept_ids"], _INT), _to_array(values["kept_sizes"], _INT)),
     )
-
-
-def _encode_kept(kept: KeptIds | None) -> tuple[bytes | None, bytes | None]:
-    return (None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.sizes, _INT))
 
 
 def _encode_position(position: Position | None) -> tuple[int | None, int | None]:

@@ -223,7 +223,8 @@ def read_ids(encoding: Any) -> NDArray[np.int32]:
     """[T] the ids of an encoding."""
     if len(encoding) <= _CHUNK:
         return np.array(encoding.ids, dtype=np.int32)
-    return _concatenate([np.array(chunk, dtype=np.int32) for chunk in _split(encoding.ids)], (0,), np.int32)
+    chunks = (encoding.ids[start : start + _CHUNK] for start in range(0, len(encoding.ids), _CHUNK))
+    return _concatenate([np.array(chunk, dtype=np.int32) for chunk in chunks], (0,), np.int32)
 
 
 def read_offsets(encoding: Any) -> NDArray[np.int64]:
@@ -242,10 +243,6 @@ def read_offsets(encoding: Any) -> NDArray[np.int64]:
 def is_panic(error: BaseException) -> bool:
     """Whether Rust code panicked: pyo3's exception is no `Exception`, and cannot be imported."""
     return type(error).__name__ == "PanicException"
-
-
-def _split(values: list[int]) -> list[list[int]]:
-    return [values[start : start + _CHUNK] for start in range(0, len(values), _CHUNK)]
 
 
 def _concatenate(chunks: list[NDArray[Any]], empty: tuple[int, ...], dtype: Any) -> NDArray[Any]:

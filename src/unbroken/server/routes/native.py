@@ -30,7 +30,6 @@ from unbroken.types import (
     SampledSequence,
     SampleRequest,
     SamplingParams,
-    ScoredSequence,
     StructuredOutput,
     TokenIds,
     TopLogprobs,
@@ -165,7 +164,14 @@ async def score(body: ScoreBody, request: Request) -> Response:
     scored = await context.service.score(
         await _place(context, sequences, body), temperature=body.temperature, num_top_logprobs=body.num_top_logprobs
     )
-    return negotiated_response(request, {"results": [_format_scored(sequence) for sequence in scored]})
+    return negotiated_response(
+        request,
+        {
+            "results": [
+                {"logprobs": each.logprobs, "top_logprobs": _format_top_logprobs(each.top_logprobs)} for each in scored
+            ]
+        },
+    )
 
 
 async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[RequestPrompt]:
@@ -213,10 +219,6 @@ def _format_optional(sampled: SampledSequence | SampleChunk) -> dict[str, Any]:
         "queue_s": sampled.queue_s,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _format_scored(scored: ScoredSequence) -> dict[str, Any]:
-    return {"logprobs": scored.logprobs, "top_logprobs": _format_top_logprobs(scored.top_logprobs)}
 
 
 def _format_top_logprobs(tops: TopLogprobs | None) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "count": len(ids),
         "max_model_len": context.service.engine.context_length,
         "tokens": ids,
-        "token_strs": await context.run_in_text_thread(lambda: _decode_each(context, ids))
+        "token_strs": await context.run_in_text_thread(lambda: [context.codec.decode([each]) for each in ids])
         if body.return_token_strs
         else None,
     }
@@ -129,10 +129,6 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "tensor_parallel_size": getattr(context.service.engine, "tensor_parallel_size", 1),
     }
     return [own, *({**own, "id": name, "parent": own["id"]} for name in context.adapters)]
-
-
-def _decode_each(context: ServerContext, ids: TokenIds) -> list[str]:
-    return [context.codec.decode([token_id]) for token_id in ids]
 
 
 def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:

@@ -69,7 +69,7 @@ class RolloutNumbers:
             prompt_tokens=_floats(_num_prompt_ids(member) for member in members),
             completion_tokens=_floats(member.num_sampled for member in members),
             turns=_floats(len(member.turns) for member in members),
-            tool_calls=_floats(_num_tool_calls(member) for member in members),
+            tool_calls=_floats(sum(len(turn.parsed.tool_calls) for turn in member.turns) for member in members),
             rollout_s=_floats(member.wall_time_s for member in members),
             engine_s=_floats(member.engine_s for member in members),
             queue_s=_floats(wait for member in members if (wait := member.queue_s) is not None),
@@ -150,7 +150,3 @@ def _by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, _Floats]:
 def _num_prompt_ids(trajectory: Trajectory) -> int:
     nodes = trajectory.tree.nodes
     return len(nodes[0].token_ids) if nodes else 0
-
-
-def _num_tool_calls(trajectory: Trajectory) -> int:
-    return sum(len(turn.parsed.tool_calls) for turn in trajectory.turns)

@@ -41,7 +41,9 @@ class RowImages:
     def __init__(self, processor: ImageProcessor, *, max_bytes: int) -> None:
         """`max_bytes` limits the cache; images that do not fit are processed again."""
         self._processor = processor
-        self._cache: LruCache[tuple[str, str], ProcessedImage] = LruCache(max_bytes, _num_bytes)
+        self._cache: LruCache[tuple[str, str], ProcessedImage] = LruCache(
+            max_bytes, lambda processed: sum(tensor.nbytes for tensor in processed.inputs.values())
+        )
 
     def check(self, sample: TrainingSample, *, name: str) -> None:
         """Check that the row's images match its ids.
@@ -114,10 +116,6 @@ def _check_ids(own: TokenIds, processed: TokenIds, span: ImageSpan, *, name: str
         f"{span.offset}, and {count} by the trainer's processor: the row must have the images in the order of their "
         "offsets and with the settings they were sampled with, and the trainer must have the sampler's processor (I3)"
     )
-
-
-def _num_bytes(processed: ProcessedImage) -> int:
-    return sum(tensor.nbytes for tensor in processed.inputs.values())
 
 
 def _example_image() -> EncodedImage:

@@ -10,7 +10,7 @@ streams: names, dtypes and shapes are known before anything is gathered or merge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,8 +63,5 @@ def checkpoint_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def gather_checkpoint(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole tensors of `checkpoint_parameters`; if sharded, every process must gather all."""
-    return _gather(checkpoint_parameters(model).items())
-
-
-def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    named = checkpoint_parameters(model).items()
     return ((name, gather_tensor(tensor)) for name, tensor in named)
