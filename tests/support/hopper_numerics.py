@@ -80,10 +80,10 @@ def make_model(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     return model
 
 
-def make_trainer(model: Any, degree: int = 1) -> Trainer:
+def make_trainer(model: Any, *options: str) -> Trainer:
     config = TrainerConfig(
         numerics=Numerics.EXACT,
-        sampler_tensor_parallel=degree,
+        sampler_tensor_parallel=next((int(word[-1]) for word in options if "tensor-parallel" in word), 1),
         warn_of_inexact=True,
         tokens_per_micro_batch=8192,
         optimizer=OptimizerConfig(learning_rate=1e-4),
@@ -139,17 +139,17 @@ def save_vision_model(folder: Path) -> Any:
     return model
 
 
-def make_case(case: str, folder: Path, degree: int = 1) -> Trainer:
+def make_case(case: str, folder: Path, *options: str) -> Trainer:
     """The trainer of a family, `lora` or `vision`, whose model is written into the folder."""
     if case == "lora":
-        trainer = make_trainer(with_lora(make_model(FAMILIES["qwen3"])), degree)
+        trainer = make_trainer(with_lora(make_model(FAMILIES["qwen3"])), *options)
         save_merged(trainer, folder)
         return trainer
     if case == "vision":
-        return make_trainer(save_vision_model(folder), degree)
+        return make_trainer(save_vision_model(folder), *options)
     model = make_model(FAMILIES[case])
     model.save_pretrained(folder)
-    return make_trainer(model, degree)
+    return make_trainer(model, *options)
 
 
 def save_merged(trainer: Trainer, folder: Path) -> None:
@@ -180,11 +180,10 @@ def compare_gradients(family: str) -> dict[str, float]:
 def main() -> int:
     """Run cases; 1 if one failed."""
     options, num_failed = [word for word in sys.argv[1:] if word.startswith("--")], 0
-    degree = next((int(word.partition("=")[2]) for word in options if word.startswith("--tensor-parallel-size")), 1)
     for case in [word for word in sys.argv[1:] if not word.startswith("--")] or [*FAMILIES, "lora", "vision"]:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                steps = asyncio.run(sample_and_train(make_case(case, Path(folder), degree), Path(folder), *options))
+                steps = asyncio.run(sample_and_train(make_case(case, Path(folder), *options), Path(folder), *options))
                 for metrics in steps:
                     shown = ("num_tokens", "equal_share", "max_abs", "k3")
                     print(

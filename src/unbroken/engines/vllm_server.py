@@ -31,7 +31,6 @@ from unbroken.types import (
     KeptIds,
     RoutedExperts,
     SampleChunk,
-    SampledSequence,
     SampleResult,
     SamplingParams,
     ScoredSequence,
@@ -114,7 +113,7 @@ class VllmServer:
         return [
             SampleResult(
                 prompt_ids=prompt_ids if given == SAME else token_ids(given),
-                sequences=tuple(self._finish([chunk], params) for chunk in chunks),
+                sequences=tuple(SampleChunk.join([chunk], temperature=params.temperature or 1.0) for chunk in chunks),
             )
         ]
 
@@ -225,10 +224,6 @@ class VllmServer:
             check_reproducible(params, whose=f"before sampling, as {self.base_url} gives them, the")
         except SamplingError as error:
             raise SamplingError(f"{error}; {advice}") from None
-
-    @staticmethod
-    def _finish(chunks: list[SampleChunk], params: SamplingParams) -> SampledSequence:
-        return SampleChunk.join(chunks, temperature=params.temperature or 1.0)
 
 
 def _refuse_images(images: Sequence[Sequence[ImageSpan]]) -> None:

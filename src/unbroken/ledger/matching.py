@@ -201,7 +201,10 @@ def _make_form(
         text=content if isinstance(content, str) else "",
         reasoning=get_reasoning(message) or "",
         is_plain=not isinstance(message.get("content"), list),
-        arguments=tuple(_spell_arguments(call["function"].get("arguments")) for call in made),
+        arguments=tuple(
+            own if isinstance(own, str) else json.dumps(own, ensure_ascii=False, default=str)
+            for own in (call["function"].get("arguments") for call in made)
+        ),
         call_ids=call_ids,
         answers=answers,
         has_extra_fields=bool(extra),
@@ -257,10 +260,6 @@ def _unify_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_unify_numbers(item) for item in value]
     return value
-
-
-def _spell_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def _encode(value: Any) -> bytes:

@@ -69,9 +69,10 @@ def load_images(
     parts = find_image_parts(messages)
     if parts and inputs is None:
         raise MessagesError(f"{parts[0][0]} must not be an image: {no_images_because}")
+    found = ((place, int(place[len("messages[") : place.index("]")]), part) for place, part in parts)
     return [
-        MessageImage(place=place, message=_message_of(place), image=inputs.loader.load_part(part, name=place))
-        for place, part in parts
+        MessageImage(place=place, message=message, image=inputs.loader.load_part(part, name=place))
+        for place, message, part in found
         if inputs is not None
     ]
 
@@ -177,7 +178,3 @@ def _check_places(positions: Sequence[int], message_indices: TokenIds, images: S
                 f"the chat template writes the placeholder of {image.place} (id {position}) between text of "
                 f"messages[{before}] and messages[{after}]"
             )
-
-
-def _message_of(place: str) -> int:
-    return int(place[len("messages[") : place.index("]")])

@@ -223,7 +223,7 @@ class ImageIntake:
             self._threads = None
 
     async def _place(self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str) -> RequestPrompt:
-        if not sources and (self._inputs is None or sources is not None or not self._has_placeholder(ids)):
+        if not sources and (self._inputs is None or sources is not None or not np.any(ids == self.placeholder_id)):
             return RequestPrompt(token_ids=ids)
         inputs, sources = self._require_inputs(name), sources or ()
         given = [source for source in sources if isinstance(source, ClientSpan)]
@@ -289,9 +289,6 @@ class ImageIntake:
             placeholder_id=given.placeholder_id,
             settings=given.settings,
         )
-
-    def _has_placeholder(self, ids: TokenIds) -> bool:
-        return self.placeholder_id is not None and bool(np.any(ids == self.placeholder_id))
 
     def _check_count(self, count: int) -> None:
         if count > self._max_images:

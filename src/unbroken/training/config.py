@@ -294,8 +294,7 @@ class TrainerConfig:
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
     the sampler's, by the same weights."""
     sampler_tensor_parallel: int = 1
-    """With exact numerics: the degree of the vLLM that samples, which rounds as many parts of some sums; a run asks its
-    engine."""
+    """With exact numerics: of the vLLM that samples, which rounds as many parts of some sums. A run asks its engine."""
     warn_of_inexact: bool = False
     """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

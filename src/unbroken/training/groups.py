@@ -582,7 +582,9 @@ class GroupSampler:
     async def _sample(self, live: LiveGroup) -> None:
         try:
             sampled = await self._sample_once(live)
-            is_replaced = isinstance(sampled, TrajectoryGroup) and self._may_replace(sampled)
+            is_replaced = isinstance(sampled, TrajectoryGroup) and (
+                len(self._replaced) < self._max_replaced and not self._has_variance(sampled)
+            )
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -618,9 +620,6 @@ class GroupSampler:
         """Why the group cannot be used. One that is older than its start, and too old, is of an engine left behind."""
         oldest = min(live.oldest_version, self._next_version - max(self.window.max_staleness, self.window.max_lag))
         return await self._losses.find_loss([group], oldest_version=oldest)
-
-    def _may_replace(self, group: TrajectoryGroup) -> bool:
-        return len(self._replaced) < self._max_replaced and not self._has_variance(group)
 
     def _finish(self, live: LiveGroup, group: TrajectoryGroup, *, is_replaced: bool) -> None:
         live.group = group

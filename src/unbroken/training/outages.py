@@ -126,7 +126,8 @@ class Outages:
     def require_newest(self, policy_version: int) -> None:
         """Ignore servers whose weights are too old, now that the engine has taken a version."""
         if isinstance(self._engine, RequiresVersion):
-            self._engine.require_version(self._find_oldest(policy_version))
+            longest = max(self._config.max_lag, self._config.max_staleness)
+            self._engine.require_version(max(policy_version - longest, 0))
 
     def take_metrics(self) -> dict[str, float]:
         """Number of losses and seconds lost since the last call."""
@@ -185,10 +186,6 @@ class Outages:
             if last_warning != (last_warning := format_loss(error)):
                 _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, last_warning)
             await asyncio.sleep(self._config.outages.ask_every_s)
-
-    def _find_oldest(self, policy_version: int) -> int:
-        """The oldest version that may be trained on at `policy_version`."""
-        return max(policy_version - max(self._config.max_lag, self._config.max_staleness), 0)
 
     async def _publish_until_done(self) -> WeightUpdate:
         """Publish the weights; servers that missed them are ignored from now on."""

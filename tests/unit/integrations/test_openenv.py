@@ -20,8 +20,7 @@ from unbroken.rollout.trajectory import TrajectoryStatus
 
 websockets = pytest.importorskip("websockets.asyncio.server", reason="needs websockets", exc_type=ModuleNotFoundError)
 
-NUMBER = 514218651 % 10
-"""By the seed of problem 0, which is the same in every version."""
+NUMBER = 514218651 % 10  # by the seed of problem 0, which is the same in every version
 
 
 @pytest.fixture(scope="module")

@@ -137,8 +137,7 @@ def test_a_pass_with_rounded_weights_is_that_of_the_model_that_is_published(base
     published = tiny_model_in(torch.bfloat16)
     weights = {name: weight.to(torch.bfloat16) for name, weight in gather_weights(model)}
     published.load_state_dict(weights, strict=False)  # the head is tied
-    ids = torch.arange(12)[None]
-    decoder = model.get_base_model().model
+    ids, decoder = torch.arange(12)[None], causal_lm(model).model
     with torch.autocast("cpu", torch.bfloat16):
         hidden = call_rounded(decoder, torch.bfloat16, input_ids=ids, use_cache=False).last_hidden_state
     assert torch.equal(hidden, published.model(input_ids=ids, use_cache=False).last_hidden_state)
@@ -159,23 +158,22 @@ def test_the_gradient_through_rounded_weights_is_close_to_that_without(adapt):
     merge_in_passes(model)
     rounded = call_rounded(decoder, torch.bfloat16, input_ids=ids, use_cache=False).last_hidden_state
     (rounded.float() * weigh(hidden)).sum().backward()
-    found = dict(model.named_parameters())
     for name, gradient in expected.items():
-        assert found[name].grad.dtype == torch.float32
-        assert torch.cosine_similarity(found[name].grad.flatten(), gradient.flatten(), dim=0) > 0.99, name
+        found = model.get_parameter(name).grad
+        assert found.dtype == torch.float32
+        assert torch.cosine_similarity(found.flatten(), gradient.flatten(), dim=0) > 0.99, name
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_layers_that_processes_cut_by_their_inputs_round_each_part_and_add_all_in_float32(num_parts):
-    """The bias is in the first part; adapters are in the weight that is cut."""
-    model = with_lora(tiny_model_in(torch.bfloat16))
-    decoder, seen = model.get_base_model().model, {}
+    model, seen = with_lora(tiny_model_in(torch.bfloat16)), {}
+    decoder = causal_lm(model).model
     for name, module in decoder.named_modules():
         if name.endswith(("o_proj.base_layer", "down_proj.base_layer")):
             module.bias = torch.nn.Parameter(torch.randn(module.out_features).bfloat16())
             module.register_forward_hook(lambda own, x, got, name=name: seen.update({name: (own.bias, *x, got)}))
     merge_in_passes(model)
-    numerics.multiply_in_parts(model.get_base_model(), num_parts)
+    numerics.multiply_in_parts(causal_lm(model), num_parts)
     call_rounded(decoder, torch.bfloat16, input_ids=torch.arange(12)[None], use_cache=False)
     assert len(seen) == 2 * len(decoder.layers)
     weights = dict(gather_weights(model))
@@ -183,9 +181,7 @@ def test_layers_that_processes_cut_by_their_inputs_round_each_part_and_add_all_i
         weight = weights[f"model.{name.removesuffix('.base_layer')}.weight"].to(torch.bfloat16)
         parts = zip(x.chunk(num_parts, -1), weight.chunk(num_parts, 1), strict=True)
         first, *rest = ([each.contiguous() for each in part] for part in parts)
-        total = linear(*first, bias).float()
-        for part in rest:
-            total += linear(*part).float()
+        total = sum((linear(*part).float() for part in rest), linear(*first, bias).float())
         assert torch.equal(got, total.to(torch.bfloat16)), name
 
 

@@ -336,7 +336,7 @@ class ControlledEngine:
         """Go on with the new weights after a pause."""
         if not reuse_kv:
             await self._drop_all_kv()
-        if self._takes_images:
+        if self._prompts.max_images > 0:
             # The encoder's outputs under the old weights. The workers have dropped them, but the scheduler does not
             # know: a running request that needs one would end the engine.
             await self._calls.wait(self._llm.reset_encoder_cache())
@@ -368,10 +368,6 @@ class ControlledEngine:
         self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
         if not self._llm.errored:
             await self._requests.end_all()
-
-    @property
-    def _takes_images(self) -> bool:
-        return self._prompts.max_images > 0
 
     def _check_can_update(self, policy_version: int, in_flight: InFlight) -> None:
         self._check_open()

@@ -153,7 +153,7 @@ class VllmEngine(ControlledEngine):
     @property
     def takes_images(self) -> bool:
         """Whether requests may have images."""
-        return self._takes_images
+        return self._prompts.max_images > 0
 
     @property
     def takes_structured_output(self) -> bool:

@@ -153,7 +153,7 @@ def _patch_worker() -> None:
 
     fuser.FUSERS = (fuser.QKVFuser, fuser.MergedColumnParallelFuser, fuser.RMSNormFuser, fuser.AttentionFuser)
     fuser.RMSNormFuser.validate = _is_plain_norm
-    layernorm.rms_norm_batch_invariant = _compute_norm
+    layernorm.rms_norm_batch_invariant = lambda x, w, eps, residual=None: rms_norm(x, tuple(w.shape), w, eps)
     layers.linear_batch_invariant = head.linear_batch_invariant = linear
     logprob.compute_token_logprobs = _compute_logprobs
     states.apply_temperature = _divide
@@ -182,10 +182,6 @@ def _divide(logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor
 def _is_plain_norm(self: Any, module: Any, _: Any) -> bool:
     """Whether the trainer has one kernel for it too (`round_norms`): others stay transformers' on both sides."""
     return not self.zero_centered and getattr(module, "weight", None) is not None
-
-
-def _compute_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None) -> torch.Tensor:
-    return rms_norm(x, tuple(weight.shape), weight, eps)
 
 
 def attend_as_vllm(model: Any, num_parts: int) -> None:

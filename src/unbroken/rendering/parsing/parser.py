@@ -183,7 +183,7 @@ class FormatReader:
     def _open(self, delimiter: str, start: int, stop: int) -> bool:
         """Handle a delimiter outside of regions. False if it has no meaning there."""
         region = self._openings.get(delimiter)
-        if region is not None and self._may_open(region):
+        if region is not None and not (region.once and (self._was_once_opened or self._calls)):
             self._release_lead()
             self._enter(region, opened_at=start, start=stop, opening=delimiter)
         elif self._call_format.header is not None and delimiter == self._call_format.header.opening:
@@ -243,9 +243,6 @@ class FormatReader:
         is_first = self._content.is_empty and not (self._lead or self._was_once_opened or self._calls)
         self._was_once_opened |= is_first
         return is_first
-
-    def _may_open(self, region: Region) -> bool:
-        return not region.once or not (self._was_once_opened or self._calls)
 
     def _open_header(self, opened_at: int, start: int, *, opening: str = "") -> None:
         self._body = _OpenBody(opened_at=opened_at, start=start, opening=opening)

@@ -83,17 +83,15 @@ class CommandAgent:
             output, errors = logs / f"{session.session_id}.log", logs / f"{session.session_id}.err"
             work = self.folder or Path(scratch, "work")
             work.mkdir(exist_ok=True)
-            variables = {**self._inherited(), **self.environment, **session.environment()}
+            names = _INHERITED.union(self.inherit)
+            kept = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+            variables = {**kept, **self.environment, **session.environment()}
             status = await run_process(self.command, folder=work, variables=variables, output=output, errors=errors)
             if self.reward is CommandReward.EXIT:
                 return float(status == 0)
             if status != 0:
                 raise ChildProcessError(f"{self.command[0]} exited with {status}: {_read_end(errors, output)}")
             return _read_reward(output) if self.reward is CommandReward.OUTPUT else None
-
-    def _inherited(self) -> dict[str, str]:
-        names = _INHERITED.union(self.inherit)
-        return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
 
 async def run_process(

@@ -95,7 +95,8 @@ class Evaluations:
         """Print the numbers of an evaluation, and keep them for the trackers."""
         numbers = evaluation.numbers
         self._unlogged.append((num_steps, tracked(numbers, set_name=evaluator.name, default=DEFAULT_SET)))
-        self.console.print(f"{self._name(evaluator)}reward {when} {_format(numbers)}")
+        name = "" if evaluator.name == DEFAULT_SET else f"{evaluator.name}: "
+        self.console.print(f"{name}reward {when} {_format(numbers)}")
 
     def decides_best(self, evaluator: Evaluator) -> bool:
         """Whether this set decides which model is best."""
@@ -107,9 +108,6 @@ class Evaluations:
             if self.metrics is not None:
                 self.metrics.log_evaluation(num_steps, values)
         self._unlogged.clear()
-
-    def _name(self, evaluator: Evaluator) -> str:
-        return "" if evaluator.name == DEFAULT_SET else f"{evaluator.name}: "
 
 
 def _format(numbers: Any) -> str:

@@ -416,7 +416,7 @@ class PolicyLogprobs(nn.Module):
             self.causal,
             token_ids_BT[:, :-1],
             position_ids_BT=None if position_ids_BT is None else position_ids_BT[:, :-1],
-            by_rows=self._attends_by_rows(token_ids_BT),
+            by_rows=self.layout is RowLayout.BY_ROWS and len(token_ids_BT) == 1,
             router_logits=router_logits,
             sequence=self.sequence,
         )
@@ -438,9 +438,6 @@ class PolicyLogprobs(nn.Module):
     @property
     def _costs(self) -> Costs:
         return GPU_COSTS if self.causal.device.type == "cuda" else CPU_COSTS
-
-    def _attends_by_rows(self, token_ids_BT: torch.Tensor) -> bool:
-        return self.layout is RowLayout.BY_ROWS and len(token_ids_BT) == 1
 
     @staticmethod
     def _rounds_products(device: torch.device) -> bool:

@@ -143,8 +143,10 @@ class StoreRun:
         return self._reader.list_images()
 
     def _describe(self, stored: StoredSession) -> dict[str, Any]:
-        texts = self._tokenizers.find(self._list_models(stored.record))
         model = _get_model(stored.record) or self._run_model
+        texts = self._tokenizers.find(
+            [each for each in (_get_model(stored.record), self._run_model) if each is not None]
+        )
         return {"model": model, "has_texts": texts is not None, **_describe_session(stored, texts)}
 
     def _summarize(self, stored: StoredSession) -> dict[str, Any]:
@@ -165,9 +167,6 @@ class StoreRun:
             while len(self._lines) > _MAX_LINES:
                 self._lines.popitem(last=False)
         return kept | made
-
-    def _list_models(self, record: SessionRecord) -> list[str]:
-        return [model for model in (_get_model(record), self._run_model) if model is not None]
 
 
 class TinkerRun(StoreRun):
