@@ -114,8 +114,7 @@ class ServerFacts:
     adapters: tuple[str, ...]
     policy_version: int = 0
     numerics: Numerics = Numerics.FAST
-    tensor_parallel_size: int = 1
-    """With exact numerics, of which it is a part."""
+    tensor_parallel_size: int = 1  # with fast numerics servers may differ
 
 
 async def open_server(
@@ -156,7 +155,6 @@ def _read_facts(models: list[dict[str, Any]], *, vocab_size: int, **more: int) -
         vocab_size=vocab_size,
         takes_images=models[0].get("takes_images", False),
         numerics=numerics,
-        # else servers may differ
         tensor_parallel_size=1 if numerics is Numerics.FAST else models[0].get("tensor_parallel_size", 1),
         adapters=tuple(one["id"] for one in models if one.get("parent") is not None),
         **more,

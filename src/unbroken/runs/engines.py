@@ -83,7 +83,7 @@ class RunEngine:
     """The servers behind the engine, if there are any."""
 
     def adapt(self, training: TrainerConfig) -> TrainerConfig:
-        """Settings of a trainer, with what exact numerics need to know of this engine."""
+        """The settings, with what exact numerics need to know of this engine."""
         return replace(training, sampler_tensor_parallel=getattr(self.engine, "tensor_parallel_size", 1))
 
 
