@@ -60,10 +60,8 @@ class FileDirectory:
             lines = self._path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             return self._addresses
-        before, self._read = (
-            self._read,
-            tuple(dict.fromkeys(filter(None, (line.partition("#")[0].strip().rstrip("/") for line in lines)))),
-        )
+        stripped = (line.partition("#")[0].strip().rstrip("/") for line in lines)
+        before, self._read = self._read, tuple(dict.fromkeys(filter(None, stripped)))
         now_s = time.monotonic()
         if before != self._read:
             self._since_s = now_s

@@ -106,11 +106,7 @@ def _find_places(ids: TokenIds, expanded: Sequence[TokenIds], placeholder_id: in
         if position < stop:
             continue
         own = expanded[len(places)] if len(places) < len(expanded) else None
-        if (
-            own is not None
-            and not (own == placeholder_id).all()
-            and np.array_equal(ids[position : position + len(own)], own)
-        ):
+        if own is not None and not (own == placeholder_id).all() and _starts_with(ids, position, own):
             stop = position + len(own)
             places.append((position, stop))
         elif ids[position] == placeholder_id:
@@ -152,3 +148,7 @@ def _read_run(length: int, lengths: Sequence[int], first: int, name: str) -> lis
 def _count_run(ids: TokenIds, start: int, token_id: int) -> int:
     others = np.flatnonzero(ids[start:] != token_id)
     return int(others[0]) if others.size else len(ids) - start
+
+
+def _starts_with(ids: TokenIds, position: int, own: TokenIds) -> bool:
+    return bool(np.array_equal(ids[position : position + len(own)], own))

@@ -181,13 +181,7 @@ class GlueFinder:
         may_forge, turn = self._encoder.may_forge, conversation.sentinel_turn
         if calls := turn.get("tool_calls"):
             named = mark_suspicious_strings(_remove_arguments(calls), may_forge)
-            turn = {
-                **turn,
-                "tool_calls": [
-                    {**own, "function": {**own["function"], "arguments": call["function"]["arguments"]}}
-                    for own, call in zip(named, calls, strict=True)
-                ],
-            }
+            turn = {**turn, "tool_calls": [_add_arguments(*pair) for pair in zip(named, calls, strict=True)]}
         new = mark_messages(conversation.new, may_forge)
         try:
             marked = self._render(
@@ -410,6 +404,10 @@ def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any]
     }
     changed = json.dumps(values, ensure_ascii=False) if isinstance(given, str) else values
     return {**call, "function": {**function, "arguments": changed}}, sentinels
+
+
+def _add_arguments(named: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    return {**named, "function": {**named["function"], "arguments": call["function"]["arguments"]}}
 
 
 def _remove_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

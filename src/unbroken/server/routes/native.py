@@ -164,14 +164,8 @@ async def score(body: ScoreBody, request: Request) -> Response:
     scored = await context.service.score(
         await _place(context, sequences, body), temperature=body.temperature, num_top_logprobs=body.num_top_logprobs
     )
-    return negotiated_response(
-        request,
-        {
-            "results": [
-                {"logprobs": each.logprobs, "top_logprobs": _format_top_logprobs(each.top_logprobs)} for each in scored
-            ]
-        },
-    )
+    results = [{"logprobs": each.logprobs, "top_logprobs": _format_top_logprobs(each.top_logprobs)} for each in scored]
+    return negotiated_response(request, {"results": results})
 
 
 async def _place(context: ServerContext, prompts: list[TokenIds], body: SampleBody | ScoreBody) -> list[RequestPrompt]:

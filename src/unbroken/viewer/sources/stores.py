@@ -144,9 +144,8 @@ class StoreRun:
 
     def _describe(self, stored: StoredSession) -> dict[str, Any]:
         model = _get_model(stored.record) or self._run_model
-        texts = self._tokenizers.find(
-            [each for each in (_get_model(stored.record), self._run_model) if each is not None]
-        )
+        models = (_get_model(stored.record), self._run_model)
+        texts = self._tokenizers.find([each for each in models if each is not None])
         return {"model": model, "has_texts": texts is not None, **_describe_session(stored, texts)}
 
     def _summarize(self, stored: StoredSession) -> dict[str, Any]:

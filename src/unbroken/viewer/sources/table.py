@@ -134,7 +134,7 @@ class Table:
         return itertools.chain.from_iterable(each.columns[column] for each in self._steps or ())
 
     def _get(self, name: str) -> NDArray[np.float64]:
-        """Numbers by their name in a query, NaN where there is none, or a flag, which is true if it is not 0; [N]."""
+        """Numbers by their name in a query, NaN for those without one, or a flag, which is true if it is not 0; [N]."""
         if name not in self._values:
             found = itertools.chain.from_iterable(_list_values(each, name) for each in self._steps or ())
             self._values[name] = np.array([*found], dtype=float)
