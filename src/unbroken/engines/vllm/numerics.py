@@ -79,7 +79,7 @@ def check_config(config: Any) -> None:
     """
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = get_head_size(text)
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     others = sorted(set(layers or ()) - {"full_attention"})
     refused = {
@@ -96,6 +96,11 @@ def check_config(config: Any) -> None:
     }
     if found := [name for name, is_refused in refused.items() if is_refused]:
         raise InvalidInputError(f"numerics must be fast with vLLM for {config.model_type}, which has {found[0]}")
+
+
+def get_head_size(config: Any) -> int:
+    """The numbers in an attention head, by the config of a text model."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _ties(config: Any) -> bool:

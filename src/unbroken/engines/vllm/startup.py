@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import AutoConfig
 from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
-from unbroken.engines.vllm.numerics import make_exact
+from unbroken.engines.vllm.numerics import get_head_size, make_exact
 from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
 from unbroken.engines.vllm.weights.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
@@ -39,6 +40,8 @@ MIN_POLICY_ADAPTERS = 2
 POLICY_ADAPTER = "policy version "
 """How vLLM's names of the policy's adapters begin."""
 _MAX_GRAPH_IDS = 1024
+_WHOLE_GRAPH_HEADS = (65, 128)
+"""Sizes of attention heads with which one graph is right for mixed steps and for steps that only sample."""
 _EXIT_S = 60.0
 """How long vLLM's processes may take to end by themselves; vLLM's default kills them after five seconds."""
 _WAKE_S = 1.0
@@ -114,8 +117,8 @@ def use_whole_graphs(args: AsyncEngineArgs) -> AsyncEngineArgs:
     """Let steps that compute prompts beside sampling be whole CUDA graphs too, up to 1,024 ids.
 
     In rollouts of several turns every fourth step is one, which vLLM cuts at attention. Only on Hopper, whose attention
-    (FlashAttention 3) allows it, and unless the options have graphs of their own: sampling takes 0.8 of the time
-    (docs/lab-notes/engines.md).
+    (FlashAttention 3) allows it, for models with which it is right (`_are_whole_graphs_right`), and unless the options
+    have graphs of their own: sampling takes 0.8 of the time (docs/lab-notes/engines.md).
     """
     chosen = args.compilation_config
     given = (
@@ -124,11 +127,36 @@ def use_whole_graphs(args: AsyncEngineArgs) -> AsyncEngineArgs:
     )  # fmt: skip
     if args.enforce_eager or any(each is not None for each in given):
         return args
-    if not current_platform.is_device_capability_family(90):
+    if not current_platform.is_device_capability_family(90) or not _are_whole_graphs_right(args):
         return args
     chosen = copy(chosen)
     chosen.cudagraph_mode, chosen.max_cudagraph_capture_size = CUDAGraphMode.FULL, _MAX_GRAPH_IDS
     return replace(args, compilation_config=chosen)
+
+
+def _are_whole_graphs_right(args: AsyncEngineArgs) -> bool:
+    """Whether a step that only samples may replay the graph of a mixed step, by the model's config.
+
+    With `FULL`, vLLM 0.32 has one graph for both, captured with several queries for each sequence. FlashAttention 3
+    takes a plan for a step from outside of the graph. For one query for each sequence it drops the causal mask, unless
+    heads have 65 to 128 numbers (`mha_fwd_get_scheduler_metadata`), and a plan without it has one array fewer: the
+    graph then reads the plan's arrays at wrong places, and a real model with heads of 64 sampled garbage (k3 above 1).
+    Windows, compressed keys (MLA), quantised keys and layers without attention were not measured: they get vLLM's own
+    graphs. `bench/head_layouts.py` is the measurement.
+    """
+    if args.kv_cache_dtype != "auto" or args.hf_overrides:
+        return False
+    own = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(args.model, **own).get_text_config()
+    except (OSError, ValueError):  # vLLM says what is wrong, or reads a config that transformers does not know
+        return False
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+    is_compressed = getattr(config, "kv_lora_rank", None) is not None
+    smallest, largest = _WHOLE_GRAPH_HEADS
+    is_proven_size = smallest <= get_head_size(config) <= largest
+    return is_proven_size and layers == {"full_attention"} and not has_window and not is_compressed
 
 
 def check_all_copies_are_here(args: AsyncEngineArgs) -> None:

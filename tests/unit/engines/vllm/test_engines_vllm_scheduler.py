@@ -76,25 +76,63 @@ def test_the_engine_starts_with_the_joining_scheduler_unless_another_is_given(tm
     assert args.scheduler_cls == "mine.Scheduler"
 
 
+def write_config(folder, **fields) -> None:
+    from transformers import Qwen2Config
+
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    Qwen2Config(**{**sizes, **fields}).save_pretrained(folder)
+
+
+def graphs_of(folder, *options: str) -> tuple[object, int | None]:
+    from unbroken.engines.vllm import startup
+
+    args = startup.parse_engine_args(["--model", str(folder), *options])
+    chosen = startup.use_whole_graphs(args).compilation_config
+    assert args.compilation_config.cudagraph_mode is None or options  # those given stay as they are
+    return chosen.cudagraph_mode, chosen.max_cudagraph_capture_size
+
+
+def be_on_hopper(monkeypatch) -> None:
+    from unbroken.engines.vllm import startup
+
+    on_hopper = staticmethod(lambda family: family == 90)
+    monkeypatch.setattr(type(startup.current_platform), "is_device_capability_family", on_hopper)
+
+
 def test_mixed_steps_are_whole_graphs_on_hopper_unless_the_options_have_graphs_of_their_own(monkeypatch, tmp_path):
     from vllm.config import CUDAGraphMode
 
-    from unbroken.engines.vllm import startup
+    write_config(tmp_path, head_dim=128)
 
-    def graphs_of(*options: str) -> tuple[object, int | None]:
-        args = startup.parse_engine_args(["--model", str(tmp_path), *options])
-        chosen = startup.use_whole_graphs(args).compilation_config
-        assert args.compilation_config.cudagraph_mode is None or options  # those given stay as they are
-        return chosen.cudagraph_mode, chosen.max_cudagraph_capture_size
-
-    assert graphs_of() == (None, None)  # no GPU here
-    on_hopper = staticmethod(lambda family: family == 90)
-    monkeypatch.setattr(type(startup.current_platform), "is_device_capability_family", on_hopper)
-    assert graphs_of() == (CUDAGraphMode.FULL, 1024)
+    assert graphs_of(tmp_path) == (None, None)  # no GPU here
+    be_on_hopper(monkeypatch)
+    assert graphs_of(tmp_path) == (CUDAGraphMode.FULL, 1024)
     piecewise = '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'
-    assert graphs_of("--compilation-config", piecewise) == (CUDAGraphMode.FULL_AND_PIECEWISE, None)
-    assert graphs_of("--max-cudagraph-capture-size", "64") == (None, None)
-    assert graphs_of("--enforce-eager") == (None, None)
+    assert graphs_of(tmp_path, "--compilation-config", piecewise) == (CUDAGraphMode.FULL_AND_PIECEWISE, None)
+    assert graphs_of(tmp_path, "--max-cudagraph-capture-size", "64") == (None, None)
+    assert graphs_of(tmp_path, "--enforce-eager") == (None, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"head_dim": 64},
+        {"head_dim": 256},
+        {"head_dim": 128, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0},
+        {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": None},
+    ],
+)
+def test_layouts_that_were_wrong_or_not_measured_have_vllms_own_graphs(monkeypatch, tmp_path, config):
+    """Heads of 64 in whole graphs sampled garbage from real weights (docs/lab-notes/engines.md)."""
+    write_config(tmp_path, **config)
+    be_on_hopper(monkeypatch)
+    assert graphs_of(tmp_path) == (None, None)
+
+
+def test_quantised_keys_have_vllms_own_graphs(monkeypatch, tmp_path):
+    write_config(tmp_path, head_dim=128)
+    be_on_hopper(monkeypatch)
+    assert graphs_of(tmp_path, "--kv-cache-dtype", "fp8") == (None, None)
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 16])
