@@ -12,7 +12,8 @@
     ├── TemplateError            the chat template is missing, does not compile, or refuses the messages
     │   └── StopTokenError       no id ends a turn of this template
     ├── InvariantError           ids, masks, logprobs or versions that contradict each other (I1 to I7)
-    │   └── EchoError            an engine reports another prompt than it was sent (I3)
+    │   ├── EchoError            an engine reports another prompt than it was sent (I3)
+    │   └── PolicyMismatchError  the sampler's policy is not the trainer's (I9)
     ├── EngineError              the engine stopped or does not support the call
     │   └── ServerError          a server failed on a request
     │       ├── ServerBusyError         its queue is full
@@ -141,6 +142,10 @@ class InvariantError(UnbrokenError):
 
 class EchoError(InvariantError):
     """The engine reports a prompt that differs from the one it was sent (I3)."""
+
+
+class PolicyMismatchError(InvariantError):
+    """The sampler's logprobs differ from the trainer's by more than rounding: they have two policies (I9)."""
 
 
 class EngineError(UnbrokenError):

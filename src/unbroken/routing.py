@@ -39,6 +39,12 @@ _TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "mo
 _TOP_K_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 
+def has_experts(model: Any) -> bool:
+    """Whether a transformers model is a mixture of experts, by its config."""
+    config = model.config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 1 for name in _NUM_EXPERTS_NAMES)
+
+
 @dataclass(slots=True, kw_only=True)
 class ReplayCounts:
     """How often the routers chose other experts than those replayed; each counts ids times layers."""

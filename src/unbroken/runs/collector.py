@@ -26,6 +26,7 @@ import numpy as np
 from unbroken.engines.base import Engine
 from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.images.processor import ImageInputs
+from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask
@@ -66,6 +67,8 @@ class Problems:
     """How many different ones there are, for a curriculum; None: without end."""
     has_images: bool = False
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
+    first_messages: Callable[[int], tuple[Sequence[Message], Sequence[ToolSchema]]] | None = None
+    """The first messages and the tools of a problem, if they are known without its environment."""
     check_prompts: Callable[[Renderer, int, ImageInputs | None], None] | None = None
     """Raises `InvalidInputError` if prompts leave no room in a context of this length, before a model is loaded."""
 

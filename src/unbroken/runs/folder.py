@@ -56,6 +56,7 @@ _MAY_CHANGE = (
     "export.",
     "trainer.parallel.",
     "trainer.warn_of_inexact",
+    "trainer.max_policy_k3",
     "evaluation.",
     "rollout_log.",
     "timeline.",

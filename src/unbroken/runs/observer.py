@@ -18,6 +18,7 @@ from unbroken.runs.engines import RunEngine
 from unbroken.runs.evaluation.background import BackgroundEvaluations
 from unbroken.runs.evaluation.schedule import Evaluations
 from unbroken.runs.export.kept import KeptModels
+from unbroken.runs.policy_check import PolicyCheck
 from unbroken.runs.profiler import StepProfiler
 from unbroken.runs.records.recorder import Recorder, make_table
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
@@ -71,6 +72,7 @@ class TrainingObserver(RunObserver):
         trainer: Trainer,
         engine: RunEngine,
         evaluation_engine: RunEngine | None,
+        checks: Sequence[PolicyCheck],
         models: KeptModels,
         evaluations: Evaluations,
         background: BackgroundEvaluations | None,
@@ -79,11 +81,15 @@ class TrainingObserver(RunObserver):
         metrics: MetricsWriter | None,
         profiler: StepProfiler,
     ) -> None:
-        """With `loop.max_staleness` or `evaluation.engine`, `background` is there: it evaluates while steps go on."""
+        """With `loop.max_staleness` or `evaluation.engine`, `background` is there: it evaluates while steps go on.
+
+        `checks` begin with that of the engine that samples for training.
+        """
         self.before_update = engine.before_update
         self._config = config
         self._trainer = trainer
         self._evaluation_engine = evaluation_engine
+        self._checks = checks
         self._models = models
         self._evaluations = evaluations
         self._background = background
@@ -95,6 +101,15 @@ class TrainingObserver(RunObserver):
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """Profile the step if the config says so."""
         return self._profiler.step(step)
+
+    async def check_policies(self) -> None:
+        """Compare the engines' policies with the trainer's, whose weights they have; raises as `PolicyCheck.run`."""
+        for check in self._checks:
+            self._progress.console.print(await check.run(), soft_wrap=True, highlight=False)
+
+    async def on_resume(self) -> None:
+        """Compare the engine's policy; that of evaluations has older weights until its next one."""
+        self._progress.console.print(await self._checks[0].run(), soft_wrap=True, highlight=False)
 
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """Record the step's rollouts, and show and log a table of some."""

@@ -9,7 +9,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -40,6 +40,7 @@ from unbroken.runs.models import (
     warn_about_memory,
 )
 from unbroken.runs.observer import RunProgress, TrainingObserver
+from unbroken.runs.policy_check import PolicyCheck, choose_max_k3
 from unbroken.runs.processes import Rank, join_processes, uses_cpu
 from unbroken.runs.profiler import FOLDER as PROFILES
 from unbroken.runs.profiler import StepProfiler, parse_steps
@@ -179,9 +180,10 @@ async def open_run(
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
+        max_k3 = choose_max_k3(config, config.engine, policy)
         trainer = Trainer(
             policy,
-            engine.adapt(config.training),
+            replace(engine.adapt(config.training), max_policy_k3=max_k3),
             objective=config.objective,
             accelerator=accelerator,
             images=processor,
@@ -281,6 +283,9 @@ async def _train(
         if background is not None:
             stack.push_async_callback(background.close)
         alone = evaluations if background is None else background
+        observer = _make_observer(config, run, records, models, evaluations, background)
+        if not trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))):
+            await observer.check_policies()  # a run that goes on does so once its engines have its weights
         await alone.evaluate(0, "before")
         stack.enter_context(attend_to_loop())
         await train(
@@ -289,7 +294,7 @@ async def _train(
             publisher=run.engine.publisher,
             metrics=records.metrics,
             config=config.chosen_loop,
-            observer=_make_observer(config, run, records, models, evaluations, background),
+            observer=observer,
             checkpoints=checkpoints,
             engine=run.engine.engine if config.engine.kind is EngineKind.SERVER else None,
             timeline=records.timeline,
@@ -375,6 +380,16 @@ async def _make_background(
     )
 
 
+def _make_checks(config: RunConfig, run: OpenRun) -> list[PolicyCheck]:
+    """The check of the engine, then that of the engine of evaluations."""
+    chosen = partial(choose_max_k3, config, model=run.model)
+    checks = [PolicyCheck(trainer=run.trainer, sampler=run.sampler, max_k3=chosen(engine=config.engine))]
+    if config.evaluation.engine is not None:
+        max_k3, name = chosen(engine=config.evaluation.engine), "evaluation.engine"
+        checks.append(PolicyCheck(trainer=run.trainer, sampler=run.evaluation_sampler, max_k3=max_k3, name=name))
+    return checks
+
+
 def _make_observer(
     config: RunConfig,
     run: OpenRun,
@@ -388,6 +403,7 @@ def _make_observer(
         trainer=run.trainer,
         engine=run.engine,
         evaluation_engine=run.evaluation_engine,
+        checks=_make_checks(config, run),
         models=models,
         evaluations=evaluations,
         background=background,

@@ -297,6 +297,10 @@ class TrainerConfig:
     """With exact numerics: of the vLLM that samples, which rounds as many parts of some sums. A run asks its engine."""
     warn_of_inexact: bool = False
     """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
+    max_policy_k3: float | None = None
+    """The largest k3 of the sampler's logprobs to the trainer's, by weights of one version, that is taken for rounding:
+    above it they have two policies, which ends the run (I9). None: in a run, the bound of its arithmetic
+    (docs/training.md); a trainer alone checks nothing. `inf` lets a run go on whatever it is."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
@@ -364,6 +368,7 @@ class TrainerConfig:
                 not self.warn_of_inexact or self.numerics is Numerics.EXACT,
                 "False with fast numerics, of which no step is checked",
             ),
+            max_policy_k3=(self.max_policy_k3 is None or self.max_policy_k3 > 0, "above 0, inf, or None"),
             shared_prefixes=(
                 self.router_loss_weight == 0 or self.shared_prefixes is not SharedPrefixes.ALWAYS,
                 "auto or never with router_loss_weight above 0, which counts the ids of each row",

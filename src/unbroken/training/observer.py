@@ -104,6 +104,12 @@ class RunObserver:
         """A block in which the step is made, from its first rollout to `after_step`; for profilers."""
         return nullcontext()
 
+    async def on_resume(self) -> None:
+        """See that a run goes on: the engines have the trainer's weights again, and nothing was sampled yet.
+
+        After an `OutageError` it is called again, once the engine is back.
+        """
+
     async def on_rollouts(self, rollouts: StepRollouts) -> None:
         """See a step's rollouts before they are trained on."""
 

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import Engine
 from unbroken.errors import EngineError, InvalidInputError, OutageError, RolloutError
+from unbroken.ledger.export import export_samples
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
@@ -31,7 +32,7 @@ from unbroken.training.config import LoopConfig
 from unbroken.training.groups import TakenGroups
 from unbroken.training.metrics.mismatch import Mismatch, mismatch
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
-from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.metrics.stats import mismatch_metrics, step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.objective.samples import DropReason
 from unbroken.training.observer import IdleTimes, LoopEvent, RunObserver, StepRollouts, write_event
@@ -39,7 +40,7 @@ from unbroken.training.outages import Outages
 from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
-from unbroken.types import TrainingSample
+from unbroken.types import Logprobs, TrainingSample
 from unbroken.weights.base import WeightPublisher, WeightUpdate
 
 _logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Steps:
             self._trained = self.last.metrics
             if self.trainer.policy_version != version:
                 await self.publish_now()
+            await self.outages.repeat(self.observer.on_resume)
             await self.end_step(self.num_steps - 1)
         self._last_made_s = time.perf_counter()
 
@@ -228,6 +230,8 @@ class Steps:
                 untrained = [rows for unit in units if (rows := get_idle(unit))]
                 untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
                 trained = await self._update(units, untrained)
+            else:
+                trained = {**trained, **await self._compare_untrained(taken.sampled)}
         self.num_empty = 0 if is_trained else self.num_empty + 1
         return {
             **rollout_metrics(everyone, collect_s=sampling_s),
@@ -244,6 +248,24 @@ class Steps:
         with self.timeline.span("train", units=num_trained):
             trained = step_metrics(await asyncio.to_thread(self.trainer.step, units))
         return {**trained, **zero_variance.get_metrics(trained)}
+
+    async def _compare_untrained(self, groups: Sequence[TrajectoryGroup]) -> Metrics:
+        """The mismatch of a step that trains nothing: its rollouts show as well whether both have one policy (I9).
+
+        A sampler that speaks garbage earns no rewards, so no step would be trained, and none compared.
+        """
+        rows = [
+            sampled
+            for group in groups
+            for trajectory in group.trajectories
+            if (sampled := export_samples(trajectory.tree, 0.0))
+        ]
+        rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
+        num_scored = max(self.config.num_zero_variance_scored, 1)
+        found = await asyncio.to_thread(compare_zero_variance, self.trainer, rows, num_scored=num_scored)
+        if found.scored is None:
+            return {}
+        return {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}
 
     async def _measure_wait(self, taken: TakenGroups) -> tuple[float, float, Metrics]:
         """When the step began, how long its groups took to sample, and the metrics of the wait for them.
@@ -408,10 +430,16 @@ class ZeroVariance:
 def compare_zero_variance(
     trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
 ) -> ZeroVariance:
-    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`. Blocks; every process calls it."""
+    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`, and check that they are of one policy.
+
+    Blocks; every process calls it. Raises as `Trainer.check_policy` does.
+    """
     evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
     chosen = [row for of_member in evenly_spread for row in of_member]
-    logprobs = trainer.logprobs(chosen) if trainer.in_any_process(bool(chosen)) else []
+    logprobs: Sequence[Logprobs] = []
+    if trainer.in_any_process(bool(chosen)):
+        logprobs = trainer.logprobs(chosen)
+        trainer.check_policy(chosen, logprobs)
     pairs = [
         (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask])
         for row, of_row in zip(chosen, logprobs, strict=True)

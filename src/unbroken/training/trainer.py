@@ -11,6 +11,7 @@ A unit of several rows is in one minibatch; its rows may be in several passes. T
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +34,7 @@ from unbroken.training.backend import TrainerBackend
 from unbroken.training.checks import check_lengths, check_parts, check_trainable, check_units
 from unbroken.training.config import OldLogprobs, Reference, TrainerConfig
 from unbroken.training.loss_config import ZeroVarianceRows
-from unbroken.training.metrics.mismatch import check_same_bits
+from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, check_same_bits
 from unbroken.training.metrics.stats import ProcessStats, StepStats, UpdateStats, merge_stats
 from unbroken.training.model.batch import Batch, ScoredRow
 from unbroken.training.model.pretrained import AddFiles, ModelForm
@@ -184,6 +185,25 @@ class Trainer:
         """As `logprobs`, with the entropy and the rank of each sampled id, which takes a little longer."""
         with self._scoring(samples):
             return self.backend.score(samples)
+
+    def check_policy(
+        self, samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs], *, max_k3: float | None = None
+    ) -> Mismatch | None:
+        """Check that the sampler of these rows has the trainer's policy, as every step does (`max_policy_k3`, I9).
+
+        `logprobs` are those of `Trainer.logprobs`, `max_k3` a bound in place of the config's. Returns this process's
+        mismatch; None if there is nothing to compare: no bound, or no row of the trainer's own version. Every process
+        calls it.
+
+        Raises:
+            PolicyMismatchError: it has another one.
+            InvariantError: numerics are exact, and a logprob has other bits.
+            TrainingError: another process raised one of these.
+        """
+        of_loss = [of_row[sample.loss_mask] for sample, of_row in zip(samples, logprobs, strict=True)]
+        if self._config.numerics is Numerics.EXACT:
+            self._check_same_bits(samples, of_loss)
+        return self._check_one_policy(samples, of_loss, max_k3)
 
     def find_left_out(self, rows: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> list[LeftOut] | None:
         """What the loss clips and corrects in all rows of one trajectory in a step's first update, given the current
@@ -359,8 +379,10 @@ class Trainer:
             entropy=self.objective.get_entropy(config),
         )
         computed = [rows[index].sample for index in passes.rows]
-        if config.numerics is Numerics.EXACT and not has_new_weights:
-            self._check_same_bits(computed, passes.logprobs)
+        if not has_new_weights:
+            if config.numerics is Numerics.EXACT:
+                self._check_same_bits(computed, passes.logprobs)
+            self._check_one_policy(computed, passes.logprobs)
         loss = sum(passes.stats, weighed.loss)
         self._adapt_entropy_weight(loss)
         learning_rate = config.optimizer.learning_rate_at(self.backend.num_updates)
@@ -402,12 +424,27 @@ class Trainer:
             except InvariantError as error:
                 _logger.warning("%s", error)
             return
+        self._check_together(check)
+
+    def _check_one_policy(
+        self, samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs], max_k3: float | None = None
+    ) -> Mismatch | None:
+        """`check_one_policy` with this bound or the run's; by default a trainer alone has none."""
+        max_k3 = self._config.max_policy_k3 if max_k3 is None else max_k3
+        if max_k3 is None or max_k3 == math.inf:
+            return None
+        check = partial(check_one_policy, samples, logprobs, policy_version=self.policy_version, max_k3=max_k3)
+        return self._check_together(check)
+
+    def _check_together(self, check: Callable[[], T]) -> T:
+        """Call it in every process, before an update; if it fails in one, no gradient is left in any."""
         try:
             with self.fail_together():
-                check()
+                found = check()
         except UnbrokenError:
             self.backend.optimizer.zero_grad()
             raise
+        return found
 
     def _adapt_entropy_weight(self, loss: LossStats) -> None:
         """By the mean entropy at the update's loss tokens, of all processes."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
-from unbroken.messages import Message
+from unbroken.messages import Message, ToolSchema
 from unbroken.rollout.agents.command import CommandReward
 from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
@@ -246,6 +246,7 @@ class ProblemMaker:
             source=rows.source,
             num_problems=len(rows),
             has_images=rows.has_images,
+            first_messages=None if self._environments else partial(self._find_first_messages, rows),
             check_prompts=None if self._environments else partial(rows.check_prompts, self._tools),
         )
 
@@ -262,6 +263,10 @@ class ProblemMaker:
             num_problems=len(rows),
             has_images=rows.has_images,
         )
+
+    def _find_first_messages(self, rows: Rows, number: int) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
+        tools = select_tools(self._tools, rows.tools(number))
+        return rows.messages(number), [tool.schema for tool in tools]
 
     def _make_tool_env(self, rows: Rows) -> MakeEnv:
         def env(number: int) -> ToolEnv:

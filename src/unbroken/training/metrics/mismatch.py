@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unbroken.errors import InvalidInputError, InvariantError
+from unbroken.errors import InvalidInputError, InvariantError, PolicyMismatchError
 from unbroken.types import Logprobs, TrainingSample
 
 LAGS = ("0", "1", "2_plus")
 """Policy versions between the weights that sampled a token and the trainer's."""
 OFF_SHARE = 0.2
 """Ratios further than this from 1 are counted; PPO clips at about the same distance."""
+_LEAST_IDS = 256
+"""Of fewer ids one improbable id alone could look like another policy, so the others are taken to agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,43 @@ def check_same_bits(samples: Sequence[TrainingSample], logprobs: Sequence[Logpro
                 f"sampler and {trained[first]!r} from the trainer, both by policy version {policy_version}. "
                 "Does the sampler have exact numerics too? Can the model have them (`unbroken numerics MODEL`)?"
             )
+
+
+def check_one_policy(
+    samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs], *, policy_version: int, max_k3: float
+) -> Mismatch | None:
+    """Check that sampler and trainer have one policy (I9), and return their mismatch; None if nothing can be compared.
+
+    `logprobs` are the trainer's, one array for the loss tokens of each row. Rows count whose ids were all sampled with
+    the weights of `policy_version`, which are the trainer's: an id after those of older weights may have been sampled
+    with their keys and values.
+
+    Raises:
+        PolicyMismatchError: k3 is above `max_k3`, which is more than rounding.
+    """
+    own = [
+        (sample, trained)
+        for sample, trained in zip(samples, logprobs, strict=True)
+        if len(trained) and (sample.policy_versions[sample.sampled_mask] == policy_version).all()
+    ]
+    if not own:
+        return None
+    trainer = np.concatenate([trained for _, trained in own])
+    sampler = np.concatenate([sample.rollout_logprobs[sample.loss_mask] for sample, _ in own])
+    found = mismatch(trainer, sampler)
+    if found.k3 * found.num_tokens <= max_k3 * max(found.num_tokens, _LEAST_IDS):
+        return found
+    ids = np.concatenate([sample.token_ids[sample.loss_mask] for sample, _ in own])
+    worst = int(np.abs(trainer.astype(np.float64) - sampler).argmax())
+    raise PolicyMismatchError(
+        f"sampler and trainer have two policies (I9): k3 is {found.k3:.3g} over {found.num_tokens} ids that both score "
+        f"by policy version {policy_version}, where rounding explains up to {max_k3:g}; the largest difference is "
+        f"{found.max_abs:.3g} nats, of id {ids[worst]} with {sampler[worst]:.4g} from the sampler and "
+        f"{trainer[worst]:.4g} from the trainer, and {100 * found.share_off_20pct:.1f} % of the ratios are off by more "
+        "than 20 %. Has the engine other weights, another config or a wrong kernel? `unbroken numerics MODEL` shows "
+        "where both differ, and --engine.vllm-options=--enforce-eager leaves out vLLM's graphs; a mismatch that you "
+        "want is allowed by trainer.max_policy_k3"
+    )
 
 
 def mismatch_of_rows(samples: Sequence[TrainingSample], logprobs: Sequence[Logprobs]) -> Mismatch:

