@@ -1,12 +1,14 @@
-"""What a run sees of its steps and does around them; the events of the loop, and the timeline and metrics of these.
+"""What a run sees of its steps and does around them; the events of the loop, and the timeline and times of these.
 
 groups ──► before_update ──► on_rollouts ──► updates ──► publish ──► on_step ──► after_step      around_step: all of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -246,3 +248,52 @@ class IdleTimes:
         counts = {"in_flight": self._num_in_flight, "queued": self._num_queued, "nothing": self._num_in_flight == 0}
         for name, factor in {**counts, **dict.fromkeys(self._states, 1)}.items():
             self._sums[name] = self._sums.get(name, 0.0) + seconds * factor
+
+
+_STEP_SPANS = ("log", "after_step", "units", "sleep", "records", "score", "metrics")
+"""Parts that a `StepTimes` measures."""
+_OTHER_PARTS = ("collect", "outages", "train", "checkpoint", "publish")
+"""Parts that are measured where the work is done."""
+
+
+class StepTimes:
+    """Measures the parts of one step after the other, for `seconds/wall` and what it consists of.
+
+    Worked example, in seconds: the metrics of the step before were complete at 10.0, and those of this one are at 11.0.
+
+        log 0.02   after_step 0.03   collect 0.5   sleep 0.05   train 0.2   publish 0.1   other 0.1   ──►   wall 1.0
+    """
+
+    def __init__(self) -> None:
+        """The first step begins now."""
+        self._began_s = time.perf_counter()
+        self._spans: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to a part. Blocks are not nested, or they would count twice."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - began_s)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a part, or take some away that are in another one."""
+        assert name in _STEP_SPANS
+        self._spans[name] += seconds
+
+    def end_step(self, logged: Metrics) -> Metrics:
+        """End the step, and return the metrics of its parts besides those that are in `logged`."""
+        now_s = time.perf_counter()
+        wall_s, self._began_s = now_s - self._began_s, now_s
+        spans: Metrics = {f"seconds/{name}": self._spans[name] for name in _STEP_SPANS}
+        self._spans.clear()
+        known = {**logged, **spans}
+        found = sum(known.get(f"seconds/{name}") or 0.0 for name in (*_STEP_SPANS, *_OTHER_PARTS))
+        return {**spans, "seconds/other": wall_s - found, "seconds/wall": wall_s}
+
+    @staticmethod
+    def unknown() -> Metrics:
+        """The metrics of a step that another process has made."""
+        return {f"seconds/{name}": None for name in (*_STEP_SPANS, "other", "wall")}

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial, reduce
@@ -35,7 +35,7 @@ from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.stats import mismatch_metrics, step_metrics
 from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.objective.samples import DropReason
-from unbroken.training.observer import IdleTimes, LoopEvent, RunObserver, StepRollouts, write_event
+from unbroken.training.observer import IdleTimes, LoopEvent, RunObserver, StepRollouts, StepTimes, write_event
 from unbroken.training.outages import Outages
 from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.trainer import Trainer
@@ -64,12 +64,15 @@ class Steps:
     num_empty: int = 0
     """Steps in a row that trained no row, since the run was started."""
     idle: IdleTimes = field(default_factory=IdleTimes)
+    times: StepTimes = field(default_factory=StepTimes)
     _last_made_s: float = field(default_factory=time.perf_counter)
     """When the step before was made, or the loop began."""
     _trained: Metrics = field(default_factory=dict)
     """Of the step that was made last."""
     _published: Metrics = field(default_factory=dict)
     """Of the last publication beside a step that has ended."""
+    _lost_after_step: Mapping[str, float] = field(default_factory=dict)
+    """Outages in what came after the step before: they are metrics of the next step, as the time after a step is."""
 
     @property
     def num_steps(self) -> int:
@@ -111,8 +114,9 @@ class Steps:
             if self.trainer.policy_version != version:
                 await self.publish_now()
             await self.outages.repeat(self.observer.on_resume)
-            await self.end_step(self.num_steps - 1)
+            await self._end_step(self.num_steps - 1, StepTimes.unknown())
         self._last_made_s = time.perf_counter()
+        self.times = StepTimes()
 
     def around_step(self, step: int) -> AbstractContextManager[None]:
         """A block in which the step is made."""
@@ -174,16 +178,25 @@ class Steps:
 
     async def end_step(self, step: int) -> None:
         """Write the step's numbers, and do what comes after a step."""
-        logged: Metrics = {**self._trained, **self._published}
+        times = self.times.end_step({**self._trained, **self._published})
+        if self.config.max_staleness > 0:  # a publication beside the step is counted in the step that it ends in
+            times = {**times, "seconds/other": None}
+        await self._end_step(step, times)
+
+    async def _end_step(self, step: int, times: Metrics) -> None:
+        logged: Metrics = {**self._trained, **self._published, **times}
         logged = {**_serial_idle_metrics(logged), **logged}
         self._published = {}
-        async with fail_together(self.trainer):
-            if self.metrics is not None:
-                with self.timeline.span("log"):
-                    await asyncio.to_thread(self.metrics.write, step, logged)
-            self.observer.on_step(step, logged)
-        with record_function("after step"), self.timeline.span("after the step"):
+        with self.times.span("log"):
+            async with fail_together(self.trainer):
+                if self.metrics is not None:
+                    with self.timeline.span("log"):
+                        await asyncio.to_thread(self.metrics.write, step, logged)
+                self.observer.on_step(step, logged)
+        with record_function("after step"), self.timeline.span("after the step"), self.times.span("after_step"):
             await self.outages.repeat(partial(self.observer.after_step, step + 1))
+        self._lost_after_step = self.outages.take_metrics()
+        self.times.add("after_step", -self._lost_after_step["seconds/outages"])
         self.snapshots.release()
         if self.num_empty > 0:
             await self._report_empty(step, logged)
@@ -204,28 +217,31 @@ class Steps:
         began_s, sampling_s, waited = await self._measure_wait(taken)
         for group in taken.sampled:
             counters.merge(group.counters)
-        async with fail_together(trainer):
-            units = await trainer.make_units(taken.groups, counters)
-            replaced: Sequence[Any] = ()
-            if self.config.replaces_groups:  # they are not trained on, and are counted by reason
-                replaced = await trainer.make_units(taken.replaced, counters)
+        with self.times.span("units"):
+            async with fail_together(trainer):
+                units = await trainer.make_units(taken.groups, counters)
+                replaced: Sequence[Any] = ()
+                if self.config.replaces_groups:  # they are not trained on, and are counted by reason
+                    replaced = await trainer.make_units(taken.replaced, counters)
         get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
         num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
         counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
-        numbers = RolloutNumbers.of(taken.groups, counters, replaced=taken.replaced)
-        everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
+        with self.times.span("metrics"):
+            numbers = RolloutNumbers.of(taken.groups, counters, replaced=taken.replaced)
+            everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
         trained: Metrics = {"train/num_rows": 0, "train/policy_version": trainer.policy_version}
         with record_function("train"):
             is_trained = await in_any_process(trainer, any(get_rows(unit) for unit in units))
             if is_trained:
-                async with fail_together(trainer):
-                    if self.observer.before_update is not None:
-                        await self.observer.before_update()
-            await self.observer.on_rollouts(
-                StepRollouts(
-                    step=taken.step, groups=taken.sampled, units=units, counters=counters, is_trained=is_trained
-                )
+                with self.times.span("sleep"):
+                    async with fail_together(trainer):
+                        if self.observer.before_update is not None:
+                            await self.observer.before_update()
+            rollouts = StepRollouts(
+                step=taken.step, groups=taken.sampled, units=units, counters=counters, is_trained=is_trained
             )
+            with self.times.span("records"):
+                await self.observer.on_rollouts(rollouts)
             if is_trained:
                 untrained = [rows for unit in units if (rows := get_idle(unit))]
                 untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
@@ -233,18 +249,17 @@ class Steps:
             else:
                 trained = {**trained, **await self._compare_untrained(taken.sampled)}
         self.num_empty = 0 if is_trained else self.num_empty + 1
-        return {
-            **rollout_metrics(everyone, collect_s=sampling_s),
-            **trainer.objective.get_metrics(units),
-            **trained,
-            **waited,
-            "seconds/step": time.perf_counter() - began_s,
-        }
+        with self.times.span("metrics"):
+            found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
+        return {**found, **trained, **waited, "seconds/step": time.perf_counter() - began_s}
 
     async def _update(self, units: Sequence[Any], untrained: Sequence[Any]) -> Metrics:
         num_scored = self.config.num_zero_variance_scored
         num_trained = sum(bool(self.trainer.objective.get_rows(unit)) for unit in units)
-        zero_variance = await asyncio.to_thread(compare_zero_variance, self.trainer, untrained, num_scored=num_scored)
+        with self.times.span("score"):
+            zero_variance = await asyncio.to_thread(
+                compare_zero_variance, self.trainer, untrained, num_scored=num_scored
+            )
         with self.timeline.span("train", units=num_trained):
             trained = step_metrics(await asyncio.to_thread(self.trainer.step, units))
         return {**trained, **zero_variance.get_metrics(trained)}
@@ -262,7 +277,8 @@ class Steps:
         ]
         rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
         num_scored = max(self.config.num_zero_variance_scored, 1)
-        found = await asyncio.to_thread(compare_zero_variance, self.trainer, rows, num_scored=num_scored)
+        with self.times.span("score"):
+            found = await asyncio.to_thread(compare_zero_variance, self.trainer, rows, num_scored=num_scored)
         if found.scored is None:
             return {}
         return {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}
@@ -274,8 +290,9 @@ class Steps:
         it begins once the step before is made, and its groups, or as many others, take the time between two steps.
         """
         lost = self.outages.take_metrics()
+        waited_s = taken.waited_s - lost["seconds/outages"]
+        lost = {name: number + self._lost_after_step.get(name, 0) for name, number in lost.items()}
         if self.config.max_staleness == 0:
-            waited_s = taken.waited_s - lost["seconds/outages"]
             return time.perf_counter() - taken.waited_s, waited_s, {**lost, "seconds/collect": waited_s}
         counts = reduce(add, await from_all_processes(self.trainer, taken.counts))
         waited: Metrics = {

@@ -275,6 +275,8 @@ async def test_what_comes_after_a_step_is_done_again_once_its_engine_is_back_wit
     assert calls == [(1, 1), (2, 2), (2, 2), (3, 3), (4, 4)]
     assert server.loaded == [1, 2, 2, 3, 4]
     assert [line["outages/num_losses"] for line in lines(tmp_path)] == [0, 0, 1, 0]
+    assert lines(tmp_path)[2]["seconds/outages"] > 0.02
+    assert min(line[f"seconds/{name}"] for line in lines(tmp_path) for name in ("collect", "after_step")) >= 0
 
 
 @pytest.mark.parametrize(("engine", "message"), [(True, "lost 5 times although the engine came back"), (False, "gone")])
