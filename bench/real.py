@@ -37,6 +37,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from real_task import CONTEXT, MAX_TURNS, options_of
@@ -47,7 +48,8 @@ PARTS = (
     "collect", "sleep", "units", "score", "records", "train", "publish", "checkpoint", "metrics", "log", "after_step",
     "outages", "other",
 )  # fmt: skip
-"""Of `seconds/wall` (docs/metrics.md). TRL's `publish` is `sync_weights`, its `score` rewards and old logprobs."""
+"""Of `seconds/wall` (docs/metrics.md). TRL's `publish` is `sync_weights`, its `score` rewards and old logprobs, and
+`train` the rest."""
 NUM_WARMUP = 3
 """Steps that are not in medians."""
 WINDOW = 5
@@ -104,7 +106,8 @@ def run_one(task: str, side: str, seed: int, scratch: Path, arguments: argparse.
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     say(f"{name} begins")
-    began_s, arrived_s = time.monotonic(), []
+    began_s = time.monotonic()
+    arrived_s: list[float] = []
     metrics, log = run / "metrics" / "metrics.jsonl", scratch / f"{name}.log"
     with log.open("wb") as written:
         process = subprocess.Popen(
@@ -113,7 +116,7 @@ def run_one(task: str, side: str, seed: int, scratch: Path, arguments: argparse.
         )  # fmt: skip
         try:
             while process.poll() is None and time.monotonic() < arguments.ends_s:
-                time.sleep(0.01)
+                time.sleep(0.02)
                 if metrics.exists() and (num_lines := metrics.read_bytes().count(b"\n")) > len(arrived_s):
                     arrived_s += [time.monotonic() - began_s] * (num_lines - len(arrived_s))
         finally:
@@ -160,22 +163,18 @@ def run_all(arguments: argparse.Namespace) -> int:
         for seed in map(int, arguments.seeds.split(","))
         for side in arguments.sides.split(",")
     ]
-    results = []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch, ThreadPoolExecutor(arguments.jobs) as pool:
-        for result in pool.map(lambda one: run_and_keep(*one, Path(scratch), arguments), planned):
-            results.append(result)
-    return results.count(None)
+        running = [pool.submit(run_and_keep, *one, Path(scratch), arguments) for one in planned]
+        return sum(not each.result() for each in running)
 
 
-def run_and_keep(
-    task: str, side: str, seed: int, scratch: Path, arguments: argparse.Namespace
-) -> dict[str, Any] | None:
-    """Run one process, and add its result to the file at once: the rest may be cut."""
+def run_and_keep(task: str, side: str, seed: int, scratch: Path, arguments: argparse.Namespace) -> bool:
+    """Run one process, and add its result to the file at once: the rest may be cut. Returns whether it has one."""
     result = run_one(task, side, seed, scratch, arguments)
     if result is not None:
         with (arguments.output / FILE).open("a") as file:
             file.write(json.dumps(result) + "\n")
-    return result
+    return result is not None
 
 
 def describe(result: dict[str, Any]) -> dict[str, Any]:
@@ -318,8 +317,8 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def name_device(device: str) -> str:
     """The name of the GPU, without a CUDA context in this process."""
-    if device == "cpu":
-        return "CPU"
+    if device == "cpu" or which("nvidia-smi") is None:
+        return {"cpu": "CPU", "cuda": "GPU"}[device]
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "GPU"
 
@@ -347,8 +346,6 @@ def parse_arguments() -> argparse.Namespace:
     for name, kind in (("--task", str), ("--seed", int), ("--run", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.report is None and arguments.model is None:
-        parser.error("--model is needed, or --report")
     for given, known, name in ((arguments.tasks, MAX_TURNS, "--tasks"), (arguments.sides, SIDES, "--sides")):
         if unknown := set(given.split(",")) - set(known):
             parser.error(f"{name} must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
@@ -371,6 +368,9 @@ def main() -> int:
         os._exit(0)  # vLLM's and TRL's threads may hold up a regular exit
     if arguments.report is not None:
         report(arguments.report)
+        return 0
+    if arguments.model is None:  # `make bench` runs each file as it is
+        print("bench/real.py needs --model FOLDER, a pretrained chat model: nothing was measured")
         return 0
     arguments.ends_s = time.monotonic() + arguments.limit_s
     arguments.device_name = name_device(arguments.device)

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._mismatch: dict[str, float] = {}
         self._step = 0
         self._began_s = time.perf_counter()
@@ -70,7 +70,7 @@ class Lines:
         parts = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         line = {
             "step": self._step, "reward/mean": logs["reward"], **self._mismatch, **parts,
-            "seconds/other": wall_s - sum(parts.values()), "seconds/wall": wall_s,
+            "seconds/train": wall_s - sum(parts.values()), "seconds/wall": wall_s,
         }  # fmt: skip
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -165,16 +165,12 @@ def make_config(arguments: argparse.Namespace) -> Any:
 
 
 def make_trainer_class(lines: Lines) -> Any:
-    """Make a subclass of TRL's trainer that times its parts: generation, scoring with rewards, and training."""
+    """Make a subclass of TRL's trainer that times generation, and what it scores: rewards and old logprobs."""
     from trl import GRPOTrainer
 
     class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
-        def training_step(self, *arguments: Any, **options: Any) -> Any:
-            with lines.span("train"):
-                return super().training_step(*arguments, **options)
-
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            with lines.span("score", part_of="train"):
+            with lines.span("score"):
                 output = super()._generate_and_score_completions(inputs)
                 lines.compare(output)
                 return output

@@ -1,9 +1,16 @@
-"""Draw docs/figures/exact.svg, the figure of the README, and learning.svg: `python tools/draw_figure.py`."""
+"""Draw docs/figures/exact.svg, the figure of the README, and learning.svg: `python tools/draw_figure.py`.
+
+`python tools/draw_figure.py --real FOLDER` draws real.svg from the results of `bench/real.py --output FOLDER`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 
@@ -139,19 +146,99 @@ def draw_learning(left: float, title: str, curves: dict[str, tuple[str, str]]) -
     return [*shapes, *ticks, text(left, bottom + 36, "steps")]
 
 
-def write(name: str, shapes: list[str]) -> None:
+REAL = {"fast": ("unbroken", OURS), "exact": ("unbroken, exact numerics", BETWEEN), "trl": ("TRL", USUAL)}
+"""The sides of bench/real.py, with their labels and colours."""
+TASKS = {"sums": "sums, one turn", "tool": "calculator, up to 8 turns"}
+NUM_POINTS = 60
+Curve = Sequence[tuple[float, list[float]]]
+"""Steps or seconds, and the rewards of all seeds there."""
+
+
+def draw_real(folder: Path) -> tuple[list[str], int]:
+    """Draw a row for each task: reward over steps, and over seconds; return the shapes and the height of the figure."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+    import real
+
+    results, shapes, height = real.read_results(folder), [], 0
+    for task, name in TASKS.items():
+        of_task = {side: [each for each in results if (each["task"], each["side"]) == (task, side)] for side in REAL}
+        over_steps, over_seconds = {}, {}
+        for side, found in of_task.items():
+            chosen, alone = real.choose_curves(found), [each for each in found if each["jobs"] == 1]
+            steps = max((len(each["rewards"]) for each in chosen), default=0)
+            over_steps[side] = find_curve(chosen, range(steps), real.reward_at)
+            longest_s = min((sum(each["wall_s"]) for each in alone), default=0.0)
+            seconds = [longest_s * k / NUM_POINTS for k in range(NUM_POINTS)]
+            over_seconds[side] = find_curve(alone, seconds, real.reward_after)
+        curves = [curve for curves in (over_steps, over_seconds) for curve in curves.values()]
+        if not (rewards := [reward for curve in curves for _, of_seeds in curve for reward in of_seeds]):
+            continue
+        highest = max(0.1, math.ceil(max(rewards) * 10) / 10)
+        row = draw_panel(60, f"Reward, {name}", "steps", over_steps, highest)
+        row += draw_panel(500, "the same over the wall clock", "seconds", over_seconds, highest)
+        shapes += [f'<g transform="translate(0 {height})">', *row, "</g>"]
+        height += HEIGHT
+    return shapes, height
+
+
+def find_curve(results: Sequence[Any], places: Sequence[float], find: Any) -> Curve:
+    """The rewards of all runs at each place that all have reached."""
+    curve = [(place, [find(each, place) for each in results]) for place in places]
+    return [(place, rewards) for place, rewards in curve if rewards and None not in rewards]
+
+
+def draw_panel(left: float, title: str, unit: str, curves: Mapping[str, Curve], highest: float) -> list[str]:
+    """Draw a line for each side, the mean over seeds, in an area from the least to the most of them."""
+    right, top, bottom = left + 200, 60, 205
+    longest = max((curve[-1][0] for curve in curves.values() if curve), default=1.0) or 1.0
+
+    def place(at: float, reward: float) -> str:
+        return f"{left + (right - left) * at / longest:g},{bottom - (bottom - top) * reward / highest:g}"
+
+    shapes = [
+        text(left - 30, 32, title, size=15),
+        f'<path d="M{left} {top} V{bottom} H{right}" fill="none" stroke="{FAINT}"/>',
+    ]
+    for share in (0.0, 0.5, 1.0):
+        y = bottom - (bottom - top) * share
+        shapes.append(text(left - 8, y + 4, f"{highest * share:g}", anchor="end", size=11))
+        shapes.append(text(left + (right - left) * share, bottom + 16, f"{longest * share:.0f}", anchor="middle"))
+    for row, (side, (label, color)) in enumerate(REAL.items()):
+        curve = curves[side]
+        if not curve:
+            continue
+        area = [place(at, min(of)) for at, of in curve] + [place(at, max(of)) for at, of in reversed(curve)]
+        line = [place(at, sum(of) / len(of)) for at, of in curve]
+        shapes += [
+            f'<polygon points="{" ".join(area)}" fill="{color}" opacity="0.15"/>',
+            f'<polyline points="{" ".join(line)}" fill="none" stroke="{color}" stroke-width="2"/>',
+        ]
+        last = curve[-1][1]
+        note = f"{sum(last) / len(last):.2f} at the end, {len(last)} seed{'s' if len(last) > 1 else ''}"
+        y = top + 20 + 48 * row
+        shapes += [text(right + 12, y, label, color=color, size=12), text(right + 12, y + 15, note, size=11)]
+    return [*shapes, text(left, bottom + 36, unit)]
+
+
+def write(name: str, shapes: list[str], height: int = HEIGHT) -> None:
     """Write a figure."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     body = "\n".join(shapes)
     (FOLDER / name).write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif">\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#ffffff"/>\n{body}\n</svg>\n',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="system-ui, sans-serif">\n'
+        f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n{body}\n</svg>\n',
         encoding="utf-8",
     )
 
 
 def main() -> None:
     """Write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", type=Path, help="draw real.svg from this folder of results, and nothing else")
+    folder = parser.parse_args().real
+    if folder is not None:
+        write("real.svg", *draw_real(folder))
+        return
     write("exact.svg", draw_drift_bars() + draw_cost_lines())
     halves = zip((60, 500), LEARNING.items(), strict=True)
     write("learning.svg", [shape for left, (title, curves) in halves for shape in draw_learning(left, title, curves)])
