@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the longest function": 70,
     "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 80_540,
+    "lines of tests": 80_630,
     "modules that tests import by name": 248,
 }
 """The largest value of each number that passes."""
