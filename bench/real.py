@@ -117,12 +117,11 @@ def run_one(task: str, side: str, seed: int, scratch: Path, arguments: argparse.
         try:
             while process.poll() is None and time.monotonic() < arguments.ends_s:
                 time.sleep(0.02)
-                if metrics.exists() and (num_lines := metrics.read_bytes().count(b"\n")) > len(arrived_s):
-                    arrived_s += [time.monotonic() - began_s] * (num_lines - len(arrived_s))
+                note_arrivals(metrics, arrived_s, began_s)
         finally:
             code = end_process(process)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    lines = lines[: len(arrived_s)]
+    note_arrivals(metrics, arrived_s, began_s)  # it may have ended right after a line
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()[: len(arrived_s)]] if arrived_s else []
     if code != 0 or len(lines) < arguments.steps:
         say(f"{name}: exit status {code} after {len(lines)} of {arguments.steps} steps; the end of its output:")
         print(log.read_text(errors="replace")[-arguments.shown_chars :], flush=True)
@@ -138,6 +137,12 @@ def run_one(task: str, side: str, seed: int, scratch: Path, arguments: argparse.
     }  # fmt: skip
     print("RESULT " + json.dumps({**describe(result), "task": task, "side": side, "seed": seed}), flush=True)
     return result
+
+
+def note_arrivals(metrics: Path, arrived_s: list[float], began_s: float) -> None:
+    """Add the time to `arrived_s` for each whole line of a file of metrics that was not there before."""
+    num_lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    arrived_s += [time.monotonic() - began_s] * (num_lines - len(arrived_s))
 
 
 def end_process(process: subprocess.Popen[bytes]) -> int:
@@ -373,6 +378,8 @@ def main() -> int:
         print("bench/real.py needs --model FOLDER, a pretrained chat model: nothing was measured")
         return 0
     arguments.ends_s = time.monotonic() + arguments.limit_s
+    for number in (signal.SIGTERM, signal.SIGINT):  # the processes end, and what they have made is kept
+        signal.signal(number, lambda *_: setattr(arguments, "ends_s", 0.0))
     arguments.device_name = name_device(arguments.device)
     num_failed = run_all(arguments)
     if arguments.jobs > 1:
@@ -382,5 +389,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no process outlives this one
     sys.exit(main())
