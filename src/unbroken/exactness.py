@@ -12,8 +12,8 @@ With exact numerics (`Numerics.EXACT`) a row has the same bits in any pass: ids 
 alone or beside other rows. The sums are the same in any case, but kernels add them in an order that depends on shapes.
 On a CPU two rules are enough, for any model, without code for one:
 
-1.  Passes have a multiple of `find_row_multiple` rows, 4 for each thread so far: what products leave over of that goes
-    to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
+1.  Passes have a multiple of `find_row_multiple` rows, 4 for each thread or 16 so far: what products leave over of that
+    goes to other kernels, and with widths of a multiple of 8 the functions of each number end at whole vectors.
 2.  Attention (`attend`) adds its keys in blocks of `BLOCK` from the row's first key on, one after the other. A block
     behind the last key adds exactly nothing.
 
@@ -52,8 +52,9 @@ EXACT_ATTENTION = "unbroken_exact"
 BLOCK = 64
 _MAX_THREADS = 2
 _WIDTH_MULTIPLE = 8
-_NUM_SUMMED = 96
-"""Factors of each sum in the probe for rule 1."""
+_NUM_SUMMED = 1024
+"""Factors of each sum in the probe for rule 1. On an Intel CPU with AVX-512, sums of 96 need a multiple of 8 rows, and
+those of 192 and more one of 16: kernels of few rows add the factors of long sums in parts."""
 _logger = logging.getLogger(__name__)
 
 
@@ -175,8 +176,9 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
     model.set_attn_implementation(EXACT_ATTENTION)
     if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
         raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
+    hint = f" with {num_threads} threads; OMP_NUM_THREADS=1 may do" if num_threads > 1 else ""
     if (found := find_other_bits(model)) is not None:
-        raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row")
+        raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row{hint}")
     return multiple
 
 
@@ -226,10 +228,12 @@ class ModuleOutputs:
         """Stop, and return them by name in the order in which they were computed, the ids of all passes together."""
         for handle in self._handles:
             handle.remove()
-        same = {
-            name: outputs for name, outputs in self._found.items() if len({each.shape[1:] for each in outputs}) == 1
-        }
-        return {name: torch.cat(outputs) for name, outputs in same.items()}
+        joined = {}
+        for name in list(self._found):  # each is dropped once it is joined, or all would be in memory twice
+            outputs = self._found.pop(name)
+            if len({each.shape[1:] for each in outputs}) == 1:
+                joined[name] = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return joined
 
     def _keep(self, name: str, module: Any, _inputs: Any, output: Any) -> None:
         if isinstance(output, (tuple, list)):

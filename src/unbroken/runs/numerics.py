@@ -11,18 +11,24 @@ one; the trainer scores them as in a step, several whole rows at once.
     updated     such conversations after a step of the trainer, by the weights that it has published
 
 For one row the outputs of modules are compared too: those that both have with one name and shape.
+
+stderr gets a line for each of these as it is done. In memory are two models, the sampler's and the trainer's, and for
+the update a gradient, but no averages of AdamW, which no second update would read: `_FirstUpdate`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +49,7 @@ from unbroken.runs.models import load_model, prepare_model
 from unbroken.runs.processes import Rank
 from unbroken.runs.run import join_accelerator
 from unbroken.runs.settings import build, section_of
+from unbroken.training.config import SharedPrefixes
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.trainer import Trainer
@@ -50,8 +57,14 @@ from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSamp
 
 NUM_TURNS = 3
 _NUM_ALONE, _NUM_PROMPTS = 4, 8
+"""Half of it, if fewer rows are asked for."""
 _LONGEST_PROMPT = 600
 """From some hundred ids on positions show whose frequencies differ in their last bit."""
+_NUM_RECORDED = 4 * BLOCK + 1
+"""Ids of the prompt whose modules are compared; with other numbers passes are filled up."""
+_SLOTS, _PASS_IDS = 16, 2 * (_LONGEST_PROMPT + 40)
+"""Of the embedded engine, so that prompts stay cached, and rows have others beside them; and of a pass of the trainer:
+two of the longest rows. With a run's defaults, 256 and 12,288, 135M parameters took 9 GB and twice the time."""
 _MEAN_GIVEN = 16
 """Ids of a prompt, or of what comes between two turns; their number is drawn from a geometric distribution."""
 _CERTAIN = -1e-4
@@ -75,7 +88,7 @@ class NumericsReport:
     sampled_per_s: float = 0.0
     """Ids of the conversations."""
     trained_per_s: float = 0.0
-    """Ids of their step."""
+    """Ids of their step, whose update keeps no averages."""
 
     @property
     def is_exact(self) -> bool:
@@ -98,9 +111,12 @@ class Comparison:
         """The settings of a run; raises `InvalidInputError` if it cannot have these numerics."""
         own = {"output": output, "loop.num_steps": 1, "trainer.numerics": numerics}
         own["trainer.warn_of_inexact"] = numerics is Numerics.EXACT
-        config: RunConfig = build(
-            section_of(RunConfig), {"trainer.optimizer.learning_rate": 1e-4, **self.values, **own}
-        )
+        defaults: dict[str, Any] = {"trainer.optimizer.learning_rate": 1e-4}
+        if self.values.get("engine.kind") is not EngineKind.COLOCATED:
+            defaults |= {"engine.embedded.max_batch": max(_SLOTS, self.num_rows)}
+            defaults |= {"trainer.tokens_per_micro_batch": _PASS_IDS}
+            defaults |= {"trainer.shared_prefixes": SharedPrefixes.NEVER}  # random rows share none
+        config: RunConfig = build(section_of(RunConfig), {**defaults, **self.values, **own})
         if (kind := config.engine.kind) not in (EngineKind.EMBEDDED, EngineKind.COLOCATED):
             raise InvalidInputError(f"engine.kind must be embedded or colocated to compare numerics, got {kind}")
         return config
@@ -108,7 +124,11 @@ class Comparison:
     async def measure(self) -> list[NumericsReport]:
         """Compare with each setting: with vLLM in a process of its own, for a process chooses its kernels once."""
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
-            return [await _measure(self, numerics) for numerics in Numerics]
+            reports = []
+            for numerics in Numerics:
+                reports.append(await _measure(self, numerics))
+                _give_back_memory()
+            return reports
         spawn, loop, reports = multiprocessing.get_context("spawn"), asyncio.get_running_loop(), []
         for numerics in Numerics:
             with ProcessPoolExecutor(1, spawn) as pool:  # the GPU is free again when it has ended
@@ -196,32 +216,46 @@ async def _measure(comparison: Comparison, numerics: Numerics) -> NumericsReport
 
 async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, comparison: Comparison) -> NumericsReport:
     engine: Any = opened.engine
+    progress = _Progress(config.trainer.numerics)
     sample = partial(sample_row, engine, config.rollouts.sampling)
     sizes = comparison.num_rows, min(comparison.max_tokens, engine.context_length // 2)
-    rows = await _sample_apart(sample, engine.context_length, config.seed, *sizes)
+    num_given = min(_NUM_RECORDED, engine.context_length // 2 // BLOCK * BLOCK + 1)
     await engine.record_outputs()
-    num_given = min(_LONGEST_PROMPT, engine.context_length // 2) // BLOCK * BLOCK + 1  # else passes are filled up
-    row = await sample([config.seed, 6], [(num_given, min(16, engine.context_length - num_given))])
+    # The embedded engine's first row has its first slot, so it is the first of each pass, whose outputs are kept.
+    row = await sample([config.seed, 6], [(num_given, min(8, engine.context_length - num_given))])
     await engine.record_outputs(file := config.output / "outputs.pt")
+    progress.say("modules", "sampled")
+    _give_back_memory()
+    rows = await _sample_apart(sample, engine.context_length, config.seed, *sizes, progress)
     started = time.perf_counter()
     rows["together"] = await _sample_together(sample, engine.context_length, [config.seed, 4], *sizes)
     sampled_s = time.perf_counter() - started
+    progress.say("together", "sampled")
     if opened.before_update is not None:
         await opened.before_update()
-    ways = {way: await _score(trainer, found) for way, found in rows.items()}
     model = causal_lm(trainer.backend.policy.model)
     outputs = ModuleOutputs(model.base_model)
     await _score(trainer, [row])
-    modules = _compare_outputs(torch.load(file), outputs.end(), len(row.token_ids) - 1)
+    modules = _compare_outputs(torch.load(file, mmap=True), outputs.end(), len(row.token_ids) - 1)
+    progress.say("modules", "compared")
+    _give_back_memory()
+    ways = {}
+    for way, found in rows.items():
+        ways[way] = await _score(trainer, found)
+        progress.say_found(way, ways[way])
+    _give_back_memory()
+    trainer.backend.optimizer = _FirstUpdate(each for each in model.parameters() if each.requires_grad)
     started = time.perf_counter()
     await asyncio.to_thread(trainer.step, rows["together"])
     trained_s = time.perf_counter() - started
     assert opened.publisher is not None, "one process publishes itself"
     await opened.publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    progress.say("updated", "trained and published")
     updated = await _sample_together(sample, engine.context_length, [config.seed, 5], *sizes)
     if opened.before_update is not None:
         await opened.before_update()
     ways["updated"] = await _score(trainer, updated)
+    progress.say_found("updated", ways["updated"])
     sampled = np.concatenate([row.rollout_logprobs[row.sampled_mask] for row in rows["together"]])
     return NumericsReport(
         numerics=config.trainer.numerics,
@@ -235,22 +269,71 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     )
 
 
+def _give_back_memory() -> None:
+    """Free what nobody needs: glibc keeps tensors of less than 32 MB, and models are in cycles of references."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Progress:
+    """Says on stderr what is done, and how long it took."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        self._numerics = numerics
+        self._since = time.monotonic()
+
+    def say(self, way: str, what: str) -> None:
+        """Print a line, with the seconds since the last one."""
+        now = time.monotonic()
+        print(f"{self._numerics:8}{way:12}{what} ({now - self._since:.1f} s)", file=sys.stderr, flush=True)
+        self._since = now
+
+    def say_found(self, way: str, found: Mismatch) -> None:
+        """Print what the comparison of a way has found."""
+        self.say(way, f"compared: {100 * found.equal_share:.1f} % of {found.num_tokens} ids equal")
+
+
+class _FirstUpdate(torch.optim.Optimizer):
+    """AdamW's first update: by the learning rate, against the sign of each gradient, but for its epsilon.
+
+    It keeps nothing: AdamW's averages would be twice the weights, for a second update that is never made.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})  # the trainer sets it before each update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights; the gradients are lost."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.sign_(), alpha=-group["lr"])
+
+
 async def _sample_apart(
-    sample: Any, context_length: int, seed: int, num_rows: int, max_tokens: int
+    sample: Any, context_length: int, seed: int, num_rows: int, max_tokens: int, progress: _Progress
 ) -> dict[str, list[TrainingSample]]:
     """The rows of the ways without conversations."""
     room = max(context_length - max_tokens - 3, 1)
     longest, turn = min(_LONGEST_PROMPT, room), [(min(_MEAN_GIVEN, room), max_tokens)]
-    drawn = np.random.default_rng([seed, 0]).geometric(0.25 / _MEAN_GIVEN, _NUM_PROMPTS - 1)
+    num_alone, num_prompts = (most if num_rows >= most else most // 2 for most in (_NUM_ALONE, _NUM_PROMPTS))
+    drawn = np.random.default_rng([seed, 0]).geometric(0.25 / _MEAN_GIVEN, num_prompts - 1)
     lengths = list(enumerate([longest, *np.minimum(drawn, longest).tolist()]))
-    ways = {
-        "prefill": [await sample([seed, 0, number], [(length, 1)]) for number, length in lengths],
-        "cached": [await sample([seed, 1, number], [(length, 1), (1, 1)]) for number, length in lengths],
-        "alone": [await sample([seed, 2, number], turn) for number in range(_NUM_ALONE)],
-        "batches": [],
-    }
+    ways: dict[str, list[TrainingSample]] = {}
+
+    async def keep(way: str, rows: Iterable[Awaitable[TrainingSample]]) -> None:
+        ways[way] = [await row for row in rows]
+        progress.say(way, "sampled")
+
+    await keep("prefill", (sample([seed, 0, number], [(length, 1)]) for number, length in lengths))
+    await keep("cached", (sample([seed, 1, number], [(length, 1), (1, 1)]) for number, length in lengths))
+    await keep("alone", (sample([seed, 2, number], turn) for number in range(num_alone)))
+    ways["batches"] = []
     for size in (2**k for k in range(1, max(num_rows.bit_length(), 2))):
         ways["batches"] += await asyncio.gather(*(sample([seed, 3, size, number], turn) for number in range(size)))
+    progress.say("batches", "sampled")
     return ways
 
 

@@ -27,7 +27,12 @@ def model(tmp_path_factory) -> Path:
 
 def test_a_dense_model_is_exact_here_and_the_report_says_what_fast_costs(model, capsys):
     assert main(["numerics", str(model), "--rows", "6", "--max-tokens", "24"]) == 0
-    report = capsys.readouterr().out
+    report, progress = capsys.readouterr()
+    assert [line.split()[:2] for line in progress.splitlines() if "compared" in line] == [
+        [kind, way]
+        for kind in ("fast", "exact")
+        for way in ("modules", "prefill", "cached", "alone", "batches", "together", "updated")
+    ]
     fast, exact = ([line for line in report.splitlines() if line.startswith(kind)] for kind in ("fast", "exact"))
     assert len(fast) == len(exact) == 6
     assert all("100.0 %" in line for line in exact)
@@ -36,6 +41,14 @@ def test_a_dense_model_is_exact_here_and_the_report_says_what_fast_costs(model, 
     assert modules[0].startswith("of 33 modules layers.0.self_attn.q_proj is the first that differs: ")
     assert modules[1] == "outputs of 33 modules are equal"
     assert report.rstrip().endswith('verdict: exact, with trainer.numerics = "exact"')
+
+
+def test_sums_as_long_as_those_of_real_models_are_exact(tmp_path, capsys):
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    save_tiny_model(tmp_path, **sizes, num_hidden_layers=1, intermediate_size=1536)
+    assert main(["numerics", str(tmp_path), "--rows", "2", "--max-tokens", "8"]) == 0
+    report = capsys.readouterr().out
+    assert " modules are equal" in report
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
