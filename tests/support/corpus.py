@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.tokenizer_kinds import KINDS
+from support.tokenizer_kinds import KINDS, TokenizerKind
 from support.tokenizers import make_tokenizer, tekken_tokenizer
 
 SHARED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "templates"
@@ -104,7 +104,7 @@ class CorpusTemplate:
         file = self.name.partition("/")[2]
         return max((family for family in _SPECIAL_TOKENS if file.startswith(family)), key=len)
 
-    def tokenizer(self, *, metaspace: bool = False, kind: str | None = None) -> Any:
+    def tokenizer(self, *, metaspace: bool = False, kind: str | TokenizerKind | None = None) -> Any:
         """A new local tokenizer that has all control tokens of the template as added tokens; of a `kind` if given."""
         bos_token, eos_token = _SPECIAL_TOKENS[self.family]
         control_tokens = (bos_token, eos_token, *_CONTROL_TOKENS.get(self.family, ()))
@@ -116,7 +116,7 @@ class CorpusTemplate:
                 eos_token=eos_token,
                 metaspace=metaspace,
             )
-        make = tekken_tokenizer if kind == TEKKEN else KINDS[kind].tokenizer
+        make = tekken_tokenizer if kind == TEKKEN else (KINDS[kind] if isinstance(kind, str) else kind).tokenizer
         tokenizer: Any = make(self.source, control_tokens=control_tokens)
         tokenizer.bos_token, tokenizer.eos_token = bos_token, eos_token
         return tokenizer
