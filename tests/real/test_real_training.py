@@ -77,15 +77,18 @@ def test_an_agent_of_the_openai_sdk_talks_to_the_trained_model_in_a_session(merg
     key_file = tmp_path / "key"
     key_file.write_text(KEY)
     options = ("--sessions", str(tmp_path / "sessions"), "--api-key-file", str(key_file))
-    with served(merged, *options, engine="transformers", as_command=True) as server:
-        control = httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with (
+        served(merged, *options, engine="transformers", as_command=True) as server,
+        httpx.Client(base_url=server.url, headers=headers, timeout=120) as control,
+    ):
         created = control.post("/v1/sessions", json={"sampling": {"temperature": 1.0, "max_tokens": 16}}).json()
-        agent = openai.OpenAI(base_url=created["openai_base_url"], api_key=created["api_key"], max_retries=0)
         messages: list[Any] = []
-        for question in ("Is a dog an animal? Reply with one word: yes or no.", "Is a stone one?", "And a cat?"):
-            messages.append({"role": "user", "content": question})
-            answer = agent.chat.completions.create(model="any", messages=messages).choices[0].message
-            messages.append({"role": "assistant", "content": answer.content})
+        with openai.OpenAI(base_url=created["openai_base_url"], api_key=created["api_key"], max_retries=0) as agent:
+            for question in ("Is a dog an animal? Reply with one word: yes or no.", "Is a stone one?", "And a cat?"):
+                messages.append({"role": "user", "content": question})
+                answer = agent.chat.completions.create(model="any", messages=messages).choices[0].message
+                messages.append({"role": "assistant", "content": answer.content})
         assert all(message["content"] for message in messages)
         session = f"/v1/sessions/{created['session_id']}"
         control.post(f"{session}/finish", json={"reward": 1.0}).raise_for_status()

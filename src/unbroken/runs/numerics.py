@@ -57,9 +57,9 @@ from unbroken.types import Numerics, SampleRequest, SamplingParams, TrainingSamp
 
 NUM_TURNS = 3
 _NUM_ALONE, _NUM_PROMPTS = 4, 8
-"""Half of it, if fewer rows are asked for."""
 _LONGEST_PROMPT = 600
-"""From some hundred ids on positions show whose frequencies differ in their last bit."""
+"""From some hundred ids on positions show whose frequencies differ in their last bit. All three are halved if fewer
+rows than `_NUM_PROMPTS` are asked for."""
 _NUM_RECORDED = 4 * BLOCK + 1
 """Ids of the prompt whose modules are compared; with other numbers passes are filled up."""
 _SLOTS, _PASS_IDS = 16, 2 * (_LONGEST_PROMPT + 40)
@@ -234,9 +234,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
     if opened.before_update is not None:
         await opened.before_update()
     model = causal_lm(trainer.backend.policy.model)
-    outputs = ModuleOutputs(model.base_model)
-    await _score(trainer, [row])
-    modules = _compare_outputs(torch.load(file, mmap=True), outputs.end(), len(row.token_ids) - 1)
+    modules = await _compare_modules(trainer, row, file)
     progress.say("modules", "compared")
     _give_back_memory()
     ways = {}
@@ -244,12 +242,7 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
         ways[way] = await _score(trainer, found)
         progress.say_found(way, ways[way])
     _give_back_memory()
-    trainer.backend.optimizer = _FirstUpdate(each for each in model.parameters() if each.requires_grad)
-    started = time.perf_counter()
-    await asyncio.to_thread(trainer.step, rows["together"])
-    trained_s = time.perf_counter() - started
-    assert opened.publisher is not None, "one process publishes itself"
-    await opened.publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    trained_s = await _update(opened, trainer, rows["together"])
     progress.say("updated", "trained and published")
     updated = await _sample_together(sample, engine.context_length, [config.seed, 5], *sizes)
     if opened.before_update is not None:
@@ -267,6 +260,25 @@ async def _compare(opened: RunEngine, trainer: Trainer, config: RunConfig, compa
         sampled_per_s=len(sampled) / sampled_s,
         trained_per_s=sum(len(row.token_ids) for row in rows["together"]) / trained_s,
     )
+
+
+async def _compare_modules(trainer: Trainer, row: TrainingSample, file: Path) -> str:
+    """Compare the outputs that the engine has written to a file with the trainer's of the same row."""
+    outputs = ModuleOutputs(causal_lm(trainer.backend.policy.model).base_model)
+    await _score(trainer, [row])
+    return _compare_outputs(torch.load(file, mmap=True), outputs.end(), len(row.token_ids) - 1)
+
+
+async def _update(opened: RunEngine, trainer: Trainer, rows: Sequence[TrainingSample]) -> float:
+    """Train on the rows and publish the new weights; the seconds of the step."""
+    policy = trainer.backend.policy
+    trainer.backend.optimizer = _FirstUpdate(each for each in policy.parameters() if each.requires_grad)
+    started = time.perf_counter()
+    await asyncio.to_thread(trainer.step, rows)
+    seconds = time.perf_counter() - started
+    assert opened.publisher is not None, "one process publishes itself"
+    await opened.publisher.publish(trainer.named_weights(), policy_version=trainer.policy_version)
+    return seconds
 
 
 def _give_back_memory() -> None:
@@ -317,8 +329,9 @@ async def _sample_apart(
 ) -> dict[str, list[TrainingSample]]:
     """The rows of the ways without conversations."""
     room = max(context_length - max_tokens - 3, 1)
-    longest, turn = min(_LONGEST_PROMPT, room), [(min(_MEAN_GIVEN, room), max_tokens)]
-    num_alone, num_prompts = (most if num_rows >= most else most // 2 for most in (_NUM_ALONE, _NUM_PROMPTS))
+    numbers = (_NUM_ALONE, _NUM_PROMPTS, _LONGEST_PROMPT)
+    num_alone, num_prompts, longest = (most if num_rows >= _NUM_PROMPTS else most // 2 for most in numbers)
+    longest, turn = min(longest, room), [(min(_MEAN_GIVEN, room), max_tokens)]
     drawn = np.random.default_rng([seed, 0]).geometric(0.25 / _MEAN_GIVEN, num_prompts - 1)
     lengths = list(enumerate([longest, *np.minimum(drawn, longest).tolist()]))
     ways: dict[str, list[TrainingSample]] = {}
@@ -328,7 +341,7 @@ async def _sample_apart(
         progress.say(way, "sampled")
 
     await keep("prefill", (sample([seed, 0, number], [(length, 1)]) for number, length in lengths))
-    await keep("cached", (sample([seed, 1, number], [(length, 1), (1, 1)]) for number, length in lengths))
+    await keep("cached", (sample([seed, 0, number], [(length, 1), (1, 1)]) for number, length in lengths))
     await keep("alone", (sample([seed, 2, number], turn) for number in range(num_alone)))
     ways["batches"] = []
     for size in (2**k for k in range(1, max(num_rows.bit_length(), 2))):
