@@ -42,6 +42,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from unbroken.errors import InvalidInputError
 
 _LONG_ROW, _SHORT_ROW = 72, 5
+_MANY_ROWS = 1024
+"""Of a product in a pass of many rows."""
 _LONGROPE, _DYNAMIC = ("short longrope", "long longrope"), "NTK of a fixed length"
 """The `rope_type` of modules whose factors are fixed: transformers changes those of its own names in each pass."""
 _LEFT_OUT = {"softcap": "soft cap (attn_logit_softcapping)", "s_aux": "sinks"}
@@ -177,7 +179,7 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
     if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
         raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
     hint = f" with {num_threads} threads; OMP_NUM_THREADS=1 may do" if num_threads > 1 else ""
-    if (found := find_other_bits(model)) is not None:
+    if (found := find_other_bits(model) or _find_other_product(model)) is not None:
         raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row{hint}")
     return multiple
 
@@ -214,6 +216,29 @@ def find_other_bits(model: Any, rounded: torch.dtype | None = None) -> str | Non
         if name in beside and len(beside[name]) == len(each) and not torch.equal(beside[name][:, :multiple], each)
     )
     return next(names, None)
+
+
+@torch.no_grad()
+def _find_other_product(model: Any) -> str | None:
+    """The first layer whose product has other bits in a pass of many rows than in one of few; None if there is none.
+
+    Two threads of an Intel CPU with AVX-512 share the sums of a product of 1,024 factors with 256 columns if it has up
+    to 320 rows, and its rows if it has more. Each shape of a product is tried once, except the head's, whose columns
+    are work enough for all threads.
+    """
+    multiple = find_row_multiple(model.dtype)
+    generator, tried = torch.Generator().manual_seed(0), set()
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or module is model.get_output_embeddings():
+            continue
+        weight = module.weight
+        if (shape := tuple(weight.shape)) in tried:
+            continue
+        tried.add(shape)
+        rows = torch.randn(_MANY_ROWS, shape[1], generator=generator, dtype=weight.dtype)
+        if not torch.equal(linear(rows, weight)[:multiple], linear(rows[:multiple], weight)):
+            return str(path)
+    return None
 
 
 class ModuleOutputs:

@@ -88,10 +88,24 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-async def test_they_are_equal_with_one_thread_and_with_two(threads, num_threads):
+async def test_they_are_equal_with_one_thread_and_with_two_or_two_are_refused(threads, num_threads):
+    """Two threads share the functions of one pass. Where they share the sums of products too, in passes of few rows,
+    the model is refused: that depends on the machine.
+    """
     threads(num_threads)
-    sizes = {"hidden_size": 256, "intermediate_size": 1000}  # two threads share the functions of one pass
-    check_equal(await sample_and_train(tiny_model("llama", **sizes), tiny_model("llama", **sizes), num_steps=1))
+    sizes = {"hidden_size": 256, "intermediate_size": 1000}
+    try:
+        make_trainer(tiny_model("llama", **sizes))
+    except InvalidInputError:
+        is_refused = True
+    else:
+        is_refused = False
+    if is_refused:
+        assert num_threads == 2, "one thread shares nothing"
+        with pytest.raises(InvalidInputError, match="beside a longer row with 2 threads; OMP_NUM_THREADS=1 may do"):
+            make_engine(tiny_model("llama", **sizes))
+    else:
+        check_equal(await sample_and_train(tiny_model("llama", **sizes), tiny_model("llama", **sizes), num_steps=1))
 
 
 def test_more_threads_are_refused(threads):
@@ -177,7 +191,7 @@ def test_adapters_that_do_not_merge_alike_are_refused():
     ("changes", "reason"),
     [
         ({"intermediate_size": 60}, "60 features, no multiple of 8"),
-        ({"max_position_embeddings": 67}, "67 positions are no multiple of 4"),
+        ({"max_position_embeddings": 67}, "67 positions are no multiple of (4|8|16)"),
     ],
     ids=["width", "positions"],
 )
