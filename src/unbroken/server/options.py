@@ -9,15 +9,19 @@ import argparse
 import dataclasses
 import re
 import textwrap
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unbroken.docstrings import first_paragraph, read_field_docs
+from unbroken.engines.base import Engine
 from unbroken.engines.registry import ENGINES
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.base import Renderer
 from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 
+CheckEngine = Callable[[Engine, Renderer], Awaitable[str]]
 _ENGINE_NAMES = ("auto", *ENGINES)
 _UNCHANGED = ("renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
 """Fields of `AppOptions` that are options as they are parsed."""
@@ -79,6 +83,8 @@ class ServeOptions(AppOptions):
     """A LoRA adapter, which requests name as `model`; can be repeated (vllm only)."""
     engine_options: tuple[str, ...] = ()
     """Options that the engine reads itself."""
+    check: CheckEngine | None = None
+    """Checks the engine before it is served, and returns what it found (`--check`); its errors end the start."""
 
     def __post_init__(self) -> None:
         AppOptions.__post_init__(self)

@@ -36,7 +36,7 @@ from unbroken.server.app import create_app, make_image_limits
 from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
-from unbroken.server.options import AppOptions, ServeOptions, name_option
+from unbroken.server.options import AppOptions, CheckEngine, ServeOptions, name_option
 from unbroken.threads import attend_to_loop
 
 _ANSWER_S = 5.0
@@ -91,6 +91,7 @@ def serve(options: ServeOptions, *, make_app: MakeApp = create_app, note: str = 
             start_engine=start,
             make_app=make_app,
             note=note,
+            check=options.check,
         )
     )
 
@@ -119,8 +120,9 @@ async def run_server(
     note: str = "",
     listeners: Sequence[socket.socket] = (),
     report: Callable[[str], None] = _print_at_once,
+    check: CheckEngine | None = None,
 ) -> int:
-    """Start an engine and serve it until SIGINT or SIGTERM. Returns the exit status.
+    """Start an engine, check it if asked for, and serve it until SIGINT or SIGTERM. Returns the exit status.
 
     `model` has the image processor, `tokenizer` the template. Their mistakes, and a port in use, are errors before the
     engine starts. `listeners` are served instead of the options' host and port; `report` gets the line that says so.
@@ -138,6 +140,8 @@ async def run_server(
     listeners = listeners or [listen(options.host, options.port)]
     engine = await start_engine(codec, processor, image_limits)
     try:
+        if check is not None:
+            print(f"unbroken: {await check(engine, make_renderer({}))}", file=sys.stderr, flush=True)
         app = make_app(
             engine,
             make_renderer,
