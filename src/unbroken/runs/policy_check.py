@@ -46,7 +46,7 @@ from unbroken.types import SampledSequence, SampleRequest, SamplingParams, Train
 FLOAT32, DENSE, COARSE = 1e-4, 0.02, 0.1
 """The largest k3 that is rounding: if all is float32; of dense weights in bfloat16; of quantised weights, and of
 experts whose choice is not replayed."""
-MAX_SURPRISE = 3.0
+MAX_SURPRISE = 4.0
 """In nats, of the median id of a prompt: by how much it is less probable than the model expects of an id there."""
 _LEAST_ENTROPY = 3.0
 """In nats, at the median id. A model that was only trained on replies (the demo's) is surprised by any prompt, and yet

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.rows import row
-from unbroken.errors import InvalidInputError
-from unbroken.training.metrics.mismatch import k3_by_lag, mismatch, mismatch_of_rows
+from unbroken.errors import InvalidInputError, PolicyMismatchError
+from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, k3_by_lag, mismatch, mismatch_of_rows
+from unbroken.types import TrainingSample
 
 
 def test_golden_mismatch():
@@ -96,3 +97,53 @@ def test_k3_is_split_by_lag():
 def test_lags_of_other_tokens_are_refused():
     with pytest.raises(InvalidInputError, match=r"shape of logprobs, \(2,\), got \(1,\)"):
         k3_by_lag(np.zeros(2), np.zeros(2), np.zeros(1, dtype=np.int32))
+
+
+def one_row(num_ids: int, *, versions: list[int] | None = None) -> TrainingSample:
+    """A row of one given id and so many that were sampled, each with the logprob -1."""
+    ids = np.arange(num_ids + 1) % 50
+    sampled = ids == ids
+    sampled[0] = False
+    own = np.full(num_ids + 1, -1) if versions is None else np.array([-1, *versions])
+    if versions is None:
+        own[1:] = 3
+    return TrainingSample(
+        token_ids=ids,
+        sampled_mask=sampled,
+        loss_mask=sampled,
+        rollout_logprobs=np.where(sampled, -1.0, np.nan),
+        policy_versions=own,
+        advantages=np.zeros(num_ids + 1),
+    )
+
+
+def compare(row: TrainingSample, difference: float, *, max_k3: float = 0.02) -> Mismatch | None:
+    logprobs = np.full(int(row.loss_mask.sum()), -1.0 + difference, np.float32)
+    return check_one_policy([row], [logprobs], policy_version=3, max_k3=max_k3)
+
+
+def test_i9_two_policies_are_named_with_both_numbers_and_rounding_is_none():
+    found = compare(one_row(300), 0.1)
+    assert found is not None
+    assert found.k3 == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
+    with pytest.raises(
+        PolicyMismatchError, match=r"k3 is 0.107 over 300 ids .* by policy version 3, .* up to 0.02;"
+    ) as raised:
+        compare(one_row(300), -0.5)
+    assert "of id 1 with -1 from the sampler and -1.5 from the trainer" in str(raised.value)
+    assert compare(one_row(300), -0.5, max_k3=math.inf) is not None
+
+
+def test_i9_few_ids_are_judged_as_if_the_others_of_256_agreed():
+    """One improbable id of ten: k3 0.1, which is 0.005 of 256."""
+    assert compare(one_row(10), -0.5) is not None
+    with pytest.raises(PolicyMismatchError):
+        compare(one_row(10), -2.0)
+
+
+def test_i9_rows_with_ids_of_other_weights_are_no_evidence():
+    """Also of their later ids: those may have been sampled with keys and values of the older weights."""
+    assert compare(one_row(4, versions=[2, 2, 3, 3]), -9.0) is None
+    assert compare(one_row(4, versions=[2, 2, 2, 2]), -9.0) is None
+    with pytest.raises(PolicyMismatchError):
+        compare(one_row(4, versions=[3, 3, 3, 3]), -9.0)

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from support.scripted_env import ScriptedEnv
 from support.sequences import sampled
 from unbroken.counters import Counters, Event
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
+from unbroken.errors import PolicyMismatchError
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
@@ -188,6 +190,38 @@ async def test_kl_is_of_everything_sampled_by_the_ids_that_each_part_has(tmp_pat
     assert scored["mismatch/zero_variance_max_abs"] == pytest.approx(scored["mismatch/max_abs"])
     assert unscored["mismatch/kl"] is unscored["mismatch/zero_variance_k3"] is None
     assert scored["mismatch/k3"] == unscored["mismatch/k3"]
+
+
+EQUAL = [group(trajectory(1.0), trajectory(1.0)) for _ in range(3)]
+"""Rollouts with rewards that teach nothing."""
+
+
+async def run_untrained(directory, **config: Any) -> dict[str, Any]:
+    with MetricsWriter(directory) as metrics:
+        await train(
+            Source(EQUAL),
+            trainer=Trainer(tiny_qwen3(), TrainerConfig(**config)),
+            publisher=Nowhere(),
+            metrics=metrics,
+            config=LoopConfig(num_steps=1),
+        )
+    (line,) = (directory / "metrics.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+async def test_i9_a_step_that_trains_nothing_compares_its_rollouts_too(tmp_path):
+    metrics = await run_untrained(tmp_path)
+    assert metrics["train/num_rows"] == 0
+    assert metrics["mismatch/num_tokens"] == 12
+    assert metrics["mismatch/k3"] == metrics["mismatch/kl"] > 0
+    assert metrics["mismatch/max_abs"] > 0
+
+
+async def test_i9_and_ends_the_run_if_they_are_of_another_policy(tmp_path):
+    """Garbage earns no reward: without this no step would be trained, and nothing compared."""
+    with pytest.raises(PolicyMismatchError, match=r"two policies \(I9\)"):
+        await run_untrained(tmp_path, max_policy_k3=1e-6)
 
 
 def test_what_a_reward_is_made_of_is_shown_by_name():
