@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 
-# `make demo`, mean of five seeds (docs/lab-notes/learning.md, "the demo over five fresh seeds").
+# `unbroken drift` of a real model, SmolLM2-135M-Instruct (docs/lab-notes/learning.md, 2026-11-28).
 DRIFT = {
     "unbroken": 0.0,
-    "retokenised, calls in the template's own JSON": 1.4,
-    "retokenised, calls in compact JSON": 100.0,
+    "retokenised, conversations with a tool": 85.9,
+    "retokenised, chats of three turns": 66.7,
 }
 """Percent of rollouts whose trained ids are not the ids that were sampled."""
 
@@ -151,73 +152,109 @@ REAL = {"fast": ("unbroken", OURS), "exact": ("unbroken, exact numerics", BETWEE
 TASKS = {"sums": "sums, one turn", "tool": "calculator, up to 8 turns"}
 NUM_POINTS = 60
 Curve = Sequence[tuple[float, list[float]]]
-"""Steps or seconds, and the rewards of all seeds there."""
+"""Steps or seconds, and the rewards, or the k3, of all seeds there."""
 
 
 def draw_real(folder: Path) -> tuple[list[str], int]:
-    """Draw a row for each task: reward over steps, and over seconds; return the shapes and the height of the figure."""
+    """Draw a row for each task: reward over steps, and k3, or over seconds where all sides had the GPU for themselves.
+
+    Return the shapes and the height of the figure. Runs that were cut are left out: their curves would end early.
+    """
     sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
     import real
 
     results, shapes, height = real.read_results(folder), [], 0
     for task, name in TASKS.items():
-        of_task = {side: [each for each in results if (each["task"], each["side"]) == (task, side)] for side in REAL}
-        over_steps, over_seconds = {}, {}
-        for side, found in of_task.items():
-            chosen, alone = real.choose_curves(found), [each for each in found if each["jobs"] == 1]
-            steps = max((len(each["rewards"]) for each in chosen), default=0)
-            over_steps[side] = find_curve(chosen, range(steps), real.reward_at)
-            longest_s = min((sum(each["wall_s"]) for each in alone), default=0.0)
-            seconds = [longest_s * k / NUM_POINTS for k in range(NUM_POINTS)]
-            over_seconds[side] = find_curve(alone, seconds, real.reward_after)
-        curves = [curve for curves in (over_steps, over_seconds) for curve in curves.values()]
-        if not (rewards := [reward for curve in curves for _, of_seeds in curve for reward in of_seeds]):
+        whole = [each for each in results if each["task"] == task and len(each["rewards"]) == each["steps"]]
+        sides = {side: real.choose_curves([each for each in whole if each["side"] == side]) for side in REAL}
+        sides = {side: found for side, found in sides.items() if found}
+        if not sides:
             continue
-        highest = max(0.1, math.ceil(max(rewards) * 10) / 10)
-        row = draw_panel(60, f"Reward, {name}", "steps", over_steps, highest)
-        row += draw_panel(500, "the same over the wall clock", "seconds", over_seconds, highest)
+        alone = {side: [each for each in found if each["jobs"] == 1] for side, found in sides.items()}
+        steps = range(max(each["steps"] for each in whole))
+        rewards = {side: find_curve(found, steps, real.reward_at) for side, found in sides.items()}
+        row = draw_panel(60, f"Reward, {name}", "steps", rewards, note_rewards(rewards))
+        if all(alone.values()):
+            longest_s = {side: min(sum(each["wall_s"]) for each in found) for side, found in alone.items()}
+            over_seconds = {
+                side: find_curve(
+                    found, [longest_s[side] * k / NUM_POINTS for k in range(NUM_POINTS)], real.reward_after
+                )
+                for side, found in alone.items()
+            }
+            row += draw_panel(485, "the same over the wall clock", "seconds", over_seconds, note_rewards(over_seconds))
+        else:
+            k3 = {side: find_curve(found, steps, k3_at) for side, found in sides.items()}
+            row += draw_panel(485, "k3 of trainer and sampler", "steps", k3, note_k3(sides))
         shapes += [f'<g transform="translate(0 {height})">', *row, "</g>"]
         height += HEIGHT
     return shapes, height
 
 
 def find_curve(results: Sequence[Any], places: Sequence[float], find: Any) -> Curve:
-    """The rewards of all runs at each place that all have reached."""
+    """The values of all runs at each place that all have reached."""
     curve = [(place, [find(each, place) for each in results]) for place in places]
-    return [(place, rewards) for place, rewards in curve if rewards and None not in rewards]
+    return [(place, values) for place, values in curve if values and None not in values]
 
 
-def draw_panel(left: float, title: str, unit: str, curves: Mapping[str, Curve], highest: float) -> list[str]:
+def k3_at(result: Any, step: int) -> float | None:
+    """The k3 of a step; None if nothing was compared in it."""
+    k3: float | None = result["k3"][step]
+    return k3
+
+
+def note_rewards(curves: Mapping[str, Curve]) -> dict[str, str]:
+    """Say for each side where its curve ends."""
+    notes = {}
+    for side, curve in curves.items():
+        last = curve[-1][1] if curve else [0.0]
+        notes[side] = f"{sum(last) / len(last):.2f} at the end, {len(last)} seed{'s' if len(last) > 1 else ''}"
+    return notes
+
+
+def note_k3(sides: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Say for each side what k3 its steps have."""
+    notes = {}
+    for side, found in sides.items():
+        k3 = [value for each in found for value in each["k3"] if value is not None] or [0.0]
+        notes[side] = f"median {statistics.median(k3):.2g}, largest {max(k3):.2g}" if max(k3) else "0 in every step"
+    return notes
+
+
+def draw_panel(left: float, title: str, unit: str, curves: Mapping[str, Curve], notes: Mapping[str, str]) -> list[str]:
     """Draw a line for each side, the mean over seeds, in an area from the least to the most of them."""
     right, top, bottom = left + 200, 60, 205
     longest = max((curve[-1][0] for curve in curves.values() if curve), default=1.0) or 1.0
+    most = max((value for curve in curves.values() for _, of in curve for value in of), default=1.0) or 1.0
+    unit_of_most = 10 ** math.floor(math.log10(most))
+    highest = math.ceil(most / unit_of_most) * unit_of_most
 
-    def place(at: float, reward: float) -> str:
-        return f"{left + (right - left) * at / longest:g},{bottom - (bottom - top) * reward / highest:g}"
+    def place(at: float, value: float) -> str:
+        return f"{left + (right - left) * at / longest:g},{bottom - (bottom - top) * value / highest:g}"
 
     shapes = [
         text(left - 30, 32, title, size=15),
         f'<path d="M{left} {top} V{bottom} H{right}" fill="none" stroke="{FAINT}"/>',
     ]
     for share in (0.0, 0.5, 1.0):
-        y = bottom - (bottom - top) * share
-        shapes.append(text(left - 8, y + 4, f"{highest * share:g}", anchor="end", size=11))
-        shapes.append(text(left + (right - left) * share, bottom + 16, f"{longest * share:.0f}", anchor="middle"))
+        y, end = bottom - (bottom - top) * share, "end" if share == 1 else "middle"
+        shapes.append(f'<path d="M{left} {y:g} H{right}" stroke="{FAINT}" opacity="0.5"/>')
+        shapes.append(text(left - 8, y + 4, f"{highest * share:.2g}", anchor="end", size=11))
+        shapes.append(text(left + (right - left) * share, bottom + 16, f"{longest * share:.0f}", anchor=end, size=11))
     for row, (side, (label, color)) in enumerate(REAL.items()):
-        curve = curves[side]
+        curve = curves.get(side)
         if not curve:
             continue
         area = [place(at, min(of)) for at, of in curve] + [place(at, max(of)) for at, of in reversed(curve)]
         line = [place(at, sum(of) / len(of)) for at, of in curve]
+        y = top + 20 + 48 * row
         shapes += [
             f'<polygon points="{" ".join(area)}" fill="{color}" opacity="0.15"/>',
             f'<polyline points="{" ".join(line)}" fill="none" stroke="{color}" stroke-width="2"/>',
+            text(right + 12, y, label, color=color, size=12),
+            text(right + 12, y + 15, notes[side], size=11),
         ]
-        last = curve[-1][1]
-        note = f"{sum(last) / len(last):.2f} at the end, {len(last)} seed{'s' if len(last) > 1 else ''}"
-        y = top + 20 + 48 * row
-        shapes += [text(right + 12, y, label, color=color, size=12), text(right + 12, y + 15, note, size=11)]
-    return [*shapes, text(left, bottom + 36, unit)]
+    return [*shapes, text(left, bottom + 34, unit, size=11)]
 
 
 def write(name: str, shapes: list[str], height: int = HEIGHT) -> None:
