@@ -52,6 +52,7 @@ from unbroken.runs.settings import describe
 from unbroken.threads import attend_to_loop
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
+from unbroken.training.config import TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.publication import Snapshots
@@ -180,15 +181,8 @@ async def open_run(
         if engine.engine.context_length and policy is not sampled:
             fix_rotary(policy, engine.engine.context_length)
         policy, reference = prepare_model(policy, config, load_again=load if parallel.is_sharded else None)
-        max_k3 = choose_max_k3(config, config.engine, policy)
-        trainer = Trainer(
-            policy,
-            replace(engine.adapt(config.training), max_policy_k3=max_k3),
-            objective=config.objective,
-            accelerator=accelerator,
-            images=processor,
-            reference=reference,
-        )
+        own = {"accelerator": accelerator, "images": processor, "reference": reference}
+        trainer = Trainer(policy, _choose_training(config, engine, policy), objective=config.objective, **own)
         yield OpenRun(
             source=locate(model),
             rank=rank,
@@ -199,6 +193,11 @@ async def open_run(
             trainer=trainer,
             model=policy,
         )
+
+
+def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> TrainerConfig:
+    """The settings of the trainer, with what it has to know of the engine that samples."""
+    return replace(engine.adapt(config.training), max_policy_k3=choose_max_k3(config, config.engine, policy))
 
 
 def _warn_about_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:

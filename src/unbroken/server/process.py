@@ -140,8 +140,7 @@ async def run_server(
     listeners = listeners or [listen(options.host, options.port)]
     engine = await start_engine(codec, processor, image_limits)
     try:
-        if check is not None:
-            print(f"unbroken: {await check(engine, make_renderer({}))}", file=sys.stderr, flush=True)
+        await _report_check(check, engine, make_renderer)
         app = make_app(
             engine,
             make_renderer,
@@ -161,6 +160,11 @@ async def run_server(
     finally:
         await engine.close()
     return 0
+
+
+async def _report_check(check: CheckEngine | None, engine: Engine, make_renderer: MakeRenderer) -> None:
+    if check is not None:
+        print(f"unbroken: {await check(engine, make_renderer({}))}", file=sys.stderr, flush=True)
 
 
 def make_renderer_factory(
