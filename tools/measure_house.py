@@ -1,6 +1,8 @@
 """Print how large the package is, and fail if a number is above its bound in `BOUNDS`: `make check` runs it.
 
-Whoever lets a number grow raises its bound here, so that a review sees it; whoever lowers one lowers the bound.
+Whoever lets a number grow raises its bound here, so that a review sees it; whoever lowers one lowers the bound. Lines
+and files are shown and have no bound: one was paid by joined lines, and by helpers with good names that became a part
+of their callers.
 `--names` also prints which modules, classes and functions they are. `measure_walks.py` counts what a run goes through.
 """
 
@@ -17,27 +19,19 @@ SOURCE = ROOT / "src"
 PACKAGE = "unbroken"
 
 BOUNDS = {
-    "lines of src": 80_090,
-    "files of src": 411,
     "modules with one importer, under 100 lines": 35,
     "public class names that exist twice": 0,
     "lines of the longest function": 70,
     "functions over 50 lines": 6,
     "import cycles": 0,
-    "lines of tests": 81_120,
-    "modules that tests import by name": 248,
 }
 """The largest value of each number that passes."""
 GOALS = {
-    "lines of src": 60_000,
-    "files of src": 470,
     "modules with one importer, under 100 lines": 30,
     "public class names that exist twice": 5,
     "lines of the longest function": 70,
     "functions over 50 lines": 8,
     "import cycles": 0,
-    "lines of tests": 50_000,
-    "modules that tests import by name": 120,
 }
 """What the numbers should become."""
 
@@ -64,22 +58,16 @@ def main() -> int:
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    tests = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
-    tested = {each for path, text in tests.items() for each in find_imports(path.stem, ast.parse(text), modules)}
     is_package = {name: path.name == "__init__.py" for name, path in modules.items()}
     small = [name for name, num in importers.items() if num == 1 and lines[name] < SMALL and not is_package[name]]
     twice = [name for name, num in classes.items() if num > 1]
     cycles = _find_cycles(imports)
     values = {
-        "lines of src": sum(lines.values()),
-        "files of src": len(modules),
         "modules with one importer, under 100 lines": len(small),
         "public class names that exist twice": len(twice),
         "lines of the longest function": max(functions)[0],
         "functions over 50 lines": sum(length > LONG for length, _ in functions),
         "import cycles": len(cycles),
-        "lines of tests": sum(len(text.splitlines()) for text in tests.values()),
-        "modules that tests import by name": sum(not is_package[name] for name in tested),
     }
     _print_packages(lines)
     print(f"\n{'':44}{'now':>8}{'bound':>8}{'goal':>8}")
