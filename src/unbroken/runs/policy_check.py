@@ -9,7 +9,7 @@ are compared as they are (`Trainer.check_policy`).
 
 The bounds are from measurements on SmolLM2-135M (docs/lab-notes/exactness.md): k3 of bfloat16 is 5e-4 to 2e-3, that of
 a rotary embedding of another base 0.1, and of two layers that changed places 1. The median surprise of text is 0.2 at
-most, and 4.8 at least for ids of another tokenizer, where the entropy is 5 in place of 2.
+most, and 4.8 at least for ids of another tokenizer.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ FLOAT32, DENSE, COARSE = 1e-4, 0.02, 0.1
 experts whose choice is not replayed."""
 MAX_SURPRISE = 4.0
 """In nats, of the median id of a prompt: by how much it is less probable than the model expects of an id there."""
-_LEAST_ENTROPY = 3.0
-"""In nats, at the median id. A model that was only trained on replies (the demo's) is surprised by any prompt, and yet
-certain of what comes; one that gets another tokenizer's ids knows that it does not know."""
+_LEAST_VOCABULARY = 8192
+"""Ids of a model whose text is judged. Home-made models, as the demo's, have fewer, and know none but their own task:
+any prompt surprises one that was trained on replies alone."""
 _NUM_TOGETHER, _NUM_IDS = 16, 16
 """Prompts of one batch, and ids after each: 256 ids in all."""
 _NUM_ALONE, _ALONE_IDS, _ALONE_S = 2, 8, 1.0
@@ -165,22 +165,18 @@ def find_surprise(prompts: Sequence[RenderedPrompt], score: Score) -> float:
     """By how much the median id of prompts is less probable than the model expects of an id there, in nats.
 
     Sampler and trainer agree on any ids, also on those that another model's tokenizer made of the text: only this tells
-    them apart. A model that was never trained expects nothing, so nothing surprises it. It is 0 where the model is
-    certain of what comes, and without prompts; those with images are left out.
+    them apart. A model that was never trained expects nothing, so nothing surprises it. Prompts with images are left
+    out; without any other it is 0.
     """
     rows = [_given_row(prompt) for prompt in prompts if not prompt.images and len(prompt.token_ids) > 1][:_NUM_TEXTS]
     scores = score(rows) if rows else []
-    if not scores:
-        return 0.0
-    entropies = np.concatenate([each.entropies[1:] for each in scores])
-    if np.median(entropies) < _LEAST_ENTROPY:
-        return 0.0
-    return float(np.median(-np.concatenate([each.logprobs[1:] for each in scores]) - entropies))
+    surprises = [-each.logprobs[1:] - each.entropies[1:] for each in scores]
+    return float(np.median(np.concatenate(surprises))) if surprises else 0.0
 
 
-def check_surprise(surprise: float) -> None:
+def check_surprise(surprise: float, *, vocab_size: int) -> None:
     """Raise `PolicyMismatchError` if a model knows its prompts no better than ids of another tokenizer."""
-    if surprise <= MAX_SURPRISE:
+    if surprise <= MAX_SURPRISE or vocab_size < _LEAST_VOCABULARY:
         return
     raise PolicyMismatchError(
         f"the prompts are no text to this model (I9): half of their ids are less probable than it expects by more than "
@@ -241,7 +237,7 @@ class PolicyCheck:
                 trainer.check_policy(of_one, logprobs, max_k3=self.max_k3)
             surprise = find_surprise(prompts, trainer.score)
             with trainer.fail_together():
-                check_surprise(surprise)
+                check_surprise(surprise, vocab_size=trainer.vocab_size)
         except PolicyMismatchError as error:
             raise PolicyMismatchError(f"{self.name}: {error}. {describe_libraries()}. Nothing was trained") from error
         return _merge(scored)
@@ -282,7 +278,7 @@ async def check_against_folder(
         scores = score_plainly(own, rows)
         logprobs = [each.logprobs[row.loss_mask] for row, each in zip(rows, scores, strict=True)]
         found = check_one_policy(rows, logprobs, policy_version=version, max_k3=max_k3)
-        check_surprise(find_surprise(prompts, partial(score_plainly, own)))
+        check_surprise(find_surprise(prompts, partial(score_plainly, own)), vocab_size=engine.vocab_size)
         assert found is not None, "all rows are of one version"
         return found, max_k3
 

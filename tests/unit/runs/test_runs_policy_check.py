@@ -137,16 +137,17 @@ def scores_of(logprob: float, entropy: float) -> Any:
     return score
 
 
-def test_ids_of_another_tokenizer_surprise_a_model_that_does_not_know_what_comes():
+def test_ids_of_another_tokenizer_surprise_a_model_of_a_language():
     surprise = find_surprise([PROMPT], scores_of(-12.0, 6.0))
     assert surprise == pytest.approx(6.0)
     with pytest.raises(PolicyMismatchError, match=r"no text to this model .* Are tokenizer and chat template"):
-        check_surprise(surprise)
+        check_surprise(surprise, vocab_size=49_152)
+    check_surprise(surprise, vocab_size=600)  # a home-made model: all text is new to it
 
 
-@pytest.mark.parametrize(("logprob", "entropy"), [(-3.0, 2.0), (-11.0, 11.0), (-12.0, 0.1)])
-def test_text_untrained_models_and_those_of_replies_alone_are_no_surprise(logprob, entropy):
-    check_surprise(find_surprise([PROMPT], scores_of(logprob, entropy)))
+@pytest.mark.parametrize(("logprob", "entropy"), [(-3.0, 2.0), (-11.0, 11.0)], ids=["text", "untrained"])
+def test_text_and_models_that_expect_nothing_are_no_surprise(logprob, entropy):
+    check_surprise(find_surprise([PROMPT], scores_of(logprob, entropy)), vocab_size=49_152)
 
 
 def test_prompts_with_images_alone_are_not_judged():
