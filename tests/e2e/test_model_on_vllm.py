@@ -151,7 +151,7 @@ async def test_numerics_compares_vllm_with_the_trainer_row_by_row_and_module_by_
     for way in ("prefill", "cached", "alone", "batches", "together", "updated"):
         assert 0 < fast["ways"][way]["k3"] < 1e-2, way
     found = re.fullmatch(
-        r"of 21 modules embed_tokens is the first that differs: 144 of 144 ids, by up to (\S+) \(bfloat16 and .*",
+        r"of 21 modules embed_tokens is the first that differs: 136 of 136 ids, by up to (\S+) \(bfloat16 and .*",
         fast["modules"],
     )
     assert found is not None, fast["modules"]
