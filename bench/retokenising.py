@@ -438,6 +438,8 @@ async def make_run(kind: Kind, seed: int, model: Path, output: Path, arguments: 
         ),
         rollouts=make_rollouts(arguments),
         trainer=TrainerConfig(
+            # Retokenised rows have the logprobs of other ids: their mismatch is what is measured.
+            max_policy_k3=None if kind.rows == "exact" else math.inf,
             optimizer=OptimizerConfig(
                 learning_rate=arguments.learning_rate, betas=(0.9, 0.99), warmup_updates=arguments.warmup_updates
             ),
