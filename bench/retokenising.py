@@ -30,6 +30,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import shutil
 import sys
