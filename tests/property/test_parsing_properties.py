@@ -142,3 +142,21 @@ def test_calls_as_the_models_write_them_are_read_alone_behind_text_and_cut_anywh
         whole = [(call.name, call.arguments) for call in cut.tool_calls if call.status is ToolCallStatus.OK]
         assert whole == calls[: len(cut.tool_calls) - len(cut.failures)]
         assert len(cut.failures) < 2
+
+
+@pytest.mark.parametrize("ending", ["", "{closing}", " {closing}ok"], ids=["not closed", "closed", "answered"])
+@pytest.mark.parametrize(
+    "call_format",
+    [form for form in FORMATS if form.reasoning is not None and form.reasoning.opening and written_calls(form)],
+    ids=lambda call_format: call_format.name,
+)
+def test_calls_by_id_inside_reasoning_are_read_and_end_it(call_format: CallFormat, ending: str) -> None:
+    thought = call_format.reasoning
+    assert thought is not None
+    form = FormatOnTokenizer(call_format, control=[d for d in call_format.delimiters if d.strip()])
+    text = f"{thought.opening}hm{written_calls(call_format)}{ending.format(closing=thought.closings[0])}{STOPS[0]}"
+    parsed = form.parse(text)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("add", {"a": 1}), ("now", {})]
+    assert (parsed.reasoning, parsed.content) == ("hm", "ok" if "ok" in ending else "")
+    assert parsed.reasoning_complete
+    check_parts(parsed, form.ids(text))

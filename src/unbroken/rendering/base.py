@@ -144,6 +144,8 @@ class ToolCallStatus(StrEnum):
     MISSING_NAME = "missing_name"
     INVALID_ARGUMENTS = "invalid_arguments"
     """The arguments are not an object."""
+    IN_REASONING = "in_reasoning"
+    """A call begins in reasoning that is never closed, and could not be told from text about calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ class ParsedToolCall:
     """The text between the delimiters."""
     status: ToolCallStatus
     span: tuple[int, int]
-    """Half-open range of completion ids, delimiters included."""
+    """Half-open range of completion ids, delimiters included; empty if `IN_REASONING`: the ids are the reasoning's."""
     name: str = ""
     """Empty unless the status is OK."""
     arguments: dict[str, Any] = field(default_factory=dict)

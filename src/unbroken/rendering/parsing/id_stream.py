@@ -135,6 +135,8 @@ class Delimiters:
         self._controls = {d: [(m.start, m.stop) for m in control.find(d)] for d in self._spelled}
         self.control_ids = control.ids if any(self._controls.values()) else frozenset()
         """The ids whose places `find` has to know."""
+        self.exact = frozenset(self.by_id.values()) | {d for d, matches in self._controls.items() if matches}
+        """The delimiters that a control id belongs to, so that no other text can spell them."""
 
     def find(self, text: str, start: int, stop: int, is_control: Callable[[int, int], bool]) -> tuple[str, int] | None:
         """Find the first delimiter in `text[start:]` that begins before `stop`; the longest of several at one place.

@@ -74,7 +74,7 @@ class FormatParser:
             (self.call_format, self._delimiters) if reads_calls else (self._plain_format, self._plain_delimiters)
         )
         stream = IdStream(self._tokens, delimiters)
-        return FormatReader(call_format, stream, reasoning_opened=reasoning_opened, tools=tools)
+        return FormatReader(call_format, stream, exact=delimiters.exact, reasoning_opened=reasoning_opened, tools=tools)
 
     def parse(
         self, completion_ids: Iterable[int], *, reasoning_opened: bool = False, tools: Sequence[ToolSchema] = ()
@@ -89,12 +89,23 @@ class FormatReader:
     """Implements `ResponseReader` for one completion."""
 
     def __init__(
-        self, call_format: CallFormat, stream: IdStream, *, reasoning_opened: bool, tools: Sequence[ToolSchema]
+        self,
+        call_format: CallFormat,
+        stream: IdStream,
+        *,
+        exact: Collection[str],
+        reasoning_opened: bool,
+        tools: Sequence[ToolSchema],
     ) -> None:
+        """`exact` are the delimiters that control ids make, see `Delimiters.exact`."""
         self._call_format = call_format
         self._openings = {region.opening: region for region in call_format.regions if region.opening}
         self._start_regions = [region for region in call_format.regions if region.starts_with]
         self._separators = {*call_format.separators, *call_format.message_separators}
+        self._call_openings = {
+            opening for opening, region in self._openings.items() if region.kind is PartKind.TOOL_CALL
+        }
+        self._exact_beginnings = (self._call_openings | self._separators).intersection(exact)
         self._stream = stream
         self._parts = stream.parts
         self._tools = tools
@@ -107,6 +118,9 @@ class FormatReader:
         self._deltas: list[Delta] = []
         self._region: Region | None = None
         self._body: _OpenBody | None = None
+        self._held_call: _HeldCall | None = None
+        self._unread_calls: list[list[str]] = []  # of the reasoning that is being read: pieces from an opening on
+        self._late_closings: Sequence[str] = ()  # of reasoning that a call has ended
         self._was_once_opened = False
         self._response: ParsedResponse | None = None
         self._parts.begin(PartKind.CONTENT, 0)
@@ -189,6 +203,11 @@ class FormatReader:
         elif self._call_format.header is not None and delimiter == self._call_format.header.opening:
             self._release_lead()
             self._open_header(start, stop, opening=delimiter)
+        elif delimiter in self._late_closings:
+            # Qwen3 and GLM also write `<think>hm<tool_call>..</tool_call></think>ok`: the call has ended the reasoning.
+            self._late_closings = ()
+            self._release_lead()
+            self._cut(self._content, start)
         elif delimiter in self._separators or self._is_empty_reasoning(delimiter):
             self._release_lead()
             self._cut(self._content, start)
@@ -198,17 +217,107 @@ class FormatReader:
 
     def _follow_inside(self, piece: TextPiece, region: Region) -> None:
         stop = piece.start + len(piece.text)
+        if region.kind is PartKind.REASONING and self._follow_held_call(piece, region):
+            return
         if self._body is not None and region.quotes is not None and self._body.quotes(piece, region.quotes):
             self._body.add(piece, region.inner_delimiters)
         elif piece.is_delimiter and piece.text in region.closings:
             self._leave(region, piece.start, stop, is_closed=True, closing=piece.text)
-        elif piece.is_delimiter and piece.text in region.ended_by:
+        elif piece.is_delimiter and (
+            piece.text in region.ended_by or (not region.closings and piece.text in self._late_closings)
+        ):
             self._leave(region, piece.start, piece.start, is_closed=not region.closings)
             self._follow_outside(piece)
         elif self._body is not None:
             self._body.add(piece, region.inner_delimiters)
+        elif region.kind is PartKind.REASONING:
+            self._add_reasoning(piece)
         else:
-            self._add_text(self._flow_of(region), region.kind, piece.text, piece.start)
+            self._add_text(self._content, region.kind, piece.text, piece.start)
+
+    # Calls inside reasoning
+
+    def _follow_held_call(self, piece: TextPiece, thought: Region) -> bool:
+        """Hold back what may be a call in reasoning that the model forgot to close; False if the piece is not of one.
+
+            <think> hm <tool_call> {"name": "now", "arguments": {}} </tool_call>     a call: it ends the reasoning
+            <think> the tag <tool_call> begins a call </think>                       text: the reasoning goes on
+
+        It is a call if control ids open it and its body is read as one.
+        """
+        held = self._held_call
+        is_end = piece.is_delimiter and (piece.text in thought.closings or piece.text in thought.ended_by)
+        if held is None:
+            if is_end or not (piece.is_delimiter and piece.text in self._exact_beginnings):
+                return False
+            held = self._held_call = _HeldCall()
+        elif is_end:
+            self._release_held_call(held)
+            return False
+        region, body = held.region, held.body
+        stop = piece.start + len(piece.text)
+        if region is not None and body is not None:
+            if region.quotes is not None and body.quotes(piece, region.quotes):
+                held.add(piece)
+            elif piece.is_delimiter and piece.text in region.closings:
+                held.pieces.append(piece)
+                self._end_held_call(held, thought, piece.start, stop, is_closed=True, closing=piece.text)
+            elif piece.is_delimiter and piece.text in region.ended_by:
+                self._end_held_call(held, thought, piece.start, piece.start, is_closed=not region.closings)
+                self._follow([piece])
+            else:
+                held.add(piece)
+        elif piece.is_delimiter and piece.text in self._exact_beginnings:
+            held.open(piece, self._openings.get(piece.text))
+        elif not piece.text.strip():
+            held.pieces.append(piece)  # white space between the beginnings of a section and of a call
+        else:
+            self._release_held_call(held)
+            self._add_reasoning(piece)
+        return True
+
+    def _end_held_call(
+        self, held: _HeldCall, thought: Region, body_stop: int, stop: int | None, *, is_closed: bool, closing: str = ""
+    ) -> None:
+        """Decide whether it is a call: then the reasoning ends before it."""
+        region, body = held.region, held.body
+        assert region is not None
+        assert body is not None
+        attempts = _read_attempts(region, body.build(), self._tools, is_closed=is_closed)
+        if not any(attempt.status is ToolCallStatus.OK for attempt in attempts):
+            self._release_held_call(held)
+            return
+        self._held_call = None
+        first = held.pieces[0].start
+        self._leave(thought, first, first, is_closed=False)
+        self._late_closings = thought.closings
+        self._cut(self._content, first)
+        self._region, self._body = region, body
+        self._leave(region, body_stop, stop, is_closed=is_closed, closing=closing)
+
+    def _release_held_call(self, held: _HeldCall) -> None:
+        """Add what was held back as reasoning."""
+        self._held_call = None
+        for piece in held.pieces:
+            self._add_reasoning(piece)
+
+    def _add_reasoning(self, piece: TextPiece) -> None:
+        if piece.is_delimiter and piece.text in self._call_openings:
+            self._unread_calls.append([])
+        if self._unread_calls:
+            self._unread_calls[-1].append(piece.text)
+        self._add_text(self._reasoning, PartKind.REASONING, piece.text, piece.start)
+
+    def _end_unread_calls(self, *, is_closed: bool) -> None:
+        """Report calls that stay in reasoning, if it was not closed: closed reasoning may be about calls."""
+        unread, self._unread_calls = self._unread_calls, []
+        if is_closed:
+            return
+        for texts in unread:
+            call = CallAttempt(status=ToolCallStatus.IN_REASONING).to_call(
+                "".join(texts), (self._parts.num_ids, self._parts.num_ids)
+            )
+            self._add_call(call)
 
     def _follow_header(self, piece: TextPiece, body: _OpenBody) -> None:
         header = self._call_format.header
@@ -266,9 +375,10 @@ class FormatReader:
         if body is not None:
             self._finish_calls(region, body, stop, is_closed=is_closed, closing=closing)
         else:
-            flow = self._flow_of(region)
+            flow = self._reasoning if region.kind is PartKind.REASONING else self._content
             self._parts.begin(PartKind.MARKUP, body_stop - flow.num_held)
             flow.cut()
+            self._end_unread_calls(is_closed=is_closed)
         if region.kind is not PartKind.CONTENT and not region.starts_with:
             self._content.cut()
         if self._reads_headers and stop is not None:
@@ -276,6 +386,7 @@ class FormatReader:
 
     def _end(self) -> bool:
         """End the completion; returns whether its reasoning is complete."""
+        self._end_last_held_call()
         region = self._region
         if region is None:
             if self._body is not None:
@@ -283,14 +394,27 @@ class FormatReader:
             self._release_lead()
             self._emit(PartKind.CONTENT, self._content.end())
             return True
-        stops = self._stream.stop_texts
-        is_closed = any(stop in region.closings for stop in stops) if region.closings else bool(stops)
+        is_closed = self._is_closed_by_stop(region)
         if region.kind is PartKind.CONTENT:
             self._emit(PartKind.CONTENT, self._content.end())
         else:
             self._leave(region, self._stream.length, None, is_closed=is_closed)
             self._emit(PartKind.CONTENT, self._content.end())
         return region.kind is not PartKind.REASONING or is_closed
+
+    def _end_last_held_call(self) -> None:
+        held, thought = self._held_call, self._region
+        if held is None or thought is None:
+            return
+        if held.region is None:
+            self._release_held_call(held)
+            return
+        is_closed = self._is_closed_by_stop(held.region)
+        self._end_held_call(held, thought, self._stream.length, None, is_closed=is_closed)
+
+    def _is_closed_by_stop(self, region: Region) -> bool:
+        stops = self._stream.stop_texts
+        return any(stop in region.closings for stop in stops) if region.closings else bool(stops)
 
     def _end_header(self, body: _OpenBody) -> None:
         """End a header that was not closed. Without any delimiter it is content."""
@@ -304,9 +428,6 @@ class FormatReader:
             self._add_content(whole.text, body.opened_at)
 
     # Text
-
-    def _flow_of(self, region: Region) -> _TextJoiner:
-        return self._reasoning if region.kind is PartKind.REASONING else self._content
 
     def _add_content(self, text: str, start: int) -> None:
         if self._lead:
@@ -361,8 +482,11 @@ class FormatReader:
             self._cut(self._content, body.opened_at)
             self._content.cut()
         for call in _build_calls(attempts, body, whole.text, closing, stop, self._parts):
-            self._calls.append(call)
-            self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))
+            self._add_call(call)
+
+    def _add_call(self, call: ParsedToolCall) -> None:
+        self._calls.append(call)
+        self._deltas.append(Delta(kind=PartKind.TOOL_CALL, tool_call=call))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -400,6 +524,30 @@ class _OpenBody:
         return CallBody(
             text="".join(self.texts), inner_delimiters=tuple(self.inner_delimiters), header=self.header, closing=closing
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class _HeldCall:
+    """What may be a call inside reasoning: its pieces, and its body once a call is opened."""
+
+    pieces: list[TextPiece] = field(default_factory=list)
+    region: Region | None = None
+    body: _OpenBody | None = None
+
+    def open(self, piece: TextPiece, region: Region | None) -> None:
+        """Take the opening of a call with its region, or of a section of calls, which has none."""
+        self.pieces.append(piece)
+        if region is not None:
+            self.region = region
+            stop = piece.start + len(piece.text)
+            self.body = _OpenBody(opened_at=piece.start, start=stop, opening=piece.text)
+
+    def add(self, piece: TextPiece) -> None:
+        """Take a piece of the body."""
+        assert self.region is not None
+        assert self.body is not None
+        self.pieces.append(piece)
+        self.body.add(piece, self.region.inner_delimiters)
 
 
 def _read_attempts(

@@ -147,7 +147,9 @@ class _TurnBuilder:
         if kind in self._pieces:
             text = self._read_value(found, self._text[start:stop])
             self._pieces[kind] += [text] if text else []
-        self._is_reasoning_open |= kind is PartKind.REASONING and not found.is_closed
+        if kind is PartKind.REASONING and not found.is_closed:
+            self._is_reasoning_open = True
+            self._add_unread_call(start, stop)
 
     def finish(self, *, num_stop: int) -> ParsedResponse:
         return ParsedResponse(
@@ -180,6 +182,16 @@ class _TurnBuilder:
             attempts = _read_attempts(field, body, found.captures, self._tools)
         full_text = self._text[start:stop]
         self._calls += [attempt.to_call(body, span, full_text=full_text) for attempt in attempts]
+
+    def _add_unread_call(self, start: int, stop: int) -> None:
+        """Report a call that stays in reasoning: transformers ends the reasoning only at its closing."""
+        names = [name for name in self._spec.fields if _KINDS.get(name) is PartKind.TOOL_CALL]
+        openings = [self._spec.fields[name].open_re for name in names if self._reads_calls]
+        body = self._text[start:stop]
+        found = [match.start() for opening in openings if opening and (match := _search(opening, body, 0))]
+        if found:
+            span = (self._parts.num_ids, self._parts.num_ids)
+            self._calls.append(CallAttempt(status=ToolCallStatus.IN_REASONING).to_call(body[min(found) :], span))
 
     def _add_as_content(self, found: _FieldSpan, body: str) -> None:
         start, stop = (min(position, len(self._text)) for position in found.whole)

@@ -125,6 +125,8 @@ class ReplyReader:
             if call is None:
                 text = self._lines.add_text(delta.text) if delta.kind is PartKind.CONTENT else delta.text
                 yield from self._cut(delta.kind, text)
+            elif call.status is ToolCallStatus.IN_REASONING:
+                continue  # its text was returned as reasoning: only `list_malformed` has it
             elif call.status is not ToolCallStatus.OK:
                 yield from self._cut(PartKind.CONTENT, self._lines.add_call(call))
             else:

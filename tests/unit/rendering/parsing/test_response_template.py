@@ -176,6 +176,12 @@ def test_what_was_cut_is_unclosed(renderer: TemplateRenderer, tokenizer: Any) ->
     assert (parsed.reasoning, parsed.reasoning_complete, parsed.content) == ("abc", False, "")
 
 
+def test_a_call_in_reasoning_that_was_not_closed_is_counted(renderer: TemplateRenderer, tokenizer: Any) -> None:
+    parsed = renderer.parse_response(ids_of(tokenizer, f"<think>hm{ADD}<|im_end|>"))
+    assert [(call.status, call.raw) for call in parsed.tool_calls] == [(ToolCallStatus.IN_REASONING, ADD)]
+    assert not renderer.parse_response(ids_of(tokenizer, f"<think>hm{ADD}</think>so<|im_end|>")).tool_calls
+
+
 def test_a_delimiter_spelled_with_ordinary_ids_is_text(renderer: TemplateRenderer, tokenizer: Any) -> None:
     ids = [i for character in ADD for i in ids_of(tokenizer, character)]
     parsed = renderer.parse_response([*ids, *ids_of(tokenizer, "<|im_end|>")])

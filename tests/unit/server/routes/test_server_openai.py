@@ -50,6 +50,17 @@ async def test_the_sdk_reads_content_reasoning_and_calls() -> None:
     assert answer.usage.completion_tokens == len(encode(THOUGHT_AND_CALLS))
 
 
+async def test_a_call_that_stays_in_unclosed_reasoning_is_listed_and_no_content() -> None:
+    written = '<tool_call>\n{"name": "add", oops\n</tool_call>'
+    app = make_app(scripted_engine(f"<think>\nhm {written}<|im_end|>"))
+    async with asgi_client(app) as client:
+        answer = (await client.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS})).json()
+    (choice,) = answer["choices"]
+    assert [call["status"] for call in choice["malformed_tool_calls"]] == ["in_reasoning"]
+    assert choice["message"]["reasoning_content"] == f"hm {written}"
+    assert not choice["message"]["content"]
+
+
 async def test_ids_and_logprobs_cover_every_sampled_id_stop_included() -> None:
     app = make_app(scripted_engine("Hello<|im_end|>"))
     async with asgi_client(app) as client:

@@ -102,11 +102,39 @@ def test_a_call_that_another_one_opens_in_is_unclosed(renderer: TemplateRenderer
     assert parsed.content == "</tool_call>"
 
 
-def test_a_call_inside_reasoning_is_reasoning(renderer: TemplateRenderer, tokenizer: Any) -> None:
-    parsed = renderer.parse_response(ids_of(tokenizer, f"<think>maybe {CALL}"))
-    assert parsed.tool_calls == ()
-    assert not parsed.reasoning_complete
-    assert parsed.reasoning == f"maybe {CALL}"
+def test_a_call_inside_reasoning_that_was_not_closed_is_read(renderer: TemplateRenderer, tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, f"<think>maybe {CALL}<|im_end|>")
+    parsed = renderer.parse_response(ids)
+    (call,) = parsed.tool_calls
+    assert (call.status, call.name, call.arguments) == (ToolCallStatus.OK, "add", {"a": 1})
+    assert tokenizer.decode(ids[slice(*call.span)]) == CALL
+    assert (parsed.reasoning, parsed.content, parsed.reasoning_complete) == ("maybe", "", True)
+
+
+def test_reasoning_about_calls_that_is_closed_stays_reasoning(renderer: TemplateRenderer, tokenizer: Any) -> None:
+    thought = "the tags <tool_call> and </tool_call> are around <tool_call>{"
+    parsed = renderer.parse_response(ids_of(tokenizer, f"<think>{thought}</think>so {CALL}<|im_end|>"))
+    assert (parsed.reasoning, parsed.content) == (thought, "so")
+    assert [call.status for call in parsed.tool_calls] == [ToolCallStatus.OK]
+
+
+@pytest.mark.parametrize("written", ["<tool_call>oops</tool_call>", '<tool_call>{"name": "f"'])
+def test_a_call_that_stays_in_reasoning_without_an_end_is_counted(
+    renderer: TemplateRenderer, tokenizer: Any, written: str
+) -> None:
+    ids = ids_of(tokenizer, f"<think>hm {written}<|im_end|>")
+    parsed = renderer.parse_response(ids)
+    (call,) = parsed.failures
+    assert (call.status, call.raw, len(ids[slice(*call.span)])) == (ToolCallStatus.IN_REASONING, written, 0)
+    assert (parsed.reasoning, parsed.content, parsed.reasoning_complete) == (f"hm {written}", "", False)
+
+
+def test_a_call_whose_tags_are_ordinary_text_stays_in_reasoning_and_is_counted() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    renderer = TemplateRenderer(tokenizer)
+    (call,) = renderer.parse_response(ids_of(tokenizer, f"<think>hm {CALL}<|im_end|>")).tool_calls
+    assert (call.status, call.raw) == (ToolCallStatus.IN_REASONING, CALL)
+    assert renderer.parse_response(ids_of(tokenizer, f"<think>hm {CALL}</think>so<|im_end|>")).tool_calls == ()
 
 
 def test_reasoning_after_a_call_is_text(renderer: TemplateRenderer, tokenizer: Any) -> None:
