@@ -158,7 +158,7 @@ class ParsedToolCall:
     span: tuple[int, int]
     """Half-open range of completion ids, delimiters included; empty if `IN_REASONING`: the ids are the reasoning's."""
     name: str = ""
-    """Empty unless the status is OK."""
+    """Of a failed call too, where it could be read; else empty."""
     arguments: dict[str, Any] = field(default_factory=dict)
     call_id: str = ""
     """The call id that the model wrote, in formats that have one; else empty."""

@@ -114,5 +114,9 @@ def _build_answer(call: ToolCall, outcome: ToolOutcome) -> Message:
 
 def _build_failure_message(parsed: ParsedResponse) -> Message:
     """Build one user message for all attempts that could not be parsed: a tool message needs a call to answer."""
-    lines = [f"- {failure.status.value}: {failure.raw}" for failure in parsed.failures]
+    # In Harmony and Mistral's format the name is not a part of `raw`: several failed calls would look alike.
+    names = [f" in a call of {failure.name}" if failure.name else "" for failure in parsed.failures]
+    lines = [
+        f"- {failure.status.value}{name}: {failure.raw}" for failure, name in zip(parsed.failures, names, strict=True)
+    ]
     return {"role": "user", "content": "\n".join(["These tool calls could not be read:", *lines])}

@@ -130,6 +130,12 @@ async def test_arguments_kept_as_text_are_answered():
     assert outcome.tool_errors == (ToolStatus.INVALID_ARGUMENTS,)
 
 
+async def test_a_malformed_call_whose_name_is_known_is_reported_by_it():
+    failed = ParsedToolCall(raw="[1]", status=ToolCallStatus.INVALID_ARGUMENTS, span=(0, 1), name="wait")
+    outcome = await env().step(reply(failed))
+    assert outcome.messages[0]["content"].endswith("\n- invalid_arguments in a call of wait: [1]")
+
+
 async def test_malformed_calls_are_named_behind_the_answers_of_those_that_parsed():
     outcome = await env().step(reply(bad('{"name": '), good("wait", steps=1), bad("{}", ToolCallStatus.MISSING_NAME)))
     assert outcome.messages == [

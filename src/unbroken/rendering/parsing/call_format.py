@@ -58,6 +58,7 @@ class CallAttempt:
 
     status: ToolCallStatus
     name: str = ""
+    """Of a failed attempt too, where it could be read."""
     arguments: dict[str, Any] = field(default_factory=dict)
     call_id: str = ""
     span: tuple[int, int] | None = None

@@ -567,7 +567,7 @@ def _read_attempts(
     return [
         attempt
         if attempt.status is ToolCallStatus.OK
-        else CallAttempt(status=ToolCallStatus.UNCLOSED, span=attempt.span)
+        else CallAttempt(status=ToolCallStatus.UNCLOSED, name=attempt.name, span=attempt.span)
         for attempt in attempts
     ]
 

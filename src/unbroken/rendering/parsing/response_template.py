@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unbroken.errors import InvalidInputError
@@ -33,7 +33,7 @@ from unbroken.rendering.base import BufferedReader, ParsedResponse, ParsedToolCa
 from unbroken.rendering.parsing.call_format import CallAttempt
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder
 from unbroken.rendering.parsing.syntax.arguments import convert_arguments
-from unbroken.rendering.parsing.syntax.json_calls import read_json
+from unbroken.rendering.parsing.syntax.json_calls import read_named_call
 
 RESPONSE_TEMPLATE = "response_template"
 
@@ -221,18 +221,16 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
         return CallAttempt(status=ToolCallStatus.MISSING_NAME)
     arguments = function.get("arguments")
     try:
-        arguments = read_json(arguments if isinstance(arguments, str) else json.dumps(arguments))
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     except (ValueError, TypeError, RecursionError):
-        return CallAttempt(status=ToolCallStatus.INVALID_JSON)
-    if not isinstance(arguments, dict):
-        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS)
-    if is_text:
-        texts = {key: text for key, text in arguments.items() if isinstance(text, str)}
-        arguments = {**arguments, **convert_arguments(texts, name, tools)}
+        return CallAttempt(status=ToolCallStatus.INVALID_JSON, name=name)
     call_id = value.get("id") if isinstance(value, dict) else None
-    return CallAttempt(
-        status=ToolCallStatus.OK, name=name, arguments=arguments, call_id=call_id if isinstance(call_id, str) else ""
-    )
+    call = read_named_call(name, arguments, call_id=call_id if isinstance(call_id, str) else "")
+    if is_text and call.status is ToolCallStatus.OK:
+        arguments = call.arguments
+        texts = {key: text for key, text in arguments.items() if isinstance(text, str)}
+        return replace(call, arguments={**arguments, **convert_arguments(texts, name, tools)})
+    return call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

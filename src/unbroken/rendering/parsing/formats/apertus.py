@@ -10,16 +10,14 @@ from typing import Any
 
 from unbroken.rendering.base import ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallFormat, call_region, reasoning_region
-from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader, read_named_call
 
 
 def _read_object(value: Any, span: tuple[int, int]) -> CallAttempt:
     if not isinstance(value, dict) or len(value) != 1 or "" in value:
         return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
     ((name, arguments),) = value.items()
-    if not isinstance(arguments, dict):
-        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
-    return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments, span=span)
+    return read_named_call(name, arguments, span=span)
 
 
 APERTUS = CallFormat(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Header, Region
-from unbroken.rendering.parsing.syntax.json_calls import find_json_values
+from unbroken.rendering.parsing.syntax.json_calls import find_json_values, read_named_call
 
 _OPENING, _ALL = ">>>", "all"
 _NAME = re.compile(r"[\w.\-]+")
@@ -34,10 +35,15 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     name, start, position = body.header.text, 0, 0
     while True:
         value, position = _read_value(body.text, position)
-        if not isinstance(value, dict):
-            status = ToolCallStatus.INVALID_ARGUMENTS if position else ToolCallStatus.INVALID_JSON
-            return [*attempts, CallAttempt(status=status, span=_to_end(body.text, start))]
-        attempts.append(CallAttempt(status=ToolCallStatus.OK, name=name, arguments=value, span=(start, position)))
+        if not position:
+            return [
+                *attempts,
+                CallAttempt(status=ToolCallStatus.INVALID_JSON, name=name, span=_to_end(body.text, start)),
+            ]
+        call = read_named_call(name, value, span=(start, position))
+        if call.status is not ToolCallStatus.OK:
+            return [*attempts, replace(call, span=_to_end(body.text, start))]
+        attempts.append(call)
         following = _NEXT.match(body.text, position)
         if following is None:
             break

@@ -57,15 +57,16 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     if not any(inner.delimiter == _JSON for inner in body.inner_delimiters):
         return _TAGS.read_inside(body, tools)
     tags = TagReader(body)
+    name = ""
     try:
-        name = tags.read_until_text(_TAGS.end_of_name).partition('"')[0]
+        name = html.unescape(tags.read_until_text(_TAGS.end_of_name).partition('"')[0]).strip()
         tags.expect(_JSON)
         arguments = tags.read_until(_close("json"))
         if tags.is_at_end():
-            return [read_named_call(html.unescape(name).strip(), arguments)]
+            return [read_named_call(name, arguments)]
     except TagSyntaxError:
         pass
-    return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+    return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name)]
 
 
 KIMI_K3 = CallFormat(

@@ -13,17 +13,30 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import PartKind, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, Region
-from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader
+from unbroken.rendering.parsing.syntax.json_calls import make_json_calls_reader, read_call_object
 from unbroken.rendering.parsing.syntax.python_calls import read_python_calls
 
 _BUILT_IN = re.compile(r"\s*[A-Za-z_][\w.]*\.call\(")
 _LOOKS_LIKE_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
 
-_read_json_calls = make_json_calls_reader(arguments_keys=("parameters", "arguments"))
+_ARGUMENTS = ("parameters", "arguments")
+_read_json_calls = make_json_calls_reader(arguments_keys=_ARGUMENTS)
+
+
+def _read_untagged_object(value: Any, span: tuple[int, int]) -> CallAttempt:
+    """Read an object that no token marks as a call: `{"name": "Ada", "age": 3}` may be an answer in JSON."""
+    attempt = read_call_object(value, arguments_keys=_ARGUMENTS, span=span)
+    if attempt.status is ToolCallStatus.OK and not any(key in value for key in _ARGUMENTS):
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, name=attempt.name, span=span)
+    return attempt
+
+
+_read_untagged_calls = make_json_calls_reader(read_object=_read_untagged_object)
 
 
 def _read_tagged(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
@@ -35,7 +48,7 @@ def _read_tagged(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAt
 
 def read_untagged(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     """Read calls that begin a turn; other JSON is content."""
-    attempts = _read_json_calls(body, tools)
+    attempts = _read_untagged_calls(body, tools)
     if any(attempt.status is ToolCallStatus.OK for attempt in attempts) or _LOOKS_LIKE_CALL.match(body.text):
         return attempts
     return ()

@@ -48,8 +48,9 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         start = tags.position
         try:
             attempts.append(_read_call(tags, tools))
-        except TagSyntaxError:
-            attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
+        except TagSyntaxError as error:
+            span = (start, len(body.text))
+            attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=error.name, span=span))
             break
     return attempts
 
@@ -58,12 +59,16 @@ def _read_call(tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
     start = tags.position
     tags.expect(_INVOKE)
     name = tags.read_until_text('">').strip()
-    elements = _read_elements(tags, 0)
-    tags.expect(_END_OF_INVOKE)
+    try:
+        elements = _read_elements(tags, 0)
+        tags.expect(_END_OF_INVOKE)
+        arguments = _convert_elements(elements, name, tools)
+    except TagSyntaxError as error:
+        error.name = name
+        raise
     span = (start, tags.position)
     if not name:
         return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
-    arguments = _convert_elements(elements, name, tools)
     return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments, span=span)
 
 

@@ -47,6 +47,7 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
     tags = TagReader(body)
     attempts: list[CallAttempt] = []
     stop = 0
+    name = ""
     try:
         tags.expect(_CALLS)
         while tags.is_at(_TAGS.opening):
@@ -55,12 +56,12 @@ def _read(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         tags.expect(_END_OF_CALLS)
         if tags.is_at_end():
             return attempts
-    except TagSyntaxError:
-        pass
+    except TagSyntaxError as error:
+        name = error.name
     if not attempts:
-        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name)]
     stop += len(body.text[stop:]) - len(body.text[stop:].lstrip())
-    return [*attempts, CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(stop, len(body.text)))]
+    return [*attempts, CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name, span=(stop, len(body.text)))]
 
 
 _TO_SELF = Region(kind=PartKind.REASONING, closings=_CLOSINGS, ended_by=(_START,), keeps_white_space=True)

@@ -50,19 +50,12 @@ def read_call_object(
     id_keys: Sequence[str] = ("id",),
     span: tuple[int, int] | None = None,
 ) -> CallAttempt:
-    """Read a JSON value as a call; the first key of each group that it has counts."""
+    """Read a JSON value as a call; the first key of each group that it has counts. See `read_named_call`."""
     call = value if isinstance(value, dict) else {}
-    name = _get_first(call, name_keys)
-    if not isinstance(name, str) or not name:
-        return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
-    arguments = _get_first(call, arguments_keys)
-    if not isinstance(arguments, dict):
-        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
-    call_id = _get_first(call, id_keys)
-    return CallAttempt(
-        status=ToolCallStatus.OK,
-        name=name,
-        arguments=arguments,
+    name, call_id = _get_first(call, name_keys), _get_first(call, id_keys)
+    return read_named_call(
+        name if isinstance(name, str) else "",
+        _get_first(call, arguments_keys),
         call_id=call_id if isinstance(call_id, str) else "",
         span=span,
     )
@@ -146,15 +139,30 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def read_named_call(
-    name: str, arguments: str, *, call_id: str = "", span: tuple[int, int] | None = None
+    name: str, arguments: Any, *, call_id: str = "", span: tuple[int, int] | None = None
 ) -> CallAttempt:
-    """Read a call from its name and the JSON text of its arguments. An empty text means no arguments."""
+    r"""Read a call from its name and its arguments: the one rule of all formats that write them as JSON.
+
+        {"a": 1}, '{"a": 1}', '"{\\"a\\": 1}"'      {"a": 1}: an object, or its text, also as a JSON string
+        None, "", "null"                            {}: no arguments
+        [1], 3                                      `INVALID_ARGUMENTS`
+        "oops"                                      `INVALID_JSON`
+
+    Granite 4 writes the text of an object, and many models leave out the arguments of a tool that takes none.
+    """
     try:
-        value: Any = read_json(arguments) if arguments.strip() else {}
+        value = _decode_arguments(_decode_arguments(arguments))
     except ValueError:
-        return CallAttempt(status=ToolCallStatus.INVALID_JSON, span=span)
+        return CallAttempt(status=ToolCallStatus.INVALID_JSON, name=name, span=span)
     if not name:
         return CallAttempt(status=ToolCallStatus.MISSING_NAME, span=span)
     if not isinstance(value, dict):
-        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, span=span)
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, name=name, span=span)
     return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=value, call_id=call_id, span=span)
+
+
+def _decode_arguments(arguments: Any) -> Any:
+    """Decode arguments that are text. Raises `ValueError` if it is not JSON."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    return read_json(arguments) if isinstance(arguments, str) else arguments

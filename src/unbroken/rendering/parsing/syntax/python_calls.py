@@ -153,16 +153,17 @@ def _count_depth(text: str, depth: int) -> int:
 
 
 def _read_attempt(node: ast.expr, source: _Source) -> CallAttempt:
+    name = ""
     try:
-        name, arguments = _read_call(node, source)
+        name = source.get_name(node.func if isinstance(node, ast.Call) else None)
+        assert isinstance(node, ast.Call)
+        arguments = _read_arguments(node, source)
     except _InvalidError as error:
-        return CallAttempt(status=error.status)
+        return CallAttempt(status=error.status, name=name)
     return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
 
 
-def _read_call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:
-    name = source.get_name(node.func if isinstance(node, ast.Call) else None)
-    assert isinstance(node, ast.Call)
+def _read_arguments(node: ast.Call, source: _Source) -> dict[str, Any]:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise _InvalidError("an argument without a name", ToolCallStatus.INVALID_ARGUMENTS)
     arguments: dict[str, Any] = {}
@@ -175,7 +176,7 @@ def _read_call(node: ast.expr, source: _Source) -> tuple[str, dict[str, Any]]:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except ValueError:
         raise _InvalidError("a value that JSON does not have", ToolCallStatus.INVALID_ARGUMENTS) from None
-    return name, arguments
+    return arguments
 
 
 def _read_value(node: ast.expr) -> Any:

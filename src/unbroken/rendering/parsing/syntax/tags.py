@@ -25,6 +25,9 @@ _NAME = re.compile(r"""[^\s<>{}()\[\]"'=]+""")
 class TagSyntaxError(ValueError):
     """The body does not follow its format. Never leaves this package."""
 
+    name = ""
+    """The function of the call, if its name could be read."""
+
 
 class TagReader:
     """Reads a body from left to right."""
@@ -166,9 +169,10 @@ class CallTags:
             start = tags.position
             try:
                 attempts.append(self.read(tags, tools))
-            except TagSyntaxError:
+            except TagSyntaxError as error:
                 # The beginning of the next call is unknown now.
-                attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, span=(start, len(body.text))))
+                span = (start, len(body.text))
+                attempts.append(CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=error.name, span=span))
                 break
         return attempts
 
@@ -179,9 +183,10 @@ class CallTags:
             call = self.read(tags, tools)
             if tags.is_at_end():
                 return [replace(call, span=None)]
-        except TagSyntaxError:
-            pass
-        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+            name = call.name
+        except TagSyntaxError as error:
+            name = error.name
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name)]
 
     def read_inside(self, body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
         """Read the body of a region that `opening` opened and `closing` closed."""
@@ -190,9 +195,10 @@ class CallTags:
             call = self._read_rest(tags, tools)
             if tags.is_at_end():
                 return [call]
-        except TagSyntaxError:
-            pass
-        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+            name = call.name
+        except TagSyntaxError as error:
+            name = error.name
+        return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name)]
 
     def read(self, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
         """Read the next call, with its span. Raises `TagSyntaxError` if something else comes."""
@@ -206,6 +212,13 @@ class CallTags:
     def _read_rest(self, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
         """Read the name and the parameters."""
         name = self.unescape(tags.read_until_text(self.end_of_name).partition('"')[0]).strip()
+        try:
+            return self._read_parameters(name, tags, tools)
+        except TagSyntaxError as error:
+            error.name = name
+            raise
+
+    def _read_parameters(self, name: str, tags: TagReader, tools: Sequence[ToolSchema]) -> CallAttempt:
         texts: dict[str, str] = {}
         are_strings: dict[str, bool] = {}
         while tags.is_at(self.parameter):
@@ -257,6 +270,7 @@ class KeyValueTags:
         """Read a body of one call."""
         tags = TagReader(body)
         texts: dict[str, str] = {}
+        name = ""
         try:
             name = (tags.read_until(self._end_of_name) if self._end_of_name else tags.read_until_next()).strip()
             while not tags.is_at_end():
@@ -267,7 +281,7 @@ class KeyValueTags:
                     raise TagSyntaxError(f"{key} is given twice")
                 texts[key] = tags.read_until_before(self._end_of_value, (self._key,))
         except TagSyntaxError:
-            return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX)]
+            return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name if _is_name(name) else "")]
         if not name:
             return [CallAttempt(status=ToolCallStatus.MISSING_NAME)]
         if not _is_name(name):

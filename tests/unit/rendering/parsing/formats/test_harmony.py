@@ -70,20 +70,20 @@ def test_text_without_any_header_is_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "status"),
+    ("text", "status", "name"),
     [
-        ("<|channel|>commentary to=functions.f<|message|>{<|call|>", ToolCallStatus.INVALID_JSON),
-        ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", ToolCallStatus.INVALID_ARGUMENTS),
-        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", ToolCallStatus.MISSING_NAME),
-        ("<|channel|>commentary to= <|message|>{}<|call|>", ToolCallStatus.MISSING_NAME),
-        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", ToolCallStatus.INVALID_JSON),
-        ("<|channel|>commentary to=functions.f<|message|>{}", ToolCallStatus.UNCLOSED),
-        ("<|channel|>commentary to=functions.f<|message|>{}<|start|>assistant", ToolCallStatus.UNCLOSED),
+        ("<|channel|>commentary to=functions.f<|message|>{<|call|>", ToolCallStatus.INVALID_JSON, "f"),
+        ("<|channel|>commentary to=functions.f<|message|>[1]<|call|>", ToolCallStatus.INVALID_ARGUMENTS, "f"),
+        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", ToolCallStatus.MISSING_NAME, ""),
+        ("<|channel|>commentary to= <|message|>{}<|call|>", ToolCallStatus.MISSING_NAME, ""),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", ToolCallStatus.INVALID_JSON, "python"),
+        ("<|channel|>commentary to=functions.f<|message|>{}", ToolCallStatus.UNCLOSED, ""),
+        ("<|channel|>commentary to=functions.f<|message|>{}<|start|>assistant", ToolCallStatus.UNCLOSED, ""),
     ],
 )
-def test_a_malformed_call_is_data_with_its_status_and_span(text: str, status: ToolCallStatus) -> None:
+def test_a_malformed_call_is_data_with_its_status_and_span(text: str, status: ToolCallStatus, name: str) -> None:
     (call,) = FORM.parse(text).tool_calls
-    assert (call.status, call.name) == (status, "")
+    assert (call.status, call.name) == (status, name)
     whole = text.removesuffix("<|call|>").removesuffix("<|start|>assistant")
     assert [part for kind, part in FORM.parts(text) if kind == "tool_call"] == [whole]
 

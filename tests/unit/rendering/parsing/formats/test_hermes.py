@@ -71,8 +71,9 @@ def test_a_call_spelled_with_ordinary_tokens_is_text(renderer: TemplateRenderer,
         ('{"arguments": {}}', ToolCallStatus.MISSING_NAME),
         ('{"name": "", "arguments": {}}', ToolCallStatus.MISSING_NAME),
         ('{"name": 3, "arguments": {}}', ToolCallStatus.MISSING_NAME),
-        ('{"name": "f", "arguments": "{}"}', ToolCallStatus.INVALID_ARGUMENTS),
-        ('{"name": "f"}', ToolCallStatus.INVALID_ARGUMENTS),
+        ('{"name": "f", "arguments": [1]}', ToolCallStatus.INVALID_ARGUMENTS),
+        ('{"name": "f", "arguments": "3"}', ToolCallStatus.INVALID_ARGUMENTS),
+        ('{"name": "f", "arguments": "oops"}', ToolCallStatus.INVALID_JSON),
         ('{"name": "f", "arguments": {}}', ToolCallStatus.OK),
     ],
 )
@@ -85,6 +86,30 @@ def test_a_malformed_call_is_data_with_its_status(
     assert parsed.tool_calls[0].raw == raw
     assert parsed.content == "ah"
     assert len(parsed.failures) == (status is not ToolCallStatus.OK)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (', "arguments": "{\\n  \\"city\\": \\"Rome\\"\\n}"', {"city": "Rome"}),
+        ("", {}),
+        (', "arguments": null', {}),
+        (', "arguments": ""', {}),
+        (', "arguments": "null"', {}),
+    ],
+)
+def test_arguments_may_be_the_text_of_an_object_null_or_missing(
+    renderer: TemplateRenderer, tokenizer: Any, written: str, arguments: dict[str, str]
+) -> None:
+    ids = ids_of(tokenizer, f'<tool_call>{{"name": "f"{written}}}</tool_call><|im_end|>')
+    (call,) = renderer.parse_response(ids).tool_calls
+    assert (call.status, call.name, call.arguments) == (ToolCallStatus.OK, "f", arguments)
+
+
+def test_a_failed_call_keeps_its_name(renderer: TemplateRenderer, tokenizer: Any) -> None:
+    ids = ids_of(tokenizer, '<tool_call>{"name": "f", "arguments": [1]}</tool_call><|im_end|>')
+    (call,) = renderer.parse_response(ids).failures
+    assert (call.status, call.name, call.arguments) == (ToolCallStatus.INVALID_ARGUMENTS, "f", {})
 
 
 def test_a_call_that_the_completion_ends_in_is_unclosed(renderer: TemplateRenderer, tokenizer: Any) -> None:

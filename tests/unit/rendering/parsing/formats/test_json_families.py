@@ -111,13 +111,13 @@ def test_gigachat_3_0_text_about_a_function_call_is_text() -> None:
             [(OK, "f", {}), (OK, "g", {"a": ">"})],
         ),
         ('<function=f>{"a": 1}</function><function=g>{"a', [(OK, "f", {"a": 1}), (UNCLOSED, "", {})]),
-        ("<function=f>3</function>", [(ARGUMENTS, "", {})]),
-        ("<function=f>{</function>", [(JSON, "", {})]),
+        ("<function=f>3</function>", [(ARGUMENTS, "f", {})]),
+        ("<function=f>{</function>", [(JSON, "f", {})]),
         ("<function=>{}</function>", [(NAMELESS, "", {})]),
         ("<function=f</function>", [(SYNTAX, "", {})]),
         ('<|python_tag|>{"code": "1"}<|eom_id|>', [(OK, "python", {"code": "1"})]),
-        ("<|python_tag|>1 + 1<|eom_id|>", [(JSON, "", {})]),
-        ("<|python_tag|>1 + 1", [(UNCLOSED, "", {})]),
+        ("<|python_tag|>1 + 1<|eom_id|>", [(JSON, "python", {})]),
+        ("<|python_tag|>1 + 1", [(UNCLOSED, "python", {})]),
     ],
 )
 def test_functionary_3_1_calls_have_a_status(text: str, calls: list[tuple[ToolCallStatus, str, object]]) -> None:
@@ -179,10 +179,10 @@ def test_a_turn_of_inkling_is_messages_named_after_their_tools() -> None:
         ('all\nso>>>f\n{"a": 1}>>>g\n{}', "so", [("f", OK), ("g", OK)]),
         ("all\na >>> b\nall\n>>> c", "a >>> b\nall\n>>> c", []),
         ("all\n1 >>> 2", "1 >>> 2", []),
-        ('f\n{"a": 1', "", [("", UNCLOSED)]),
+        ('f\n{"a": 1', "", [("f", UNCLOSED)]),
         ('f\n{"a": 1}oops', "", [("f", OK), ("", UNCLOSED)]),
-        ("f\n[1]", "", [("", UNCLOSED)]),
-        ("f\n", "", [("", UNCLOSED)]),
+        ("f\n[1]", "", [("f", UNCLOSED)]),
+        ("f\n", "", [("f", UNCLOSED)]),
     ],
 )
 def test_functionary_names_the_recipient_of_each_part(text: str, content: str, calls: list[tuple[str, str]]) -> None:

@@ -73,6 +73,7 @@ def test_a_call_behind_text_is_text() -> None:
             '{"name": "f", "parameters": [1]}',
         ),
         ('{"parameters": {"a": 1}}<|eot_id|>', ToolCallStatus.MISSING_NAME, '{"parameters": {"a": 1}}'),
+        ('{"name": "f"}<|eot_id|>', ToolCallStatus.INVALID_ARGUMENTS, '{"name": "f"}'),
         ("<|python_tag|>print(1)<|eot_id|>", ToolCallStatus.INVALID_JSON, "print(1)"),
         ("<|python_tag|>f.call(1)<|eot_id|>", ToolCallStatus.INVALID_ARGUMENTS, "<|python_tag|>f.call(1)"),
         ("<|python_tag|>f.call(a=<|eot_id|>", ToolCallStatus.INVALID_SYNTAX, "<|python_tag|>f.call(a="),
@@ -81,7 +82,7 @@ def test_a_call_behind_text_is_text() -> None:
 def test_a_malformed_call_is_data_with_its_status_and_span(text: str, status: ToolCallStatus, span: str) -> None:
     (call,) = FORM.parse(text).tool_calls
     assert call.status is status
-    assert call.name == ""
+    assert call.name == ("f" if status is ToolCallStatus.INVALID_ARGUMENTS else "")
     assert [part for kind, part in FORM.parts(text) if kind == "tool_call"] == [span]
 
 
