@@ -220,6 +220,8 @@ def _read_attempt(value: Any, tools: Sequence[ToolSchema], *, is_text: bool) -> 
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
         return CallAttempt(status=ToolCallStatus.MISSING_NAME)
     arguments = function.get("arguments")
+    if "arguments" not in function and function.keys() - {"name", "id", "type"}:
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, name=name)  # they may be under another key
     try:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     except (ValueError, TypeError, RecursionError):

@@ -154,6 +154,7 @@ def test_each_id_is_in_one_part_and_each_call_has_its_span(renderer: TemplateRen
         ("3", ToolCallStatus.MISSING_NAME),
         ('{"arguments": {}}', ToolCallStatus.MISSING_NAME),
         ('{"name": "f"}', ToolCallStatus.OK),
+        ('{"name": "f", "parameters": {"a": 1}}', ToolCallStatus.INVALID_ARGUMENTS),
         ('{"name": "f", "arguments": [1]}', ToolCallStatus.INVALID_ARGUMENTS),
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', ToolCallStatus.OK),
     ],

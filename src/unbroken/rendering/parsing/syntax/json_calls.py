@@ -53,9 +53,14 @@ def read_call_object(
     """Read a JSON value as a call; the first key of each group that it has counts. See `read_named_call`."""
     call = value if isinstance(value, dict) else {}
     name, call_id = _get_first(call, name_keys), _get_first(call, id_keys)
+    arguments = _get_first(call, arguments_keys)
+    others = call.keys() - {*name_keys, *arguments_keys, *id_keys, "type"}
+    if others and not any(key in call for key in arguments_keys) and isinstance(name, str) and name:
+        # `{"name": "add", "parameters": {"a": 1}}` where the key is `arguments`: not a call of add without arguments.
+        return CallAttempt(status=ToolCallStatus.INVALID_ARGUMENTS, name=name, span=span)
     return read_named_call(
         name if isinstance(name, str) else "",
-        _get_first(call, arguments_keys),
+        arguments,
         call_id=call_id if isinstance(call_id, str) else "",
         span=span,
     )
