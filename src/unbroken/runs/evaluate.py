@@ -56,6 +56,7 @@ NUM_PROBLEMS = 100
 """Of an environment that has no end."""
 _NUM_DRAWS, _NUM_TOGETHER = 10_000, 1000
 _DATA = (".jsonl", ".json", ".parquet", ".csv")
+_COMPRESSED = ".gz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def evaluate_task(
 
 def open_task(task: str) -> tuple[Recipe, list[str]]:
     """The recipe of a task, and options that make it this task's."""
-    if Path(task).suffix in _DATA:
+    if task.removesuffix(_COMPRESSED).endswith(_DATA):
         return load_recipe(None), ["--data.file", task]
     if ":" in task:
         return load_recipe(None), ["--environment", task]
@@ -141,7 +142,7 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
 
 def _digest_files(settings: Any) -> dict[str, str]:
     """The digest of each data file that settings name."""
-    if isinstance(settings, str) and settings.endswith(_DATA):
+    if isinstance(settings, str) and settings.removesuffix(_COMPRESSED).endswith(_DATA):
         try:
             with Path(settings).open("rb") as file:
                 return {f"the SHA-256 of {settings}": hashlib.file_digest(file, "sha256").hexdigest()}

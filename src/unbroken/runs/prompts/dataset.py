@@ -21,6 +21,7 @@ from unbroken.rollout.tools import Tool
 from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sources, identify, place_images
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_COMPRESSED = ".gz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class DataConfig:
     """The data set with the prompts."""
 
     file: Path | None = None
-    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv."""
+    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv, or one of these compressed, such as .jsonl.gz."""
     hub: str | None = None
     """Instead of a file: the name of a data set on the hub, such as openai/gsm8k."""
     subset: str | None = None
@@ -50,8 +51,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         if (self.file is None) == (self.hub is None):
             raise InvalidInputError(f"exactly one of file and hub must be given, got file={self.file}, hub={self.hub}")
-        if self.file is not None and self.file.suffix not in _LOADERS:
-            raise InvalidInputError(f"file must be one of {', '.join(_LOADERS)}, got {self.file}")
+        if self.file is not None and _find_loader(self.file) is None:
+            raise InvalidInputError(
+                f"file must be one of {', '.join(_LOADERS)}, each also with {_COMPRESSED}, got {self.file}"
+            )
 
 
 _NUM_CACHED = 16
@@ -83,7 +86,11 @@ class Rows:
                     f"{self.name} must have the column {column!r}, which {field} names: its columns are "
                     f"{', '.join(self.columns)}"
                 )
-        self._undecoded = UndecodedRows(self._rows, [each for each in (config.prompt, config.images) if each])
+        self._undecoded = UndecodedRows(
+            self._rows,
+            [each for each in (config.prompt, config.images) if each],
+            filled=config.prompt if _fills_keys(config) else None,
+        )
         digest = hashlib.sha256()
         self.has_images = False
         """Whether a prompt has images."""
@@ -114,8 +121,10 @@ class Rows:
 
     def row(self, number: int) -> Mapping[str, Any]:
         """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
-        found: Mapping[str, Any] = self._rows[self.index(number)]
-        return found
+        index = self.index(number)
+        found: dict[str, Any] = self._rows[index]
+        column = self._config.prompt
+        return {**found, column: self._undecoded.drop_filled_keys(column, found[column])}
 
     def describe(self, number: int) -> dict[str, Any]:
         """Row `number` of the run as rollout files keep it."""
@@ -184,10 +193,7 @@ class Rows:
         elif isinstance(prompt, str) or not isinstance(prompt, list):
             raise MessagesError(f"{place} must be text or messages, got {prompt!r}")
         else:
-            try:
-                messages = [_drop_missing_keys(message) for message in prompt]
-            except AttributeError as error:
-                raise MessagesError(f"{place} must be text or messages: {error}") from None
+            messages = [_drop_missing_keys(message, number, place) for number, message in enumerate(prompt)]
         images = None if self._config.images is None else row[self._config.images]
         placed = place_images(messages, images, folder=self._folder, place=place)
         try:
@@ -209,7 +215,7 @@ def _load(config: DataConfig, name: str) -> Any:
         if config.file is None:
             return datasets.load_dataset(config.hub, config.subset, split=config.split)
         return datasets.load_dataset(
-            _LOADERS[config.file.suffix], data_files=str(config.file.resolve()), split=config.split
+            _find_loader(config.file), data_files=str(config.file.resolve()), split=config.split
         )
     except (DatasetGenerationError, OSError, ConnectionError) as error:
         cause = error.__cause__ or error
@@ -218,6 +224,23 @@ def _load(config: DataConfig, name: str) -> Any:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"the data set {name} cannot be loaded: {error}") from error
+
+
+def _fills_keys(config: DataConfig) -> bool:
+    """Whether objects have keys, with null, only because the same object of another row has them.
+
+    Files in Arrow's types have one list of keys for a whole column. JSON lines do not since `datasets` 4.8, whose type
+    `Json` keeps each object as it is: a null in them is the author's.
+    """
+    import datasets
+
+    keeps_json = hasattr(datasets, "Json")
+    return not (keeps_json and config.file is not None and _find_loader(config.file) == "json")
+
+
+def _find_loader(file: Path) -> str | None:
+    """The loader of `datasets` for a file, which may be compressed: `prompts.jsonl.gz`."""
+    return _LOADERS.get(Path(file.stem).suffix if file.suffix == _COMPRESSED else file.suffix)
 
 
 def describe_row(index: int, cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +252,12 @@ def describe_row(index: int, cells: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "columns": columns}
 
 
-def _drop_missing_keys(message: Any) -> Message:
+def _drop_missing_keys(message: Any, number: int, place: str) -> Message:
     """Remove the keys that a message got only because other messages in its column have them."""
+    if not isinstance(message, Mapping):
+        raise MessagesError(
+            f"{place} must be text or a list of messages, which are objects with a role and content: "
+            f"messages[{number}] is {message!r}"
+        )
     found: Message = {key: value for key, value in message.items() if value is not None or key == "content"}  # type: ignore[assignment]
     return found

@@ -30,9 +30,14 @@ _LOADER = ImageLoader()
 class UndecodedRows:
     """The rows of a data set with the files of images as they are stored: decoding and encoding would change them."""
 
-    def __init__(self, rows: Any, columns: Sequence[str]) -> None:
-        """`rows` is a `datasets.Dataset`, of which these columns are read."""
+    def __init__(self, rows: Any, columns: Sequence[str], *, filled: str | None = None) -> None:
+        """`rows` is a `datasets.Dataset`, of which these columns are read.
+
+        In the objects of the column `filled`, a null is a key that only objects of other rows have.
+        """
         import datasets
+
+        self._filled = filled
 
         self._rows = rows.select_columns(list(dict.fromkeys(columns))).with_format("arrow")
         self._features = datasets.Features({name: _without_decoding(self._rows.features[name]) for name in columns})
@@ -44,9 +49,22 @@ class UndecodedRows:
         for batch in self._rows.iter(batch_size=64):
             yield from map(self._decode, batch.to_pylist())
 
+    def drop_filled_keys(self, column: str, value: Any) -> Any:
+        """Remove the keys that objects of a prompt's cell have only because those of other rows have them."""
+        if column != self._filled:
+            return value
+        dropped = _drop_nulls(value, self._features[column])
+        if not isinstance(value, list):
+            return dropped
+        # A message without content, such as one of calls alone, has null for it in JSON too.
+        return [
+            {**new, "content": None} if isinstance(old, Mapping) and old.get("content", "") is None else new
+            for old, new in zip(value, dropped, strict=True)
+        ]
+
     def _decode(self, row: dict[str, Any]) -> dict[str, Any]:
         decoded: dict[str, Any] = self._features.decode_example(row)
-        return decoded
+        return {column: self.drop_filled_keys(column, value) for column, value in decoded.items()}
 
 
 def place_images(messages: Sequence[Message], images: Any, *, folder: Path | None, place: str) -> list[Message]:
@@ -145,6 +163,21 @@ def _read(source: Any, folder: Path | None, *, name: str) -> ImageSource:
     except ImageError as error:
         where = "" if folder is None or not isinstance(source, str) else f" (paths are relative to {folder})"
         raise ImageError(f"{error}{where}") from None
+
+
+def _drop_nulls(value: Any, feature: Any) -> Any:
+    """Remove the nulls of objects that have a fixed list of keys; what `datasets` keeps as JSON stays as it is.
+
+    A Parquet file wrote the call `{"a": 2}` as `{"a": 2, "city": null}`, because another row's call had a city: the
+    prompt showed the model a call that nobody had made.
+    """
+    import datasets
+
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {key: _drop_nulls(inner, feature[key]) for key, inner in value.items() if inner is not None}
+    if isinstance(feature, (datasets.List, datasets.LargeList)) and isinstance(value, list):
+        return [_drop_nulls(inner, feature.feature) for inner in value]
+    return value
 
 
 def _without_decoding(feature: Any) -> Any:

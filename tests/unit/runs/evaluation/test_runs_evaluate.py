@@ -17,7 +17,7 @@ from support import letters_recipe
 from support.evaluations import read_evaluations
 from support.served import save_tiny_model, served
 from unbroken.cli import main
-from unbroken.runs.evaluate import Measure, make_labels
+from unbroken.runs.evaluate import Measure, make_labels, open_task
 from unbroken.runs.evaluation.evaluator import cut_evaluations
 from unbroken.runs.records.files import find_records, read_records, write_records
 from unbroken.training.trainer import Trainer
@@ -196,6 +196,10 @@ def test_evaluations_of_steps_that_were_lost_are_removed_with_their_rollouts(tmp
     cut_evaluations(tmp_path, 4)
     assert [line["step"] for line in read_evaluations(tmp_path)] == [0, 4]
     assert list(find_records(tmp_path / "evaluations" / "hard")) == [(0, 0), (4, 0)]
+
+
+def test_a_compressed_data_file_is_a_task():
+    assert open_task("prompts.jsonl.gz")[1] == ["--data.file", "prompts.jsonl.gz"]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from unbroken.errors import InvalidInputError, MessagesError
 from unbroken.runs.prompts.dataset import DataConfig, Rows
@@ -67,7 +75,7 @@ def test_keys_that_a_message_does_not_have_are_not_made_up(tmp_path):
     every_key = [{"reasoning_content": None, **message} for message in MESSAGES]
     datasets.Dataset.from_list([{"prompt": every_key}]).to_parquet(file)
     rows = Rows(DataConfig(file=file), seed=0)
-    assert rows.row(0)["prompt"][0]["reasoning_content"] is None
+    assert rows.row(0)["prompt"] == MESSAGES
     assert rows.messages(0) == MESSAGES
 
 
@@ -146,7 +154,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     [
         ({}, r"exactly one of file and hub must be given"),
         ({"file": Path("a.jsonl"), "hub": "a/b"}, r"exactly one of file and hub must be given"),
-        ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, got a.txt"),
+        ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, each also with .gz, got a.txt"),
     ],
 )
 def test_what_names_no_data_set_is_refused(options, message):
@@ -157,3 +165,97 @@ def test_what_names_no_data_set_is_refused(options, message):
 def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so():
     with pytest.raises(InvalidInputError, match=r"the data set nobody/nothing-of-this-name cannot be loaded: "):
         Rows(DataConfig(hub="nobody/nothing-of-this-name"), seed=0)
+
+
+def call(name: str, arguments: dict[str, Any], *parts: Any) -> list[dict[str, Any]]:
+    """A prompt with a call; all contents are parts, because a Parquet column has no texts among lists."""
+    function = {"name": name, "arguments": arguments}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "q"}, *parts]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5"}]},
+    ]
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def arrow_type(values: list[Any]) -> Any:
+    """The type that Arrow infers for JSON values: objects become structs with the keys of all of them."""
+    kept = [value for value in values if value is not None]
+    if kept and isinstance(kept[0], dict):
+        keys = dict.fromkeys(key for value in kept for key in value)
+        return pa.struct([(key, arrow_type([value.get(key) for value in kept])) for key in keys])
+    if kept and isinstance(kept[0], list):
+        return pa.list_(arrow_type([inner for value in kept for inner in value]))
+    return pa.array(kept).type
+
+
+def write(file: Path, prompts: list[Any]) -> Path:
+    rows = [{"prompt": prompt} for prompt in prompts]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    name = file.name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"prompt": pa.array(prompts, type=arrow_type(prompts))}), file)
+    elif name.endswith(".json"):
+        file.write_text(json.dumps(rows))
+    elif name.endswith(".gz"):
+        file.write_bytes(gzip.compress(text.encode()))
+    else:
+        file.write_text(text)
+    return file
+
+
+FORMS = ("p.jsonl", "p.json", "p.parquet", "p.jsonl.gz")
+KEYS = st.sampled_from(["a", "b", "city"])
+ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
+    {"query": st.fixed_dictionaries({}, optional={"x": st.text("xyz"), "y": st.lists(st.integers(0, 9), max_size=2)})}
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_a_prompt_with_calls_is_the_same_from_every_file_format(tmp_path_factory, drawn):
+    # Arrow cannot write an object that has no key in any row, so one call has them all.
+    full = {"a": 1, "b": 2, "city": 3, "query": {"x": "x", "y": [1]}}
+    prompts = [call("f", arguments) for arguments in [*drawn, full]]
+    folder = tmp_path_factory.mktemp("formats")
+    for form in FORMS:
+        rows = Rows(DataConfig(file=write(folder / form, prompts), shuffle=False), seed=0)
+        assert [rows.messages(number) for number in range(len(prompts))] == prompts, form
+        assert [rows.row(number)["prompt"] for number in range(len(prompts))] == prompts, form
+
+
+def test_keys_of_other_rows_parts_are_not_filled_into_a_part(tmp_path):
+    """An image's `detail`, which one part has, is deeper in a part than its own keys."""
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    prompts = [
+        call("f", {"a": 1}, {"type": "image_url", "image_url": {"url": url, **detail}})
+        for detail in ({}, {"detail": "low"})
+    ]
+    found = {
+        form: Rows(DataConfig(file=write(tmp_path / form, prompts), shuffle=False), seed=0).row(0)["prompt"]
+        for form in FORMS
+    }
+    assert list(found.values()) == [prompts[0]] * len(FORMS)
+
+
+def test_a_null_that_the_author_of_a_call_wrote_stays_in_json_lines(tmp_path):
+    prompts = [call("f", {"a": None}), call("f", {"a": 1})]
+    for form in ("p.jsonl", "p.json", "p.jsonl.gz"):
+        rows = Rows(DataConfig(file=write(tmp_path / form, prompts), shuffle=False), seed=0)
+        assert rows.messages(0) == prompts[0], form
+
+
+@pytest.mark.parametrize("name", ["p.csv.gz", "p.csv"])
+def test_a_compressed_csv_is_read_as_a_plain_one(tmp_path, name):
+    content = b"prompt,answer\n1?,1\n2?,2\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    rows = Rows(DataConfig(file=tmp_path / name, shuffle=False), seed=0)
+    assert [dict(rows.row(number)) for number in range(2)] == [
+        {"prompt": "1?", "answer": 1},
+        {"prompt": "2?", "answer": 2},
+    ]
