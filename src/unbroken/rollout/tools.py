@@ -4,6 +4,7 @@ With `@tool` above `async def lookup(key: str) -> dict[str, str]` and a docstrin
 
     await lookup.call({"key": "raka"})    # ToolOutcome(status=ok, content='{"value": "v"}')
     await lookup.call({"kee": "raka"})    # ToolOutcome(status=invalid_arguments, content="Error: lookup: missing ...")
+    await lookup("raka")                  # {"value": "v"}: the function itself
 
 Every call ends with an outcome that can be sent to the model, even after wrong arguments or an exception in the tool.
 Only a cancellation of the calling task and the user's interrupt are raised.
@@ -12,14 +13,16 @@ Only a cancellation of the calling task and the user's interrupt are raised.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import json
+import logging
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Union, overload
 
@@ -30,6 +33,7 @@ from unbroken.rollout.limits import is_duration
 from unbroken.threads import run_in_daemon_thread
 from unbroken.types import EncodedImage
 
+_logger = logging.getLogger(__name__)
 _JSON_TYPES: dict[Any, str] = {
     str: "string",
     int: "integer",
@@ -47,7 +51,7 @@ class ToolStatus(StrEnum):
 
     OK = "ok"
     ERROR = "error"
-    """The tool raised, or returned something that is neither JSON nor images."""
+    """The tool raised, or returned something that can be written neither as JSON nor as text."""
     TIMEOUT = "timeout"
     UNKNOWN_TOOL = "unknown_tool"
     INVALID_ARGUMENTS = "invalid_arguments"
@@ -72,11 +76,17 @@ class Tool:
     timeout_s: float
     checks_arguments: bool = True
     """Whether arguments that do not fit the schema are refused here; False for a function that checks them itself."""
+    _warned_of: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Types of results that could not be written: a warning of each is enough."""
 
     @property
     def name(self) -> str:
         """The name in the schema."""
         return self.schema["function"]["name"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself, as if it had no decorator: for its tests, and from other functions."""
+        return self.function(*args, **kwargs)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Check the arguments against the signature and call the function, for at most `timeout_s` seconds.
@@ -105,11 +115,28 @@ class Tool:
     async def _run(self, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Call the function and convert its result, in a thread unless both are quick."""
         if not inspect.iscoroutinefunction(self.function):
-            return await run_in_daemon_thread(lambda: _to_outcome(self.function(**arguments)))
+            return await run_in_daemon_thread(lambda: self._to_outcome(self.function(**arguments)))
         result = await self.function(**arguments)
         if isinstance(result, (str, ToolOutcome)):
-            return _to_outcome(result)
-        return await run_in_daemon_thread(functools.partial(_to_outcome, result))
+            return self._to_outcome(result)
+        return await run_in_daemon_thread(functools.partial(self._to_outcome, result))
+
+    def _to_outcome(self, result: Any) -> ToolOutcome:
+        if isinstance(result, ToolOutcome):
+            return result
+        try:
+            return ToolOutcome(status=ToolStatus.OK, content=to_content(result))
+        except Exception as error:
+            # The tool did its work, and only the model saw the error: training went on with a tool that never answers.
+            kind = type(result).__name__
+            if kind not in self._warned_of:
+                self._warned_of.add(kind)
+                _logger.warning(
+                    "tool %s: its result of type %s cannot be written for the model, which gets an error in its place: "
+                    "%s. Return text or JSON",
+                    *(self.name, kind, format_error(error)),
+                )
+            raise
 
 
 @overload
@@ -134,15 +161,13 @@ def tool(
     return Tool(function=function, schema=describe_function(function), timeout_s=timeout_s)
 
 
-def _to_outcome(result: Any) -> ToolOutcome:
-    return result if isinstance(result, ToolOutcome) else ToolOutcome(status=ToolStatus.OK, content=to_content(result))
-
-
 def to_content(result: Any) -> str | list[ContentPart]:
     """Convert a tool's result to message content.
 
         "42"                                       text, as it is
         {"value": 42}, ["a", "b"], None            JSON
+        np.float32(1.5), {"mean": nan}             1.5 and {"mean": NaN}: arrays and tensors as their lists
+        b"42", Decimal("4.2"), a date, a table     text, as it is or as `str` writes it
         picture                                    [{"type": "image", "image": picture}]
         ["The chart:", picture]                    [{"type": "text", "text": "The chart:"}, {"type": "image", ...}]
         [{"type": "text", ..}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,.."}}]    the parts
@@ -151,15 +176,48 @@ def to_content(result: Any) -> str | list[ContentPart]:
     only names a file or a URL stays text: text from outside must not cause files to be read.
 
     Raises:
-        TypeError, ValueError: it is neither JSON nor images, or has characters that no tokenizer can encode.
+        TypeError, ValueError: it is neither JSON, images nor text, or has characters that no tokenizer can encode.
     """
     if _is_picture(result):
         return [{"type": "image", "image": result}]
     if isinstance(result, (list, tuple)) and all(map(_is_part, result)) and any(map(_is_image, result)):
         return [_to_part(item) for item in result]
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
+    text = result if isinstance(result, str) else _write(result)
     text.encode()
     return text
+
+
+def _write(result: Any) -> str:
+    """Write a result as JSON where that is possible, and as text otherwise."""
+    written = _to_json(result)
+    return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+
+
+def _to_json(value: Any) -> Any:
+    """Make a value of the types that `json` writes, with text for the rest; a `TypeError` if it is no text either."""
+    if value is None or isinstance(value, (str, bool, int)) or type(value) is float:
+        return value
+    if isinstance(value, Mapping):
+        return {_to_key(key): _to_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_to_json(inner) for inner in value]
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode()  # of what is not UTF-8, such as a picture's file, a model could read nothing
+    if not _is_picture(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value):
+            return {each.name: _to_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        convert = getattr(value, "tolist", None)  # of arrays, tensors and their scalars
+        if callable(convert) and type(plain := convert()) is not type(value):  # a longdouble stays one
+            return _to_json(plain)
+        text = str(value)
+        # "<object object at 0x7f..>" tells a model nothing, and is another text in each run.
+        if not re.search(r" at 0x[0-9A-Fa-f]+", text):
+            return text
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _to_key(key: Any) -> Any:
+    return key if key is None or isinstance(key, (str, bool, int, float)) else str(_to_json(key))
 
 
 def _is_part(item: Any) -> bool:

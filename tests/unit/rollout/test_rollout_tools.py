@@ -6,8 +6,14 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from unbroken.errors import ToolDefinitionError
@@ -93,11 +99,72 @@ async def test_a_string_is_answered_as_it_is_and_the_rest_as_json(value, content
     assert await tool_returning(value).call({}) == ToolOutcome(status=ToolStatus.OK, content=content)
 
 
+@dataclass
+class Hit:
+    title: str
+    score: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "content"),
+    [
+        (np.float32(1.5), "1.5"),
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        (np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
+        ({"mean": np.float32(0.5), np.int64(7): np.arange(2)}, '{"mean": 0.5, "7": [0, 1]}'),
+        (float("nan"), "NaN"),
+        ({"a": [1, None], "é": float("inf")}, '{"a": [1, null], "é": Infinity}'),
+        (b"plain", "plain"),
+        ({"page": "käse".encode()}, '{"page": "käse"}'),
+        (Decimal("4.20"), "4.20"),
+        ([date(2026, 1, 2), PurePosixPath("/a")], '["2026-01-02", "/a"]'),
+        ({3}, "[3]"),
+        ({(1, 2): "x"}, '{"[1, 2]": "x"}'),
+        (Hit("a", np.float64(0.5)), '{"title": "a", "score": 0.5}'),
+        (MappingProxyType({"a": 1}), '{"a": 1}'),
+    ],
+)
+async def test_a_result_is_json_where_it_can_be_and_text_otherwise(value, content):
+    assert await tool_returning(value).call({}) == ToolOutcome(status=ToolStatus.OK, content=content)
+
+
+async def test_a_result_that_cannot_be_written_is_said_to_the_user_once(caplog):
+    given = tool_returning(object())
+    for _ in range(3):
+        assert (await given.call({})).status is ToolStatus.ERROR
+    (record,) = caplog.records
+    assert f"tool {given.name}: its result of type object cannot be written for the model" in record.getMessage()
+    await tool_returning({"a": 1}).call({})
+    assert len(caplog.records) == 1
+
+
+async def test_a_tool_can_be_called_as_its_function():
+    @tool
+    def add(a: int, b: int = 1) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    @tool
+    async def wait() -> str:
+        """Wait."""
+        return "done"
+
+    assert (add(1, 2), add(a=1)) == (3, 2)
+    assert await wait() == "done"
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
         (object(), "TypeError: Object of type object is not JSON serializable"),
-        (float("nan"), "ValueError"),
+        ([lambda: 1], "TypeError: Object of type function is not JSON serializable"),
+        (b"\xff\x00", "UnicodeDecodeError"),
         ("\ud800", "UnicodeEncodeError"),
     ],
 )

@@ -29,7 +29,7 @@ class DataConfig:
     """The data set with the prompts."""
 
     file: Path | None = None
-    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv, or one of these compressed, such as .jsonl.gz."""
+    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv, also compressed, such as .jsonl.gz."""
     hub: str | None = None
     """Instead of a file: the name of a data set on the hub, such as openai/gsm8k."""
     subset: str | None = None
