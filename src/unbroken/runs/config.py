@@ -14,7 +14,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unbroken.engines.transformers import TransformersEngineConfig
 from unbroken.errors import InvalidInputError
@@ -375,6 +375,15 @@ class TimelineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """The rollouts of one step."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("num_groups", "groups_per_step", "num_problems", "num_prompts", "prompts_per_step", "train_batch_size"),
+            "its name is problems_per_step",
+        ),
+        **dict.fromkeys(("num_generations", "num_samples", "n"), "its name is group_size"),
+    }
+    """Other names of fields: by its spelling, num_groups was answered with group_size, which is something else."""
 
     problems_per_step: int = 16
     """Groups in a step, over all processes."""

@@ -37,12 +37,12 @@ class DataConfig:
     split: str = "train"
     """The split, or a part of it such as train[:1000]."""
     prompt: str = "prompt"
-    """The column with the prompts: text, or messages."""
+    """The column with the prompts: text, or messages, which may be written as JSON."""
     images: str | None = None
     """The column with the images of each prompt: one or a list, each a picture, a file's bytes, a path (relative to
     the file of the data set), a data URL or base64. Prompts that are messages may have their images inside instead."""
     tools: str | None = None
-    """The column with the names of the tools that each prompt may use; if left out, all tools."""
+    """The column with the names of the tools that each prompt may use, null for none; if left out, all tools."""
     system: str | None = None
     """A system message for prompts that are text."""
     shuffle: bool = True
@@ -124,7 +124,7 @@ class Rows:
         index = self.index(number)
         found: dict[str, Any] = self._rows[index]
         column = self._config.prompt
-        return {**found, column: self._undecoded.drop_filled_keys(column, found[column])}
+        return {**found, column: _read_prompt(self._undecoded.drop_filled_keys(column, found[column]))}
 
     def describe(self, number: int) -> dict[str, Any]:
         """Row `number` of the run as rollout files keep it."""
@@ -136,10 +136,12 @@ class Rows:
         return copy_containers(self._messages(self.index(number)))
 
     def check_tools(self, known: Collection[str]) -> None:
-        """Raise `InvalidInputError` if a row's tools are not a list of known names."""
+        """Raise `InvalidInputError` if a row's tools are not a list of known names, or null for none."""
         if self._config.tools is None:
             return
         for number, names in enumerate(self._rows[self._config.tools]):
+            if names is None:
+                continue
             if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
                 raise InvalidInputError(
                     f"{self.name}, row {number}, column {self._config.tools!r} must be a list of names of tools, got "
@@ -158,7 +160,7 @@ class Rows:
         num_around: int | None = None  # ids of the template, and more: those of the first prompt
         for index, row in enumerate(self._undecoded):
             messages = self._make_messages(index, row)
-            names = None if self._config.tools is None else self._rows[index][self._config.tools]
+            names = self._find_tools(self._rows[index])
             schemas = [tool.schema for tool in tools if names is None or tool.name in names]
             text = json.dumps([messages, schemas], ensure_ascii=False, default=lambda _: "")  # without images
             sources = find_sources(messages)
@@ -180,11 +182,15 @@ class Rows:
 
     def tools(self, number: int) -> list[str] | None:
         """The names of the tools of row `number` of the run; None: all tools."""
-        return None if self._config.tools is None else self.row(number)[self._config.tools]
+        return self._find_tools(self.row(number))
+
+    def _find_tools(self, row: Mapping[str, Any]) -> list[str] | None:
+        """The names in the column of tools, in which null means none; None without such a column: all tools."""
+        return None if self._config.tools is None else row[self._config.tools] or []
 
     def _make_messages(self, index: int, row: Mapping[str, Any]) -> list[Message]:
         """Check the prompt of a row, and make its messages with their images."""
-        prompt = row[self._config.prompt]
+        prompt = _read_prompt(row[self._config.prompt])
         place = f"{self.name}, row {index}, column {self._config.prompt!r}"
         messages: list[Any]
         if isinstance(prompt, str) and prompt.strip():
@@ -224,6 +230,21 @@ def _load(config: DataConfig, name: str) -> Any:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"the data set {name} cannot be loaded: {error}") from error
+
+
+def _read_prompt(cell: Any) -> Any:
+    """The prompt of a cell, which has messages as they are or, where a column holds text alone, as JSON.
+
+    A CSV file's `[{"role": "user", "content": "1?"}]` became one user message with all of these characters.
+    """
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return cell
+    try:
+        found = json.loads(cell)
+    except ValueError:
+        return cell
+    is_messages = found and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in found)
+    return found if is_messages else cell
 
 
 def _fills_keys(config: DataConfig) -> bool:

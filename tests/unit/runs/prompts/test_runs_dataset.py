@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import gzip
 import io
 import json
@@ -124,6 +125,7 @@ def test_the_source_tells_data_sets_apart(tmp_path):
         ),
         ([{"prompt": "1?"}], {"tools": "uses"}, r"must have the column 'uses', which tools names"),
         ([{"prompt": 3}], {}, r"row 0, column 'prompt' must be text or messages, got 3"),
+        ([{"prompt": ["a", "b"]}], {}, r"row 0, .* a list of messages, .* role and content: messages\[0\] is 'a'"),
         ([{"prompt": []}], {}, r"row 0, column 'prompt' must be text or messages: messages must hold at least one"),
         ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, r"row 0, .*: messages\[0\].role must not be 'tool'"),
     ],
@@ -202,6 +204,9 @@ def write(file: Path, prompts: list[Any]) -> Path:
         pq.write_table(pa.table({"prompt": pa.array(prompts, type=arrow_type(prompts))}), file)
     elif name.endswith(".json"):
         file.write_text(json.dumps(rows))
+    elif name.endswith(".csv"):
+        with file.open("w", newline="") as lines:
+            csv.writer(lines).writerows([["prompt"], *([json.dumps(prompt)] for prompt in prompts)])
     elif name.endswith(".gz"):
         file.write_bytes(gzip.compress(text.encode()))
     else:
@@ -209,7 +214,7 @@ def write(file: Path, prompts: list[Any]) -> Path:
     return file
 
 
-FORMS = ("p.jsonl", "p.json", "p.parquet", "p.jsonl.gz")
+FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz")
 KEYS = st.sampled_from(["a", "b", "city"])
 ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
     {"query": st.fixed_dictionaries({}, optional={"x": st.text("xyz"), "y": st.lists(st.integers(0, 9), max_size=2)})}
@@ -259,3 +264,21 @@ def test_a_compressed_csv_is_read_as_a_plain_one(tmp_path, name):
         {"prompt": "1?", "answer": 1},
         {"prompt": "2?", "answer": 2},
     ]
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.csv", "p.parquet"])
+def test_messages_as_json_text_are_messages(tmp_path, name):
+    texts = [json.dumps(MESSAGES), '["a", "b"]', "[1] and [2]", '[{"x": 1}]']
+    data = datasets.Dataset.from_dict({"prompt": texts})
+    {"p.jsonl": data.to_json, "p.csv": data.to_csv, "p.parquet": data.to_parquet}[name](tmp_path / name)
+    rows = Rows(DataConfig(file=tmp_path / name, shuffle=False, system="Be brief."), seed=0)
+    assert rows.messages(0) == MESSAGES
+    assert rows.row(0)["prompt"] == MESSAGES
+    assert [rows.messages(number)[1]["content"] for number in (1, 2, 3)] == texts[1:]
+
+
+def test_null_in_the_column_of_tools_means_none(tmp_path):
+    file = jsonl(tmp_path, {"prompt": "1?", "uses": ["add"]}, {"prompt": "2?", "uses": None})
+    rows = Rows(DataConfig(file=file, tools="uses", shuffle=False), seed=0)
+    rows.check_tools(["add"])
+    assert [rows.tools(number) for number in range(2)] == [["add"], []]

@@ -129,6 +129,17 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "field"), [("num_groups", "problems_per_step"), ("num_prompts", "problems_per_step"), ("n", "group_size")]
+)
+def test_a_field_of_rollouts_by_another_name_is_refused_with_its_own(name, field):
+    section = section_of(RunConfig)
+    with pytest.raises(InvalidInputError, match=f"recipe: rollouts.{name} must be left out: its name is {field}"):
+        read_table({"rollouts": {name: 1}}, section, source="recipe: ", folder=None)
+    with pytest.raises(InvalidInputError, match=f"--rollouts.{name.replace('_', '-')} must be .* its name is {field}"):
+        read_options([f"--rollouts.{name.replace('_', '-')}", "1"], section)
+
+
+@pytest.mark.parametrize(
     ("name", "why"),
     [
         ("suppress_tokens", "logprobs would be of another distribution than the model's at this temperature"),
