@@ -22,7 +22,7 @@ from support.scripted_env import ScriptedEnv
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import TemplateError
 from unbroken.messages import Message
-from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal
+from unbroken.rendering.base import Bridge, BridgeOutcome, Closing, Refusal, ToolCallStatus
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.env import Continue
 from unbroken.rollout.limits import Limits
@@ -229,7 +229,9 @@ def test_i1_any_sampled_ids_are_only_appended_to_and_parsed_without_an_error(nam
     prompt_ids = renderer.render(HI, tools=TOOLS).token_ids
     parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids)
     for call in parsed.tool_calls:
-        assert 0 <= call.span[0] < call.span[1] <= len(soup)
+        is_reasoning = call.status is ToolCallStatus.IN_REASONING  # then its ids are the reasoning's
+        assert 0 <= call.span[0] <= call.span[1] <= len(soup)
+        assert (call.span[0] == call.span[1]) == is_reasoning
     message = parsed.to_message([f"callsoup{k}" for k in range(len(parsed.tool_calls))])
     new = [{"role": "user", "content": "go on"}]
     bridge = renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, assistant=message, tools=TOOLS, earlier=HI)

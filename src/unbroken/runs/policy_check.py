@@ -41,6 +41,7 @@ from unbroken.runs.models import load_model
 from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, mismatch
 from unbroken.training.model.row_scores import RowScores
 from unbroken.training.trainer import Trainer
+from unbroken.training.waits import fail_together
 from unbroken.types import SampledSequence, SampleRequest, SamplingParams, TrainingSample, token_ids
 
 FLOAT32, DENSE, COARSE = 1e-4, 0.02, 0.1
@@ -219,10 +220,13 @@ class PolicyCheck:
         if self.max_k3 == math.inf:
             return f"{self.name}: its policy is not compared with the trainer's (trainer.max_policy_k3 is inf)"
         started, sampler = time.perf_counter(), self.sampler
-        render, num = make_prompts, count_prompts(sampler.engine)
-        prompts = await asyncio.to_thread(render, sampler.renderer, sampler.problems, sampler.engine, num=num)
-        params = sampler.sampling or sampler.config.sampling
-        rows = await sample_probes(sampler.engine, prompts, params, returns_experts=sampler.returns_experts)
+        engine, params = sampler.engine, sampler.sampling or sampler.config.sampling
+        async with fail_together(
+            self.trainer
+        ):  # an engine may be gone in one process; the others would score without it
+            num = count_prompts(engine)
+            prompts = await asyncio.to_thread(make_prompts, sampler.renderer, sampler.problems, engine, num=num)
+            rows = await sample_probes(engine, prompts, params, returns_experts=sampler.returns_experts)
         found = await asyncio.to_thread(self._compare, prompts, rows)
         return _describe(found, self.name, self.max_k3, time.perf_counter() - started)
 
