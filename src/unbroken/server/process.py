@@ -137,29 +137,40 @@ async def run_server(
         make_renderer({})  # so that errors in the template and its options come before the engine starts
     except InvalidInputError as error:
         raise name_option(error) from None
-    listeners = listeners or [listen(options.host, options.port)]
-    engine = await start_engine(codec, processor, image_limits)
-    try:
-        await _report_check(check, engine, make_renderer)
-        app = make_app(
-            engine,
-            make_renderer,
-            codec,
-            replace(options.config, tokenizer=_locate(tokenizer)),
-            image_processor=processor,
-            image_limits=image_limits,
-            no_images_because=no_images_because,
-        )
-        for listener in listeners:
-            listener.listen()  # whoever reads the line below may connect at once
-        report(
-            f"unbroken serves {options.config.model_name} at {format_url(*listeners[0].getsockname()[:2])} "
-            f"({type(engine).__name__}, {engine.context_length} ids of context{note})"
-        )
-        await _run_app(app, listeners, options, parent)
-    finally:
-        await engine.close()
+    with _listening(options, listeners) as listeners:
+        engine = await start_engine(codec, processor, image_limits)
+        try:
+            await _report_check(check, engine, make_renderer)
+            app = make_app(
+                engine,
+                make_renderer,
+                codec,
+                replace(options.config, tokenizer=_locate(tokenizer)),
+                image_processor=processor,
+                image_limits=image_limits,
+                no_images_because=no_images_because,
+            )
+            for listener in listeners:
+                listener.listen()  # whoever reads the line below may connect at once
+            report(
+                f"unbroken serves {options.config.model_name} at {format_url(*listeners[0].getsockname()[:2])} "
+                f"({type(engine).__name__}, {engine.context_length} ids of context{note})"
+            )
+            await _run_app(app, listeners, options, parent)
+        finally:
+            await engine.close()
     return 0
+
+
+@contextmanager
+def _listening(options: AppOptions, given: Sequence[socket.socket]) -> Iterator[Sequence[socket.socket]]:
+    """The sockets to serve: those that are given, or one of the options, which is closed whatever ends the block."""
+    own = [] if given else [listen(options.host, options.port)]
+    try:
+        yield given or own
+    finally:
+        for listener in own:
+            listener.close()
 
 
 async def _report_check(check: CheckEngine | None, engine: Engine, make_renderer: MakeRenderer) -> None:
