@@ -41,8 +41,7 @@ _TOP_K_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 def has_experts(model: Any) -> bool:
     """Whether a transformers model is a mixture of experts, by its config."""
-    config = model.config.get_text_config()
-    return any((getattr(config, name, None) or 0) > 1 for name in _NUM_EXPERTS_NAMES)
+    return (_get_first(model.config.get_text_config(), _NUM_EXPERTS_NAMES) or 0) > 1
 
 
 @dataclass(slots=True, kw_only=True)
