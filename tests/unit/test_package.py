@@ -188,6 +188,21 @@ from unbroken import {name}
     assert f"ModuleNotFoundError: {expected}" in done.stderr
 
 
+def test_training_with_the_embedded_engine_needs_no_other_extra():
+    """As `pip install 'unbroken[train]'` has it: `tools/check_extras.py` installs it really, in minutes."""
+    code = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in {"httpx", "orjson", "fastapi", "uvicorn", "fsspec.implementations.http", "vllm", "peft"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import unbroken.runs.run, unbroken.runs.training, unbroken.runs.policy_check, unbroken.runs.evaluate
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'unbroken' has no attribute 'nonsense'"):
         unbroken.nonsense  # noqa: B018

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from unbroken.engines.base import Engine
-from unbroken.engines.http import HttpEngine
 from unbroken.errors import PolicyMismatchError, UnbrokenError
 from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Origin
@@ -118,7 +117,9 @@ def make_prompts(renderer: Renderer, problems: Problems | None, engine: Any, *, 
 
 def count_prompts(engine: Engine) -> int:
     """How many prompts to sample together: enough that each of several servers gets some."""
-    return max(_NUM_TOGETHER, 8 * len(engine.urls)) if isinstance(engine, HttpEngine) else _NUM_TOGETHER
+    # Only an engine over HTTP has them; its class is not imported here, as `train` alone installs no httpx.
+    urls = getattr(engine, "urls", ())
+    return max(_NUM_TOGETHER, 8 * len(urls))
 
 
 async def sample_probes(
