@@ -505,18 +505,19 @@ _OF_ROLLOUTS: dict[str, Callable[[Sample], float]] = {
 
 
 def measure(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> dict[str, Measure]:
-    """The numbers of an evaluation, by the names of `evaluation.jsonl`; a rollout without a reward counts as 0.
+    """The numbers of an evaluation, by the names of `evaluation.jsonl`.
 
-    `reward_parts/NAME` is over the rollouts that have this part.
+    A rollout without a reward counts as 0 in the mean, and never passes. `reward_parts/NAME` is over the rollouts that
+    have this part.
     """
     scored = [[each for each in samples if each.is_scored] for samples in problems]
-    rewards = [[each.reward or 0.0 for each in samples] for samples in scored]
+    rewards = [[0.0 if each.reward is None else each.reward for each in samples] for samples in scored]
     found = {"reward/mean": Measure.of(rewards)}
     for name in dict.fromkeys(name for samples in scored for each in samples for name in each.reward_parts):
         parts = [[part for each in samples if (part := each.reward_parts.get(name)) is not None] for samples in scored]
         found[f"reward_parts/{name}"] = Measure.of(parts)
     for k in choose_ks(max(map(len, rewards), default=0)):
-        counts = [(len(each), sum(reward >= pass_reward for reward in each)) for each in rewards]
+        counts = [(len(samples), sum(each.passes(pass_reward) for each in samples)) for samples in scored]
         chances = [[pass_at_k(number, passed, k)] if number >= k else [] for number, passed in counts]
         found[f"pass@{k}"] = Measure.of(chances, is_pass=True)
     for name, read in _OF_ROLLOUTS.items():

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from unbroken.engines.base import Engine, RequiresVersion
@@ -99,9 +100,10 @@ class Outages:
             UnbrokenError: the publisher raised it twice although the engine is there.
         """
         started = time.perf_counter()
-        update = await self._publish_until_done()
-        self._lost_s += time.perf_counter() - started - update.seconds
-        return update
+        update, lost_s = await self._publish_until_done()
+        self._lost_s += lost_s
+        # What else a publication took, such as agreeing with other processes, is the publication's, not an outage's.
+        return replace(update, seconds=time.perf_counter() - started - lost_s)
 
     async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
         """The error if the engine was gone, or has ids older than `oldest_version`; None if the groups can be used."""
@@ -159,8 +161,12 @@ class Outages:
         if self._engine is not None:
             await self._engine.check_health()
 
-    async def _retry(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Retry until every process succeeds; the second error of a healthy engine is raised."""
+    async def _retry(self, attempt: Callable[[], Awaitable[_T]]) -> tuple[_T, float]:
+        """Retry until every process succeeds, and return the seconds before the last attempt, 0 if it was the first.
+
+        The second error of a healthy engine is raised.
+        """
+        began_s, lost_s = time.perf_counter(), 0.0
         deadline_s = time.monotonic() + (0.0 if self._engine is None else self._config.outages.wait_s)
         was_healthy = self._engine is None
         last_warning = ""
@@ -172,7 +178,7 @@ class Outages:
             except EngineError as raised:
                 error = raised
             if not await in_any_process(self._trainer, error is not None):
-                return done[0]
+                return done[0], lost_s
             is_healthy = error is not None and not await self.is_outage(error)
             if await in_any_process(self._trainer, is_healthy and was_healthy):
                 raise error or TrainingError("another process cannot publish its weights: its own error says why")
@@ -186,13 +192,14 @@ class Outages:
             if last_warning != (last_warning := format_loss(error)):
                 _log.warning("waiting up to %g s for the engine: %s", self._config.outages.wait_s, last_warning)
             await asyncio.sleep(self._config.outages.ask_every_s)
+            lost_s = time.perf_counter() - began_s
 
-    async def _publish_until_done(self) -> WeightUpdate:
-        """Publish the weights; servers that missed them are ignored from now on."""
+    async def _publish_until_done(self) -> tuple[WeightUpdate, float]:
+        """Publish the weights, as `_retry`; servers that missed them are ignored from now on."""
         assert self._publish is not None, "a trainer publishes"
-        update = await self._retry(self._publish)
+        done = await self._retry(self._publish)
         self.require_newest(self._policy_version)
-        return update
+        return done
 
 
 def format_loss(error: Exception | None) -> str:

@@ -86,6 +86,18 @@ async def test_i6_rows_of_a_server_that_was_started_again_are_not_trained(tmp_pa
     assert server.loaded == [1, 2, 2, 3, 4]
 
 
+async def test_a_publication_that_takes_longer_than_its_publisher_says_is_no_outage(tmp_path):
+    class Publisher:
+        async def publish(self, named_parameters, *, policy_version):
+            await asyncio.sleep(0.05)  # as an engine that wakes before the publisher begins to count
+            return await server.publish(named_parameters, policy_version=policy_version)
+
+    server = Server()
+    await run(Data(server), tmp_path, publisher=Publisher())
+    assert [line["seconds/outages"] for line in lines(tmp_path)] == [0.0] * NUM_STEPS
+    assert all(line["seconds/publish"] > 0.05 for line in lines(tmp_path))
+
+
 async def test_a_server_that_goes_away_while_weights_are_published_is_waited_for(tmp_path):
     class Publisher:
         async def publish(self, named_parameters, *, policy_version):

@@ -281,6 +281,10 @@ class Sample:
         """Whether its length, its turns or its time came to their limit."""
         return self.status in _CUT
 
+    def passes(self, pass_reward: float) -> bool:
+        """Whether it has a reward of at least this: a failed rollout has none, and passes no bound, however low."""
+        return self.reward is not None and self.reward >= pass_reward
+
     @staticmethod
     def of(trajectory: Trajectory) -> Sample:
         """The sample of a rollout."""
@@ -323,25 +327,27 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
         pass@2                   ((1 - C(3, 2) / C(4, 2)) + (1 - C(2, 2) / C(4, 2))) / 2 = (1/2 + 5/6) / 2 = 2/3
         pass@4                   1
 
-    A rollout without a reward (a time-out, a failure) counts as 0, unless it is unscored. The standard error is that of
-    the mean over problems, whose samples are not independent (Miller 2024, arXiv:2411.00640); None for one problem.
+    A rollout without a reward (a time-out, a failure) counts as 0 in the mean and never passes, unless it is unscored.
+    The standard error is that of the mean over problems, whose samples are not independent (Miller 2024,
+    arXiv:2411.00640); None for one problem.
     pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374) for k = 1, 2, 4, ... and all samples.
     """
     samples = [sample for of_problem in problems for sample in of_problem]
-    rewards = [[each.reward or 0.0 for each in of_problem if each.is_scored] for of_problem in problems]
-    scored = [of_problem for of_problem in rewards if of_problem]
-    means = [float(np.mean(of_problem)) for of_problem in scored]
+    of_problems = [[each for each in of_problem if each.is_scored] for of_problem in problems]
+    scored = [of_problem for of_problem in of_problems if of_problem]
+    rewards = [[0.0 if each.reward is None else each.reward for each in of_problem] for of_problem in scored]
+    means = [float(np.mean(of_problem)) for of_problem in rewards]
     numbers: dict[str, float | None] = {
         "num_problems": len(problems),
         "num_rollouts": len(samples),
         "num_without_reward": sum(each.reward is None for each in samples),
         "num_cut": sum(each.was_cut for each in samples),
-        "reward/mean": float(np.mean([reward for of_problem in scored for reward in of_problem])) if scored else 0.0,
+        "reward/mean": float(np.mean([reward for of_problem in rewards for reward in of_problem])) if rewards else 0.0,
         "reward/standard_error": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
     }
     for k in choose_ks(max(map(len, scored), default=0)):
         chances = [
-            pass_at_k(len(of_problem), sum(reward >= pass_reward for reward in of_problem), k)
+            pass_at_k(len(of_problem), sum(each.passes(pass_reward) for each in of_problem), k)
             for of_problem in scored
             if len(of_problem) >= k
         ]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unbroken.rollout.trajectory import TrajectoryStatus
+from unbroken.runs.evaluate import measure
 from unbroken.runs.evaluation.evaluator import Sample, pass_at_k, summarize, tracked
 
 
@@ -51,6 +52,14 @@ def test_what_has_no_reward_counts_as_0_and_what_is_unscored_counts_nowhere():
     assert found["reward/standard_error"] is None
     nothing = summarize([unscored], pass_reward=1.0)
     assert (nothing["reward/mean"], "pass@1" in nothing) == (0.0, False)
+
+
+@pytest.mark.parametrize("pass_reward", [0.0, -1.0])
+@pytest.mark.parametrize("status", [TrajectoryStatus.FAILED, TrajectoryStatus.TIMEOUT])
+def test_what_has_no_reward_passes_no_bound_however_low(pass_reward, status):
+    problems = [samples(None, status=status) + samples(1.0)] * 2
+    assert summarize(problems, pass_reward=pass_reward)["pass@1"] == 0.5
+    assert measure(problems, pass_reward=pass_reward)["pass@1"].value == 0.5
 
 
 def test_trackers_get_names_that_all_of_them_take():
