@@ -96,6 +96,8 @@ class Trainer:
         self._config = config
         self._processes = Processes(accelerator.process_index, self.from_all_processes)
         self._rng = np.random.default_rng(config.seed)
+        self._num_steps = 0
+        """Steps made, also before a checkpoint. The version tells nothing: a run that goes on may skip some."""
         self._entropy_weight = config.entropy_weight
         self._last_entropy: float | None = None
         """Of the last update, with `entropy_control`."""
@@ -147,8 +149,9 @@ class Trainer:
             updates=updates,
         )
         self.policy_version += 1
+        self._num_steps += 1
         sync = self._config.reference_sync
-        if sync is not None and self.policy_version % sync.every == 0:
+        if sync is not None and self._num_steps % sync.every == 0:
             self.backend.mix_into_reference(sync.mixup)
         seconds = time.perf_counter() - started
         return merge_stats(
@@ -264,7 +267,9 @@ class Trainer:
             check_json(extra or {}, name="extra")
         entropy = {"weight": self._entropy_weight, "last": self._last_entropy}
         rng = self._rng.bit_generator.state
-        processes = self.from_all_processes({"rng": rng, "entropy": entropy, "extra": deepcopy(dict(extra or {}))})
+        processes = self.from_all_processes(
+            {"rng": rng, "entropy": entropy, "num_steps": self._num_steps, "extra": deepcopy(dict(extra or {}))}
+        )
         return self.backend.copy_state(policy_version=self.policy_version, processes=processes)
 
     def save_pretrained(
@@ -300,6 +305,8 @@ class Trainer:
             self._entropy_weight = mine["entropy"]["weight"]
             self._last_entropy = mine["entropy"]["last"]
         self.policy_version = state.policy_version
+        # Checkpoints of earlier states of this code have no count; theirs was the version.
+        self._num_steps = mine.get("num_steps", state.policy_version)
         extra: Mapping[str, Any] = mine["extra"]
         return extra
 

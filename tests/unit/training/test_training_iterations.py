@@ -163,6 +163,26 @@ def test_the_reference_follows_the_policy_every_so_many_steps(is_lora):
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0, msg=name)
 
 
+def test_the_reference_follows_at_the_same_steps_when_versions_were_skipped(tmp_path):
+    """A run that goes on skips the versions that its servers have already."""
+    config = TrainerConfig(optimizer=OPTIMIZER, kl_weight=0.1, reference_sync=SYNC)
+    whole, first, resumed = (Trainer(tiny_qwen3(), config, reference=tiny_qwen3(seed=1)) for _ in range(3))
+    for trainer in (whole, first):
+        trainer.step(rows_of(0))
+    first.save(tmp_path / "one")
+    resumed.load(tmp_path / "one")
+    resumed.policy_version += 1
+    for step in range(1, 5):
+        for trainer in (whole, resumed):
+            trainer.step(rows_of(step))
+        pairs = zip(references(whole), references(resumed), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), step
+
+
+def references(trainer: Trainer) -> list[torch.Tensor]:
+    return [weight.detach() for weight in trainer.backend._reference.model.parameters()]
+
+
 def changing(*, is_lora: bool = False, sync: ReferenceSync | None = SYNC) -> Trainer:
     """A trainer whose reference and entropy weight change."""
     config = TrainerConfig(

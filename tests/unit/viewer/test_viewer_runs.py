@@ -83,6 +83,16 @@ def test_files_with_and_without_columns_have_the_same_lines_and_texts_are_found_
     assert find("q=b") == [(0, 1)]
 
 
+def test_a_rollout_whose_fork_left_one_row_is_forked(tmp_path):
+    """As where the turn that was left has no loss, so its row is not trained."""
+    forked = make_forked()
+    members = [make_trajectory("g0/0", [make_row([1, 2, 3], num_prompt=1)]), {**forked, "rows": forked["rows"][1:]}]
+    write_run(tmp_path)
+    write_step(tmp_path, 5, members)
+    found = open_runs([tmp_path]).get(f"run/0/table/{quote('is=forked&step=5', safe='')}")
+    assert [each["index"] for each in found["rows"]] == [1]
+
+
 def test_forks_have_their_reason_and_the_first_ids_that_differ():
     record = make_forked()
     turn_of_node = match_turns(record["rows"], record["turns"])

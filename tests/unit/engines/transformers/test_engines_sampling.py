@@ -62,6 +62,12 @@ def test_equal_logits_keep_the_smaller_id(top_k: int) -> None:
     assert torch.isfinite(logprobs[0]).nonzero()[:, 0].tolist() == list(range(top_k))
 
 
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.2500001, 2), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_top_p_keeps_no_id_more_than_it_takes_to_reach_the_mass(top_p: float, num_kept: int) -> None:
+    logprobs = compute_logprobs(torch.zeros(1, 4), pack([SamplingParams(top_p=top_p)]), history)
+    assert torch.isfinite(logprobs[0]).nonzero()[:, 0].tolist() == list(range(num_kept))
+
+
 def test_the_callers_logits_are_left_alone() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
     before = logits.clone()

@@ -9,6 +9,7 @@ import pytest
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from support.waits import wait_until
 from unbroken.server.config import ServerLimits
+from unbroken.server.http import idempotency
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.guard import ReplayBody
 from unbroken.server.http.idempotency import ABANDON_PATH, Idempotency
@@ -58,6 +59,28 @@ async def test_another_body_under_the_same_key_is_refused() -> None:
         answer = await client.post("/v1/sample", json={**BODY, "n": 2}, headers=KEY)
     assert answer.status_code == 400
     assert "another body" in answer.json()["error"]["message"]
+
+
+async def test_an_answer_is_kept_for_a_time_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 50)
+    async with asgi_client(make_app(engine)) as client:
+        for kept_s, num_sampled in ((600.0, 50), (600.0, 50), (0.0, 100)):
+            monkeypatch.setattr(idempotency, "_KEPT_S", kept_s)
+            await client.post("/v1/sample", json=BODY, headers=KEY)
+            assert engine.num_sampled == num_sampled
+
+
+async def test_of_answers_that_are_too_large_together_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine(lambda prompt_ids: [7] * 50)
+    async with asgi_client(make_app(engine)) as client:
+        first = await client.post("/v1/sample", json=BODY, headers=KEY)
+        monkeypatch.setattr(idempotency, "_MAX_KEPT_BYTES", len(first.content) * 3 // 2)
+        await client.post("/v1/sample", json=BODY, headers={"Idempotency-Key": "two"})
+        assert engine.num_sampled == 100
+        await client.post("/v1/sample", json=BODY, headers={"Idempotency-Key": "two"})
+        assert engine.num_sampled == 100
+        await client.post("/v1/sample", json=BODY, headers=KEY)
+        assert engine.num_sampled == 150
 
 
 async def test_an_answer_that_asks_for_a_retry_is_not_kept() -> None:

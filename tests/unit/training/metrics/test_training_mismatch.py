@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.rows import row
-from unbroken.errors import InvalidInputError, PolicyMismatchError
-from unbroken.training.metrics.mismatch import Mismatch, check_one_policy, k3_by_lag, mismatch, mismatch_of_rows
+from unbroken.errors import InvalidInputError, InvariantError, PolicyMismatchError
+from unbroken.training.metrics.mismatch import (
+    Mismatch,
+    check_one_policy,
+    check_same_bits,
+    k3_by_lag,
+    mismatch,
+    mismatch_of_rows,
+)
 from unbroken.types import TrainingSample
 
 
@@ -43,6 +50,20 @@ def test_for_any_logprobs_k3_is_never_negative_and_zero_only_if_equal(values):
     assert result.k3 >= 0
     assert 0 <= result.share_off_20pct <= 1
     assert (result.max_abs == 0) == bool((trainer == sampler).all())
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_bits_are_compared_with_the_weights_that_sampled_them_only(version):
+    """Logprobs of older weights differ in an asynchronous run that is as it should be."""
+    other = row([5, 6, 7], sampled=[1, 2], version=version, logprob=-4.0)
+    check_same_bits([other], [np.array([-4.5, -4.5], dtype=np.float32)], 2)
+
+
+def test_a_logprob_of_the_same_weights_with_other_bits_is_named():
+    same = row([5, 6, 7], sampled=[1, 2], version=2, logprob=-4.0)
+    check_same_bits([same], [np.array([-4.0, -4.0], dtype=np.float32)], 2)
+    with pytest.raises(InvariantError, match="1 of 2 logprobs of row 0 differ: at position 2, id 7"):
+        check_same_bits([same], [np.array([-4.0, np.nextafter(np.float32(-4), 0)], dtype=np.float32)], 2)
 
 
 @pytest.mark.parametrize(
