@@ -48,6 +48,22 @@ def check_json(value: Any) -> None:
     raise InvalidInputError(f"JSON must be nested at most {MAX_DEPTH} deep")
 
 
+def read_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """Read a whole file that somebody else names or writes.
+
+    Raises:
+        OSError: it is not there, or is no regular file: a pipe would be waited for, and some devices never end.
+        InvalidInputError: it is longer.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileNotFoundError(f"{path} is no regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise InvalidInputError(f"{path} must have at most {max_bytes} bytes")
+    return data
+
+
 def open_inside(folder: str | os.PathLike[str], *parts: str) -> BinaryIO:
     """Open a file below a folder by the names on the way to it. No link is followed: it could lead anywhere.
 

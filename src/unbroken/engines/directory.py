@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.untrusted import read_file
 
 _POLL_S = 0.5
 """How often the list is read, and each server asked for its health."""
@@ -24,6 +25,9 @@ _SETTLES_S = 0.25
 """How long a file must have the same addresses before they count."""
 MAX_FAILURES = 2
 """After so many health checks in a row a server is gone; one may fail for a busy server."""
+
+_MAX_BYTES = 2**20
+"""Of a file of addresses: some ten thousand."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +61,8 @@ class FileDirectory:
         A file that cannot be read changes nothing either. The first that can be read counts at once.
         """
         try:
-            lines = self._path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
+            lines = read_file(self._path, max_bytes=_MAX_BYTES).decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError, InvalidInputError):
             return self._addresses
         stripped = (line.partition("#")[0].strip().rstrip("/") for line in lines)
         before, self._read = self._read, tuple(dict.fromkeys(filter(None, stripped)))

@@ -40,6 +40,8 @@ class WeightLoader:
             self._versions = VersionStore(str(versions_from)) if is_store(str(versions_from)) else Path(versions_from)
         self._loaded: tuple[int, str] | None = None
         """Version and digest of the last update made here."""
+        self.refused = ""
+        """Why the newest of the versions that are followed is not in use; empty if it is."""
         self._lock = asyncio.Lock()
         self._updates: set[asyncio.Task[Any]] = set()
 
@@ -121,6 +123,7 @@ class WeightLoader:
                 _check_same(version, digest)
                 return False
             files = await asyncio.to_thread(self._fetch, version)
+            await asyncio.to_thread(files.check_values)
             await require_updatable(self._engine).update_weights(
                 FileSource(files.folder), policy_version=policy_version, reuse_kv=reuse_kv, in_flight=in_flight
             )
@@ -168,13 +171,12 @@ class WeightLoader:
             yield
             return
         require_updatable(self._engine)
-        refused = await self._follow(self._versions, refused="")
+        self.refused = await self._follow(self._versions)
 
         async def look(versions: VersionStore | Path) -> None:
-            nonlocal refused
             while True:
-                await asyncio.sleep(_TRY_AGAIN_S if refused else _LOOK_EVERY_S)
-                refused = await self._follow(versions, refused=refused)
+                await asyncio.sleep(_TRY_AGAIN_S if self.refused else _LOOK_EVERY_S)
+                self.refused = await self._follow(versions)
 
         looking = asyncio.create_task(look(self._versions))
         try:
@@ -185,7 +187,7 @@ class WeightLoader:
             if isinstance(self._versions, VersionStore):
                 self._versions.close()
 
-    async def _follow(self, versions: VersionStore | Path, *, refused: str) -> str:
+    async def _follow(self, versions: VersionStore | Path) -> str:
         """Load the newest version unless it is in use; returns why it could not be, which is logged if it is new."""
         place = versions.url if isinstance(versions, VersionStore) else versions
         try:
@@ -200,11 +202,11 @@ class WeightLoader:
                         await self._load_newest(whole, place)
                 raise
         except (UnbrokenError, HttpError, OSError) as error:
-            if str(error) != refused:
+            if str(error) != self.refused:
                 _log.warning("the newest version in %s is not loaded, and is tried again: %s", place, error)
             return str(error)
         except Exception as error:
-            if repr(error) != refused:
+            if repr(error) != self.refused:
                 _log.exception("the newest version in %s is not loaded, and is tried again", place)
             return repr(error)
         return ""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
 from unbroken.transfer.files import read_tensors, write_tensors
+from unbroken.untrusted import read_file, read_json
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
+_MAX_MANIFEST = 2**24
+"""Bytes: some hundred thousand files of 1 GB."""
 _VERSION_NAME = re.compile(r"version-(\d{8,})")
 _REMEMBERED_S = 600.0
 _MIN_REMEMBERED_BYTES = 2**23
@@ -69,6 +72,10 @@ class WeightFiles:
         for path in self.folder.glob("*.safetensors"):
             if path.name not in {file.name for file in self.files}:
                 raise WeightsError(f"weight file {path} is not in the {_MANIFEST} of its folder: remove it")
+        for file in self.files:
+            path = self.folder / file.name
+            if path.exists() and not path.is_file():  # hashing a pipe or a device would never end
+                raise WeightsError(f"weight file {path} is no regular file")
         sums: dict[str, str] = {}
         for wait in (False, True):  # other servers of this machine may be at some of them
             for file in self.files:
@@ -86,6 +93,24 @@ class WeightFiles:
                     f"weight file {path} must have {file.num_bytes} bytes with SHA-256 {file.sha256[:12]}..., got "
                     f"{found.num_bytes} with {found.sha256[:12]}...: write the version again"
                 )
+
+    def check_values(self) -> None:
+        """Check that every tensor has floating-point numbers, all of them finite; reads the files once.
+
+        Of files that a trainer wrote this is so. A server asks before it loads what anybody may have written, as its
+        engine would sample with whatever it is given.
+
+        Raises:
+            WeightsError: a tensor has another dtype, or a number that is not finite.
+        """
+        for name, tensor in self.tensors():
+            if not tensor.dtype.is_floating_point:
+                raise WeightsError(
+                    f"weight {name!r} of {self.folder} must have floating-point numbers, got {tensor.dtype}"
+                )
+            wide = tensor.float() if tensor.element_size() == 1 else tensor  # torch asks no 8-bit numbers
+            if not wide.isfinite().all():
+                raise WeightsError(f"weight {name!r} of {self.folder} has numbers that are not finite")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read names and tensors, one file after the other."""
@@ -118,11 +143,11 @@ def write_weights(
 def read_manifest(folder: Path) -> WeightFiles:
     """Read a folder's manifest; `verify` checks the files. `WeightsError` if the folder holds no whole version."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
+        manifest = read_json(read_file(folder / _MANIFEST, max_bytes=_MAX_MANIFEST), max_bytes=_MAX_MANIFEST)
         if manifest["format"] != _FORMAT:
             raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
         files = parse_files(manifest["files"])
-        return WeightFiles(folder=folder, policy_version=int(manifest["policy_version"]), files=files)
+        return WeightFiles(folder=folder, policy_version=parse_version(manifest["policy_version"]), files=files)
     except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # int(1e999) overflows
         raise WeightsError(
             f"{folder} must hold a version of the weights with its {_MANIFEST}: {type(error).__name__}: {error}"
@@ -148,6 +173,13 @@ def list_newest_first(parent: Path) -> list[Path]:
     `FileNotFoundError` if one is removed meanwhile.
     """
     return sorted(find_versions(parent).values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def parse_version(value: Any) -> int:
+    """Read the policy version of a manifest; raises `InvalidInputError` unless it is an integer that a row can have."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise InvalidInputError(f"policy_version must be an integer in [0, 2**31), got {value!r}")
+    return value
 
 
 def parse_files(entries: Iterable[dict[str, Any]]) -> tuple[WeightFile, ...]:

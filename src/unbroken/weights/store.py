@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unbroken.errors import InvalidInputError, UnbrokenError, WeightsError
-from unbroken.weights.files import WeightFile, WeightFiles, parse_files
+from unbroken.weights.files import WeightFile, WeightFiles, parse_files, parse_version
 from unbroken.weights.folders import atomic_folder, temporary_name
 
 _MANIFEST, _NEWEST = "manifest.json", "newest.json"
@@ -181,7 +181,7 @@ class VersionStore:
                 raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
             return StoredVersion(
                 name=name,
-                policy_version=int(manifest["policy_version"]),
+                policy_version=parse_version(manifest["policy_version"]),
                 files=parse_files(manifest["files"]),
                 base=None if manifest["base"] is None else str(manifest["base"]),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -87,6 +88,11 @@ def test_a_file_lists_an_address_a_line_and_a_change_counts_once_reads_agree_for
     now_s += 0.3
     assert listed.addresses() == ("http://b:2",)
     path.unlink()
+    assert listed.addresses() == ("http://b:2",)
+    os.mkfifo(path)  # what writes nothing, or never ends, is no list
+    assert listed.addresses() == ("http://b:2",)
+    path.unlink()
+    path.symlink_to("/dev/zero")
     assert listed.addresses() == ("http://b:2",)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -272,6 +275,70 @@ async def test_a_server_goes_on_following_after_an_error_that_nobody_expected(
 
         await wait_until(has_version)
     assert caplog.text.count("ZeroDivisionError: how odd") == 1
+
+
+def _spoil(run: Path, kind: str) -> None:
+    """Write version 2 as somebody else might."""
+    named = [(name, weight.detach().clone()) for name, weight in model(2).named_parameters()]
+    if kind == "some":
+        named = named[:5]
+    elif kind == "integers":
+        named[3] = (named[3][0], named[3][1].int())
+    elif kind in ("nan", "inf"):
+        named[3][1].view(-1)[7] = float(kind)
+    folder = write_weights(run, named, policy_version=2).folder
+    manifest = folder / "manifest.json"
+    if kind == "text" or kind == "fraction":
+        value = {"text": '"2"', "fraction": "2.9"}[kind]
+        manifest.write_text(manifest.read_text().replace('"policy_version": 2', f'"policy_version": {value}'))
+    elif kind == "pipe":
+        manifest.unlink()
+        os.mkfifo(manifest)
+    elif kind in ("pipe of weights", "device"):
+        path = next(folder.glob("*.safetensors"))
+        path.unlink()
+        os.mkfifo(path) if kind == "pipe of weights" else path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("some", "a version of the weights must have all of them: 19 are missing, first"),
+        ("integers", "must have floating-point numbers, got torch.int32"),
+        ("nan", "has numbers that are not finite"),
+        ("inf", "has numbers that are not finite"),
+        ("text", "policy_version must be an integer in .*, got '2'"),
+        ("fraction", "policy_version must be an integer in .*, got 2.9"),
+        ("pipe", "manifest.json is no regular file"),
+        ("pipe of weights", "00000.safetensors is no regular file"),
+        ("device", "00000.safetensors is no regular file"),
+    ],
+)
+async def test_a_version_that_is_not_one_leaves_the_old_one_serving_and_health_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    monkeypatch.setattr("unbroken.server.weights._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("unbroken.server.weights._TRY_AGAIN_S", 0.05)
+    run = tmp_path / "run"
+    write_weights(run, model(1).named_parameters(), policy_version=1)
+    engine = TransformersEngine(model(0))
+    app = make_app(engine, versions_from=run)
+    async with listening(app) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        before = (await engine.score(IDS)).logprobs
+        _spoil(run, kind)
+
+        async def says(**more: bool) -> bool:
+            return (await client.get("/health")).json() == {"status": "ok", **more}
+
+        await wait_until(lambda: says(weights_refused=True))
+        assert re.search(message, caplog.text)
+        assert engine.policy_version == 1
+        np.testing.assert_array_equal((await engine.score(IDS)).logprobs, before)
+        write_weights(run, model(2).named_parameters(), policy_version=3)
+        await wait_until(lambda: engine.policy_version == 3)
+        await wait_until(says)
+    await engine.close()
 
 
 async def test_a_server_with_no_version_to_follow_serves_its_own_weights(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.exactness import ModuleOutputs
 from unbroken.images.processor import ImageProcessor
+from unbroken.transfer.files import FileSource
 from unbroken.transfer.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
 from unbroken.types import (
     ImageSpan,
@@ -258,7 +259,8 @@ class TransformersEngine:
             received = await self._receivers.receive(source, device=str(self._forward.device))
         arrived = time.perf_counter()
         async with self._finish_first() if in_flight is InFlight.FINISH else nullcontext():
-            await self._worker.call(lambda: self._load(received, policy_version, reuse_kv))
+            is_whole = isinstance(source, FileSource)  # a version in files is one; tensors may be some of them
+            await self._worker.call(lambda: self._load(received, policy_version, reuse_kv, is_whole=is_whole))
         seconds = {"receive": arrived - began, "load": time.perf_counter() - arrived}
         return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
 
@@ -357,9 +359,11 @@ class TransformersEngine:
             with suppress(EngineError):  # closed or failed: no request is held any more
                 await self._worker.call(lambda: self._batch.admit_again(fence))
 
-    def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool) -> None:
+    def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool, *, is_whole: bool) -> None:
         check_version_rises(policy_version, current=self._batch.policy_version)
-        self._loader.load(self._forward.model, received.tensors, policy_version=self._batch.policy_version)
+        self._loader.load(
+            self._forward.model, received.tensors, policy_version=self._batch.policy_version, is_whole=is_whole
+        )
         if self._asleep:
             self._forward.wake()
             self._refusing = self._asleep = False

@@ -27,11 +27,15 @@ class UpdateLoader:
         self._is_changed = False
         """Whether whole weights have replaced the first ones."""
 
-    def load(self, model: torch.nn.Module, tensors: NamedTensors, *, policy_version: int) -> None:
+    def load(
+        self, model: torch.nn.Module, tensors: NamedTensors, *, policy_version: int, is_whole: bool = False
+    ) -> None:
         """Load the tensors of an update into `model`, all or none; `policy_version` is the one in use.
 
+        With `is_whole` they must be an adapter, or all of the model's weights.
+
         Raises:
-            SamplingError: as `load_into`, `match_adapter` and `check_same_kind`.
+            SamplingError: as `load_into`, `match_adapter`, `check_same_kind` and `_check_whole`.
         """
         stream = tensors if isinstance(tensors, WeightStream) and not tensors.is_kept else None
         weights = [] if stream is not None else list(tensors)
@@ -42,6 +46,8 @@ class UpdateLoader:
         if adapts:
             load_into(model, self._merge_all(model, dict(weights if stream is None else stream)))
         elif stream is None:
+            if is_whole:
+                _check_whole(model, {name: tensor.shape for name, tensor in weights})
             load_into(model, weights)
         else:
             copy_into(model, stream)
@@ -62,6 +68,17 @@ class UpdateLoader:
         base = self._base[one.name].to(device)
         a, b = (given[one.given + ending].detach().to(device, torch.float32) for ending in (A, B))
         return (base.float() + b @ a).to(base.dtype)
+
+
+def _check_whole(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> None:
+    """Raise `SamplingError` as `check_names`, or if a parameter is missing; a tied one has several."""
+    check_names(model, shapes)
+    given = {weight.data_ptr() for name, weight in model.state_dict(keep_vars=True).items() if name in shapes}
+    missing = [name for name, weight in model.named_parameters() if weight.data_ptr() not in given]
+    if missing:
+        raise SamplingError(
+            f"a version of the weights must have all of them: {len(missing)} are missing, first {missing[0]!r}"
+        )
 
 
 def check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:

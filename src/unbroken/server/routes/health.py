@@ -15,9 +15,14 @@ router = Routes(Access.OPEN)
 @router.get("/health", summary="Check the engine", response_description='`{"status": "ok"}`')
 @router.get("/health/", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """Answer at once: 200 while the engine works, 503 once it is closed or dead."""
-    await get_context(request).service.engine.check_health()
-    return json_response({"status": "ok"})
+    """Answer at once: 200 while the engine works, 503 once it is closed or dead.
+
+    With `weights_refused` the newest of the versions that the server follows cannot be used, and it serves the one
+    before; its log says why.
+    """
+    context = get_context(request)
+    await context.service.engine.check_health()
+    return json_response({"status": "ok", **({"weights_refused": True} if context.weights.refused else {})})
 
 
 @router.get("/ping", summary="Check the engine (SageMaker)", response_description='`{"status": "ok"}`')
