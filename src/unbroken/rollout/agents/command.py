@@ -1,21 +1,29 @@
-"""An agent that is a command: a process group of its own for each attempt."""
+"""An agent that is a command: a process group of its own for each attempt, in a copy of a folder, and a check after it.
+
+copy of the workspace ── the agent's command, to its end ── the check, in the same copy ── reward 1 or 0
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
+import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.rollout.agents.session import AgentSession
+from unbroken.rollout.agents.known import KnownAgent
+from unbroken.rollout.agents.session import AgentOutcome, AgentSession
+
+_log = logging.getLogger(__name__)
 
 _TERM_S = 2.0
 """How long a process tree may take to end by itself."""
@@ -33,7 +41,7 @@ class CommandReward(StrEnum):
     """Where the reward of a command comes from."""
 
     NONE = "none"
-    """By another: a reward function, or `finish` of the session."""
+    """By another: a check, a reward function, or `finish` of the session."""
     EXIT = "exit"
     """1 if it exits with 0, else 0."""
     OUTPUT = "output"
@@ -41,61 +49,208 @@ class CommandReward(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """A folder that is copied for each attempt."""
+
+    folder: Path
+    leave_out: Path
+    """What is not copied if it is inside: the output of the run, which grows with each attempt."""
+
+    def __post_init__(self) -> None:
+        if not self.folder.is_dir():
+            raise InvalidInputError(f"agent.workspace must be a folder, got {self.folder}: there is no such folder")
+        if (self.folder / ".git").is_file():
+            raise InvalidInputError(
+                f"agent.workspace must not be a worktree or submodule of git, got {self.folder}: a copy shares the "
+                "index and the branch of the original, which a commit of the agent would change. Take a clone"
+            )
+
+    def copy(self, target: Path) -> None:
+        """Copy it to `target`, which does not exist yet. Links stay links.
+
+        Raises:
+            InvalidInputError: a file cannot be read, or is a pipe, a socket or a device.
+        """
+        left_out = self.leave_out.resolve()
+
+        def leave_out(parent: str, names: list[str]) -> list[str]:
+            return [name for name in names if Path(parent, name) == left_out]
+
+        try:
+            shutil.copytree(self.folder.resolve(), target, symlinks=True, ignore=leave_out)
+        except shutil.Error as error:
+            file, _, reason = error.args[0][0]
+            raise InvalidInputError(
+                f"agent.workspace must be a folder that can be copied, got {self.folder}: {file}: {reason}"
+            ) from error
+        except OSError as error:  # of the folder itself, or a full disk
+            raise InvalidInputError(
+                f"agent.workspace must be a folder that can be copied, got {self.folder}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A command whose exit status is the reward: 0 is 1.0, any other is 0.0."""
+
+    command: Sequence[str]
+    timeout_s: float
+    """A check that takes longer is ended, and the reward is 0: code that hangs has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAgent:
     """Starts a command for each attempt, with the session in its environment (`AgentSession.environment`).
 
     It runs in a folder of its own, without input. When it ends, or is cancelled by a time-out, its whole process group
-    is ended too. What it writes is kept as `<logs>/<session id>.log`, and as `.err`.
+    is ended too. What it writes is kept as `<logs>/<session id>.log`, and as `.err`; what its check writes, as
+    `.check.log` and `.check.err`.
 
     Of this process's variables it gets only those that programs need to start: keys, such as of a tracker or a hub, are
     not for it.
     """
 
-    command: Sequence[str]
+    command: Sequence[str] = ()
+    known: KnownAgent | None = None
+    """Instead of a command: an agent with a fresh home, its own variables alone, and `instruction` as its task."""
+    instruction: str = ""
     reward: CommandReward = CommandReward.NONE
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables; those of the session win."""
     inherit: Sequence[str] = ()
     """Names of further variables of this process that it gets."""
-    folder: Path | None = None
-    """Where it runs; none: an empty folder, which is removed afterwards."""
+    workspace: Workspace | None = None
+    """What is copied to where it runs; none: an empty folder. It is removed afterwards."""
+    check: Check | None = None
+    """Gives the reward, instead of `reward`."""
     logs: Path | None = None
     """Where its output is kept; none: nowhere."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.command, str) or not self.command or not all(isinstance(w, str) for w in self.command):
+        is_command = not isinstance(self.command, str) and all(isinstance(word, str) for word in self.command)
+        if not is_command or (self.known is None and not self.command):
             raise InvalidInputError(f"command must be a list of words, the program first, got {self.command!r}")
         for name in self.inherit:
             if name not in os.environ:
                 raise InvalidInputError(f"agent.inherit must name environment variables that are set, got {name!r}")
 
-    async def __call__(self, session: AgentSession) -> float | None:
-        """Run the command to its end.
+    async def __call__(self, session: AgentSession) -> float | AgentOutcome | None:
+        """Run the command, and then its check, to their ends.
 
         Raises:
-            InvalidInputError: the program cannot be started.
-            ChildProcessError: it failed, and its exit is not the reward.
+            InvalidInputError: the workspace cannot be copied, or the program or the check cannot be started.
+            ChildProcessError: it failed, and neither its exit nor a check is the reward.
             RewardError: its last line is not a number.
         """
-        with tempfile.TemporaryDirectory(prefix="unbroken-agent-") as scratch:
-            logs = Path(scratch) if self.logs is None else self.logs
+        async with _make_scratch() as scratch:
+            logs = scratch if self.logs is None else self.logs
             logs.mkdir(parents=True, exist_ok=True)
             output, errors = logs / f"{session.session_id}.log", logs / f"{session.session_id}.err"
-            work = self.folder or Path(scratch, "work")
-            work.mkdir(exist_ok=True)
-            names = _INHERITED.union(self.inherit)
-            kept = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
-            variables = {**kept, **self.environment, **session.environment()}
-            status = await run_process(self.command, folder=work, variables=variables, output=output, errors=errors)
+            work, home = scratch / "work", scratch / "home"
+            home.mkdir()
+            if self.workspace is None:
+                work.mkdir()
+            else:
+                with session.preparation.running():
+                    await _finish_in_thread(self.workspace.copy, work)
+            if self.known is None:
+                words, own = self.command, session.environment()
+            else:
+                words, own = self.known.start(session, instruction=self.instruction, home=home)
+            variables = {**self._read_variables(), **own}
+            status = await run_process(words, folder=work, variables=variables, output=output, errors=errors)
+            failure = f"{words[0]} exited with {status}: {_read_end(errors, output)}" if status else None
+            if self.check is not None:
+                with session.preparation.running():
+                    reward = await self._run_check(self.check, session, work, logs)
+                return AgentOutcome(reward=reward, metrics={FAILED: float(failure is not None)}, failure=failure)
             if self.reward is CommandReward.EXIT:
                 return float(status == 0)
-            if status != 0:
-                raise ChildProcessError(f"{self.command[0]} exited with {status}: {_read_end(errors, output)}")
+            if failure is not None:
+                raise ChildProcessError(failure)
             return _read_reward(output) if self.reward is CommandReward.OUTPUT else None
+
+    def _read_variables(self) -> dict[str, str]:
+        names = _INHERITED.union(self.inherit)
+        kept = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+        return {**kept, **self.environment}
+
+    async def _run_check(self, check: Check, session: AgentSession, work: Path, logs: Path) -> float:
+        """The reward, by the check's exit. It gets the row, and nothing that opens the session."""
+        own = session.environment()
+        variables = {**self._read_variables(), **{name: own[name] for name in _OF_CHECK}}
+        files = {kind: logs / f"{session.session_id}.check.{kind}" for kind in ("log", "err")}
+        try:
+            async with asyncio.timeout(check.timeout_s):
+                status = await run_process(
+                    check.command, folder=work, variables=variables, output=files["log"], errors=files["err"],
+                    field="agent.check",
+                )  # fmt: skip
+        except TimeoutError:
+            return 0.0
+        except InvalidInputError:
+            if _is_inside(check.command[0]):  # it was there before the agent came, who has removed or damaged it
+                return 0.0
+            raise
+        return float(status == 0)
+
+
+FAILED = "agent_failed"
+"""The metric of a checked attempt: whether the agent exited with anything but 0, as after a limit of its session."""
+_OF_CHECK = ("UNBROKEN_TASK", "UNBROKEN_SESSION_ID")
+
+
+def check_program(words: Sequence[str], *, field: str, workspace: Workspace | None) -> None:
+    """Raise `InvalidInputError` if the first of these words is no program, on PATH or in the workspace."""
+    program = words[0]
+    if _is_inside(program):
+        path = None if workspace is None else shutil.which(workspace.folder / program)
+        where = "in the workspace"
+    else:
+        path, where = shutil.which(program), "on PATH" if "/" not in program else "at this path"
+    if path is None:
+        raise InvalidInputError(f"{field} must begin with a program, got {program!r}: there is none {where}")
+
+
+def _is_inside(program: str) -> bool:
+    """Whether a program is a file of the folder that it runs in."""
+    return "/" in program and not program.startswith("/")
+
+
+@asynccontextmanager
+async def _make_scratch() -> AsyncIterator[Path]:
+    """A folder that is removed at the end, in a thread: a workspace may have many files."""
+    scratch = tempfile.TemporaryDirectory(prefix="unbroken-agent-", ignore_cleanup_errors=True)
+    try:
+        yield Path(scratch.name)
+    finally:
+        await _finish_in_thread(_remove, scratch)
+
+
+def _remove(scratch: tempfile.TemporaryDirectory[str]) -> None:
+    scratch.cleanup()
+    if Path(scratch.name).exists():
+        _log.warning("%s cannot be removed: it has files of an agent that are another user's", scratch.name)
+
+
+async def _finish_in_thread(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a thread. If this is cancelled it still ends first: a folder is not removed while copied."""
+    work = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
 
 
 async def run_process(
-    words: Sequence[str], *, folder: Path, variables: Mapping[str, str], output: Path, errors: Path
+    words: Sequence[str],
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    output: Path,
+    errors: Path,
+    field: str = "command",
 ) -> int:
     """Run a command without input to its end; returns its exit status.
 
@@ -103,7 +258,7 @@ async def run_process(
     only the user can read them, as programs may print what they know.
 
     Raises:
-        InvalidInputError: the program cannot be started.
+        InvalidInputError: the program cannot be started, which `field` names.
     """
     with _create(output) as out, _create(errors) as err:
         starting = asyncio.create_task(
@@ -115,7 +270,7 @@ async def run_process(
         try:
             process = await asyncio.shield(starting)
         except OSError as error:
-            raise InvalidInputError(f"command must be a program, got {words[0]!r}: {error}") from None
+            raise InvalidInputError(f"{field} must be a program, got {words[0]!r}: {error}") from None
         except asyncio.CancelledError:  # asyncio would kill the process, but none that it has started
             starting.add_done_callback(_kill_group)
             await asyncio.wait([starting])

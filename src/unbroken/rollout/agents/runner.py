@@ -110,6 +110,8 @@ class _Ending:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: BaseException | None = None
+    failure: str | None = None
+    """`AgentOutcome.failure`"""
 
 
 _FORCED = (
@@ -186,6 +188,8 @@ async def _record_attempt(
     started = time.perf_counter()
     ending = await _attempt(agent, gateway, session, limits)
     sampled = await gateway.get(session.session_id)  # before it ends: the times are not stored
+    if ending.failure is not None and sampled["num_turns"] == 0:
+        ending = _Ending(status=TrajectoryStatus.FAILED, error=ChildProcessError(ending.failure))
     outcome = {"status": ending.status.value, "reward": ending.reward, "metrics": dict(ending.metrics)}
     finished = await _finish(gateway, session.session_id, outcome)
     ending = _complete(ending, finished.get("outcome") or {}, is_scored_later=is_scored_later)
@@ -242,7 +246,7 @@ async def _attempt(agent: Agent, gateway: SessionGateway, session: AgentSession,
             name: to_finite_float32(value, name=f"the agent's metric {name!r}", error=RewardError)
             for name, value in outcome.metrics.items()
         }
-        return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward, metrics=metrics)
+        return _Ending(status=TrajectoryStatus.COMPLETED, reward=reward, metrics=metrics, failure=outcome.failure)
     except BaseException as raised:
         if isinstance(raised, TimeoutError) and clock.expired():
             return _Ending(status=TrajectoryStatus.TIMEOUT, reward=0.0)

@@ -15,9 +15,10 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 
 
 class Preparation:
-    """The seconds in which an attempt waits for what its agent needs, such as a container, or for that to start.
+    """The seconds in which an attempt waits for what its agent needs, such as a container, or for what comes after it.
 
-    They do not count for `Limits.timeout_s`: what is slow is no doing of the policy.
+    That is until a container has started, a folder is copied, or a check of the agent's work has ended. They do not
+    count for `Limits.timeout_s`: what is slow is no doing of the agent.
     """
 
     def __init__(self) -> None:
@@ -71,19 +72,23 @@ class AgentSession:
             "UNBROKEN_TASK": json.dumps(self.task, default=str),
         }
 
-    def fill(self, text: str) -> str:
+    def fill(self, text: str, *, quoted: bool = False) -> str:
         """A text with its placeholders filled in, such as the value of an environment variable.
 
-        They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, and `{NAME}` for each text of the task, such as
-        `{instruction}`. All other braces stay as they are. Not for the words of a command: other users of the machine
-        can see these, and the URLs contain the key.
+        They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, `{api_key}`, and `{NAME}` for each text of the
+        task, such as `{instruction}`. All other braces stay as they are. With `quoted`, values are escaped for the
+        quotes of JSON and TOML that they stand in. URLs and key are not for the words of a command: other users of the
+        machine can see these, and the URLs contain the key.
         """
         values = {name: value for name, value in self.task.items() if isinstance(value, str)}
         values |= {
             "model": self.model,
             "openai_base_url": self.openai_base_url,
             "anthropic_base_url": self.anthropic_base_url,
+            "api_key": self.api_key,
         }
+        if quoted:
+            values = {name: json.dumps(value)[1:-1] for name, value in values.items()}
         return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
@@ -95,6 +100,9 @@ class AgentOutcome:
     """None if a reward function or `finish` of the session gives it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name. They become `Trajectory.reward_parts`, whose means are logged, and are kept with the session."""
+    failure: str | None = None
+    """How the agent failed, if something else gave the reward nevertheless. Without any turn it is the attempt's error:
+    an agent that never asked the model did not work at all, and its reward says nothing about the policy."""
 
 
 Agent: TypeAlias = Callable[[AgentSession], Awaitable[float | AgentOutcome | None]]

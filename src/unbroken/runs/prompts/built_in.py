@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
-from unbroken.rollout.agents.command import CommandReward
+from unbroken.rollout.agents.command import CommandAgent, CommandReward
+from unbroken.rollout.agents.known import read_instruction
 from unbroken.rollout.agents.session import Agent, AgentTask
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool
@@ -160,10 +161,14 @@ class Config(RunConfig):
             if getattr(self, name):
                 raise InvalidInputError(f"{name} must be left out with an agent, which has its own")
         agent = self.agent
-        if agent is not None and agent.command and agent.reward is CommandReward.NONE and not self.rewards:
-            raise InvalidInputError(
-                'agent.reward must be "exit" or "output" with a command and no rewards: nothing would score it'
-            )
+        assert agent is not None
+        if agent.function or agent.check or agent.reward is not CommandReward.NONE or self.rewards:
+            return
+        if agent.name is not None:
+            raise InvalidInputError("agent.check must be given with a name and no rewards: nothing would score it")
+        raise InvalidInputError(
+            'agent.reward must be "exit" or "output" with a command, no check and no rewards: nothing would score it'
+        )
 
 
 async def run(config: Config) -> None:
@@ -202,14 +207,15 @@ class ProblemMaker:
         self._tools = [load_tool(reference) for reference in config.tools]
         self._environments = None
         self._package, self._agent = None, None
-        logs = config.output / "agents"
         if is_package(config.environment):
-            settings = PackageSettings(arguments=config.environment_arguments, logs=logs, limits=config.rollouts.limits)
+            settings = PackageSettings(
+                arguments=config.environment_arguments, logs=config.output / "agents", limits=config.rollouts.limits
+            )
             self._package = PackageProblems(str(config.environment), settings, seed=config.seed)
         elif config.environment is not None:
             self._environments = Environments(config.environment, config.environment_arguments, seed=config.seed)
         elif config.agent is not None:
-            self._agent = config.agent.load(logs=logs)
+            self._agent = config.agent.load(output=config.output, limits=config.rollouts.limits)
         self._loaded: dict[DataConfig, Rows] = {}
 
     def load(self, data: DataConfig) -> Rows:
@@ -251,9 +257,18 @@ class ProblemMaker:
         )
 
     def _make_agent_problems(self, agent: Agent, rows: Rows) -> Problems:
-        def task(number: int) -> AgentTask:
-            return AgentTask(agent=agent, task=rows.row(number))
+        def prepare(number: int) -> Agent:
+            """An agent that is known by its name gets the prompt's text; all others read the row themselves."""
+            if not isinstance(agent, CommandAgent) or agent.known is None:
+                return agent
+            place = f"row {rows.index(number)} of {rows.name}"
+            return replace(agent, instruction=read_instruction(rows.messages(number), place=place))
 
+        def task(number: int) -> AgentTask:
+            return AgentTask(agent=prepare(number), task=rows.row(number))
+
+        for number in range(len(rows)):
+            prepare(number)  # so that a prompt that is no task is refused before anything is sampled
         score = self._make_score(rows) if self._config.rewards else None
         return Problems(
             agent=task,

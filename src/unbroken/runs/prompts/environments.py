@@ -10,13 +10,15 @@ are checked before anything is sampled.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from unbroken.errors import InvalidInputError
-from unbroken.rollout.agents.command import CommandAgent, CommandReward
+from unbroken.rollout.agents.command import Check, CommandAgent, CommandReward, Workspace, check_program
+from unbroken.rollout.agents.known import KNOWN_AGENTS
 from unbroken.rollout.agents.session import Agent, AgentTask, TaskEnvironment
 from unbroken.rollout.env import Env
 from unbroken.rollout.limits import Limits
@@ -221,36 +223,81 @@ class AgentConfig:
     command: tuple[CommandWord, ...] = ()
     """Instead of a function: words of a command, which is run for each attempt, with the session and the row in its
     environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...). It runs in a folder of its own; a word with a
-    dot or a slash that names a file in the TOML file's folder stands for that file."""
+    dot or a slash that names a file in the TOML file's folder stands for that file, or, if the file is in the
+    workspace, for the copy's."""
+    name: str | None = None
+    """Instead of both: an agent that is known and installed, such as codex, claude-code or opencode. It gets the prompt
+    as its task, and a fresh home with its configuration."""
+    workspace: Path | None = None
+    """For a command or a name: a folder, which is copied for each attempt and is the agent's working directory; none:
+    an empty folder."""
+    check: tuple[CommandWord, ...] = ()
+    """For a command or a name: words of a command, which is run in the agent's working directory after it. The reward
+    is 1 if it exits with 0 within rollouts.limits.timeout_s, else 0. Its words are read as those of `command`."""
     reward: CommandReward = CommandReward.NONE
-    """For a command. none: the reward comes from `rewards`, or from `finish` of the session; exit: 1 if it exits
-    with 0; output: the last line that it prints."""
+    """For a command. none: the reward comes from `check`, from `rewards`, or from `finish` of the session; exit: 1 if
+    it exits with 0; output: the last line that it prints."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """For a command: further variables."""
+    """For a command or a name: further variables, also of the check."""
     inherit: tuple[str, ...] = ()
-    """For a command: names of variables of the trainer that it gets too, with PATH, HOME and the like; no other is
-    passed on."""
+    """For a command or a name: names of variables of the trainer that it gets too, with PATH, HOME and the like; no
+    other is passed on."""
 
     def __post_init__(self) -> None:
-        if (self.function is None) == (not self.command):
+        if [self.function is None, not self.command, self.name is None].count(False) != 1:
             raise InvalidInputError(
-                f"agent must have exactly one of function and command, got function={self.function}, "
-                f"command={list(self.command)}"
+                f"agent must have exactly one of function, command and name, got function={self.function}, "
+                f"command={list(self.command)}, name={self.name}"
             )
-        if self.function is not None and (self.reward is not CommandReward.NONE or self.environment or self.inherit):
+        if self.function is not None:
+            for name in ("workspace", "check", "environment", "inherit"):
+                if value := getattr(self, name):
+                    raise InvalidInputError(f"{name} must be left out with agent.function, got {value!r}")
+        if self.reward is not CommandReward.NONE and (self.check or not self.command):
+            other = "check" if self.check else "function" if self.name is None else "name"
+            raise InvalidInputError(f"reward must be left out with agent.{other}, got {self.reward.value!r}")
+        if self.name is not None and self.name not in KNOWN_AGENTS:
             raise InvalidInputError(
-                "agent.reward, agent.environment and agent.inherit must be left out with agent.function"
+                f"name must be one of {', '.join(KNOWN_AGENTS)}, got {self.name!r}: give another agent as agent.command"
             )
 
-    def load(self, *, logs: Path) -> Agent:
-        """Load the agent; commands write their output to `logs`. `InvalidInputError` without an async function."""
-        if self.function is None:
-            return CommandAgent(
-                command=self.command, reward=self.reward, environment=self.environment, inherit=self.inherit, logs=logs
-            )
-        found = load_function(self.function, field="agent.function")
-        if not inspect.iscoroutinefunction(found):
-            raise InvalidInputError(
-                f"agent.function must be an async function of an AgentSession, got {self.function!s}: {found!r}"
-            )
-        return cast(Agent, found)
+    def load(self, *, output: Path, limits: Limits) -> Agent:
+        """Load the agent of a run with this output and these limits of rollouts.
+
+        Raises:
+            InvalidInputError: the function is not an async function, the agent is not installed, the check is no
+                program, or the workspace is no folder.
+        """
+        if self.function is not None:
+            found = load_function(self.function, field="agent.function")
+            if not inspect.iscoroutinefunction(found):
+                raise InvalidInputError(
+                    f"agent.function must be an async function of an AgentSession, got {self.function!s}: {found!r}"
+                )
+            return cast(Agent, found)
+        known = None if self.name is None else KNOWN_AGENTS[self.name]
+        if known is not None:
+            known.check(str(self.name))
+        workspace = None if self.workspace is None else Workspace(folder=self.workspace, leave_out=output)
+        check = None
+        if self.check:
+            check = Check(command=self._place(self.check), timeout_s=limits.timeout_s)
+            check_program(check.command, field="agent.check", workspace=workspace)
+        return CommandAgent(
+            command=self._place(self.command), known=known, reward=self.reward, environment=self.environment,
+            inherit=self.inherit, workspace=workspace, check=check, logs=output / "agents",
+        )  # fmt: skip
+
+    def _place(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The words of a command that runs in a copy of the workspace: a path into the workspace means the copy's.
+
+        The original's tests would otherwise be run, whatever the agent did.
+        """
+        if self.workspace is None:
+            return tuple(words)
+        folder = os.path.normpath(self.workspace.absolute())  # by the text alone, as words are: links stay
+        paths = [Path(os.path.normpath(each)) for each in words]
+        return tuple(
+            f"./{path.relative_to(folder)}" if path.is_relative_to(folder) else each
+            for path, each in zip(paths, words, strict=True)
+        )

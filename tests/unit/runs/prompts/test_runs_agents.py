@@ -100,12 +100,15 @@ async def test_a_file_in_a_command_is_beside_the_toml_file(folder: Path, monkeyp
     [
         (
             ['agent.command = ["a"]', 'agent.function = "b.py:c"'],
-            "agent must have exactly one of function and command, got function=",
+            "agent must have exactly one of function, command and name, got function=",
         ),
-        (['agent.command = ["a"]'], 'agent.reward must be "exit" or "output" with a command and no rewards'),
+        (
+            ['agent.command = ["a"]'],
+            'agent.reward must be "exit" or "output" with a command, no check and no rewards',
+        ),
         (
             ['agent.function = "agent.py:solve"', 'agent.reward = "exit"'],
-            "agent.reward, agent.environment and agent.inherit",
+            "agent.reward must be left out with agent.function, got 'exit'",
         ),
         (['agent.function = "agent.py:solve"', 'tools = ["a.py:b"]'], "tools must be left out with an agent"),
         (['agent.function = "agent.py:not_async"'], "agent.function must be an async function of an AgentSession"),
