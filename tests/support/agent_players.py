@@ -41,6 +41,8 @@ _SHELLS: dict[str, Callable[[str], dict[str, Any]]] = {
     "exec_command": lambda command: {"cmd": command},
     "shell_command": lambda command: {"command": command},
     "shell": lambda command: {"command": ["bash", "-c", command]},
+    "run_shell_command": lambda command: {"command": command, "is_background": False},
+    "run_commands": lambda command: {"commands": [command]},
 }
 """Names of agents' shell tools, and the arguments that run a command."""
 _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.DOTALL)
@@ -124,5 +126,6 @@ def _say(text: str) -> str:
 
 
 def _list_tools(prompt: str) -> list[str]:
-    found = _TOOLS.search(prompt)
-    return [] if found is None else [json.loads(line)["function"]["name"] for line in found.group(1).split("\n")]
+    """The names of the tools; an agent's system prompt may have the words around them too."""
+    lines = [line for found in _TOOLS.finditer(prompt) for line in found.group(1).split("\n")]
+    return [json.loads(line)["function"]["name"] for line in lines if line.startswith('{"type": "function"')]

@@ -103,7 +103,7 @@ async def test_a_known_agent_gets_its_own_configuration_and_nothing_else(
     assert variables["LEVEL"] == "3"
     assert not {"OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "UNBROKEN_TASK", "HF_TOKEN"} & variables.keys()
     assert ROW["answer"] not in json.dumps(variables)
-    assert not os.path.lexists(variables["HOME"])
+    assert "unbroken-agent-" in variables["HOME"]
 
 
 async def test_a_check_gets_the_row_and_no_key_and_its_output_is_kept(tmp_path: Path, workspace: Path) -> None:
@@ -258,6 +258,27 @@ async def test_an_attempt_that_is_cancelled_while_its_workspace_is_copied_leaves
     await asyncio.wait([work])
     assert work.cancelled()
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the variables of processes")
+async def test_what_left_the_process_group_of_an_agent_is_ended_before_its_check(workspace: Path) -> None:
+    """Cline's daemon went on in a group of its own, and wrote into the home that was being removed."""
+    loop = "import pathlib, time\nwhile True: pathlib.Path('alive').touch(); time.sleep(0.01)"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {loop!r}], start_new_session=True)\n"
+        "while not pathlib.Path('alive').exists(): time.sleep(0.01)"
+    )
+    check = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path('alive').unlink(); time.sleep(0.3); sys.exit(pathlib.Path('alive').exists())"
+    )
+    agent = CommandAgent(
+        command=[sys.executable, "-c", code], check=Check(command=(sys.executable, "-c", check), timeout_s=30)
+    )
+    found = await agent(make_session())
+    assert not isinstance(found, float | None)
+    assert (found.reward, found.failure) == (1.0, None)
 
 
 async def test_a_command_works_in_a_copy_too(workspace: Path) -> None:

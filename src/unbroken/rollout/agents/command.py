@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 _TERM_S = 2.0
 """How long a process tree may take to end by itself."""
 _MAX_END_CHARS = 4000
+_ATTEMPT = "UNBROKEN_ATTEMPT"
+"""The variable by which the processes of an attempt are known: its folder, which no other has."""
+_MAX_ROUNDS, _ROUND_S = 20, 0.02
 _INHERITED = frozenset(
     {
         "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM",
@@ -103,8 +107,8 @@ class CommandAgent:
     """Starts a command for each attempt, with the session in its environment (`AgentSession.environment`).
 
     It runs in a folder of its own, without input. When it ends, or is cancelled by a time-out, its whole process group
-    is ended too. What it writes is kept as `<logs>/<session id>.log`, and as `.err`; what its check writes, as
-    `.check.log` and `.check.err`.
+    is ended too, and on Linux what has left the group. What it writes is kept as `<logs>/<session id>.log`, and as
+    `.err`; what its check writes, as `.check.log` and `.check.err`.
 
     Of this process's variables it gets only those that programs need to start: keys, such as of a tracker or a hub, are
     not for it.
@@ -157,12 +161,14 @@ class CommandAgent:
                 words, own = self.command, session.environment()
             else:
                 words, own = self.known.start(session, instruction=self.instruction, home=home)
-            variables = {**self._read_variables(), **own}
+            mark = {_ATTEMPT: str(scratch)}
+            variables = {**self._read_variables(), **own, **mark}
             status = await run_process(words, folder=work, variables=variables, output=output, errors=errors)
+            await _finish_in_thread(_end_strays, mark)  # what goes on would change what is checked
             failure = f"{words[0]} exited with {status}: {_read_end(errors, output)}" if status else None
             if self.check is not None:
                 with session.preparation.running():
-                    reward = await self._run_check(self.check, session, work, logs)
+                    reward = await self._run_check(self.check, session, work, logs, mark)
                 return AgentOutcome(reward=reward, metrics={FAILED: float(failure is not None)}, failure=failure)
             if self.reward is CommandReward.EXIT:
                 return float(status == 0)
@@ -175,10 +181,12 @@ class CommandAgent:
         kept = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         return {**kept, **self.environment}
 
-    async def _run_check(self, check: Check, session: AgentSession, work: Path, logs: Path) -> float:
+    async def _run_check(
+        self, check: Check, session: AgentSession, work: Path, logs: Path, mark: Mapping[str, str]
+    ) -> float:
         """The reward, by the check's exit. It gets the row, and nothing that opens the session."""
         own = session.environment()
-        variables = {**self._read_variables(), **{name: own[name] for name in _OF_CHECK}}
+        variables = {**self._read_variables(), **{name: own[name] for name in _OF_CHECK}, **mark}
         files = {kind: logs / f"{session.session_id}.check.{kind}" for kind in ("log", "err")}
         try:
             async with asyncio.timeout(check.timeout_s):
@@ -228,9 +236,30 @@ async def _make_scratch() -> AsyncIterator[Path]:
 
 
 def _remove(scratch: tempfile.TemporaryDirectory[str]) -> None:
+    _end_strays({_ATTEMPT: scratch.name})
     scratch.cleanup()
     if Path(scratch.name).exists():
         _log.warning("%s cannot be removed: it has files of an agent that are another user's", scratch.name)
+
+
+def _end_strays(mark: Mapping[str, str]) -> None:
+    """End the processes of an attempt that left its process group, found by the variable that all of them inherit.
+
+    Cline 3.0 started a daemon in a group of its own, one for each attempt. Only Linux lists the variables of processes.
+    """
+    (line,) = (f"{name}={value}".encode() for name, value in mark.items())
+    for _ in range(_MAX_ROUNDS):  # one that is ended may have started another meanwhile
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if line in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(_ROUND_S)
 
 
 async def _finish_in_thread(function: Callable[..., None], *arguments: Any) -> None:

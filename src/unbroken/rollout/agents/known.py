@@ -98,6 +98,7 @@ KNOWN_AGENTS: Mapping[str, KnownAgent] = {
   {"provider": "openai-compatible", "apiKey": "{api_key}", "model": "{model}", "baseUrl": "{openai_base_url}"}}}}
 """
         },
+        environment={"CLINE_SESSION_BACKEND_MODE": "local"},  # else all attempts share a daemon at one port
     ),
     "codex": KnownAgent(
         program="codex",
@@ -184,7 +185,8 @@ wire_api = "responses"
         words=("--yolo", "--prompt={instruction}"),
         files={
             ".qwen/settings.json": """{"security": {"auth": {"selectedType": "openai"}},
- "privacy": {"usageStatisticsEnabled": false}, "general": {"enableAutoUpdate": false, "disableAutoUpdate": true}}
+ "privacy": {"usageStatisticsEnabled": false}, "general": {"enableAutoUpdate": false, "disableAutoUpdate": true},
+ "memory": {"enableManagedAutoMemory": false, "enableManagedAutoDream": false}}
 """
         },
         environment={
