@@ -28,6 +28,7 @@ from unbroken.gateway.options import (
     read_gateway_options,
     read_session_options,
 )
+from unbroken.runs.agent import add_agent_parser, run_agent
 from unbroken.runs.command import (
     add_check_argument,
     add_eval_parser,
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, recipe_options = split_recipe_options(words)
     try:
         arguments, others = parser.parse_known_args(words)
-        if others and arguments.run not in (_serve, run_eval):
+        if others and arguments.run not in (_serve, run_eval, run_agent):
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         arguments.others, arguments.recipe_options = others, recipe_options
         status = int(arguments.run(arguments))
@@ -123,6 +124,7 @@ def _parser(*, is_short: bool = False) -> argparse.ArgumentParser:
     add_demo_parser(commands)
     add_train_parser(commands)
     add_eval_parser(commands)
+    add_agent_parser(commands)
     add_sampler_parser(commands)
     add_cluster_parser(commands)
     add_export_parser(commands)

@@ -39,7 +39,7 @@ from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
 from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, Sample, choose_ks, pass_at_k, read_samples
 from unbroken.runs.evaluation.schedule import make_evaluators
-from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, may_change
+from unbroken.runs.folder import TASK_FILE, TRACEBACK, claim_folder, lock_folder, may_change
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
 from unbroken.runs.records.files import MAX_LINES, find_records
@@ -166,7 +166,7 @@ def _digest_weights(folder: Path) -> str:
 def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
-    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK)  # before it had a report
+    begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK, TASK_FILE)  # before a report
     if all(each.is_dir() or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:

@@ -26,6 +26,8 @@ _LOCK = "run.lock"
 _EVALUATIONS = "evaluation.jsonl"
 _CLUSTER = "cluster"
 """Of `unbroken cluster run`, which is there first."""
+TASK_FILE = "task.jsonl"
+"""The data set of `unbroken agent`, whose task is its only row."""
 TRACEBACK = "traceback.txt"
 """Of an exception in the user's code that ended the run."""
 _FILES_OF_A_RUN = (
@@ -156,7 +158,7 @@ def _close(descriptors: list[int]) -> None:
 def _check_no_other_files(folder: Path) -> None:
     if not folder.is_dir() or (folder / _FILE).exists():
         return
-    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK) for each in folder.iterdir()):
+    if any(each.name not in (_PART, _LOCK, _CLUSTER, "timeline", TRACEBACK, TASK_FILE) for each in folder.iterdir()):
         raise InvalidInputError(f"output must be an empty folder or that of a run, and {folder} holds other files")
 
 

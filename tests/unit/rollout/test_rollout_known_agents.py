@@ -30,7 +30,7 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryStatus
 from unbroken.server.process import host_app
 from unbroken.types import SamplingParams
 
-SAYS = "printf '%s' changed > notes.txt<|im_end|>"
+SAYS = "$ printf '%s' changed > notes.txt<|im_end|>"
 CHANGED = (sys.executable, "-c", "import sys; sys.exit(open('notes.txt').read() != 'changed')")
 ROW = {"prompt": "Change it.", "answer": "the secret answer"}
 ODD_TASKS = ("Fix it.", "--help", 'a "quote" \\ and {model} {api_key}', "two\nlines", "-")
@@ -84,7 +84,7 @@ async def test_a_known_agent_works_in_a_copy_and_its_check_is_the_reward(tmp_pat
     assert (first.status, first.reward, first.reward_parts) == (TrajectoryStatus.COMPLETED, 1.0, {"agent_failed": 0.0})
     assert (second.reward, second.messages[0]["content"]) == (1.0, "Change it.")
     assert (workspace / "notes.txt").read_text() == "as it was"
-    (failed,) = await attempt(tmp_path / "2", codex(workspace), says="true<|im_end|>")
+    (failed,) = await attempt(tmp_path / "2", codex(workspace), says="It is done.<|im_end|>")
     assert (failed.status, failed.reward) == (TrajectoryStatus.COMPLETED, 0.0)
 
 
@@ -190,7 +190,7 @@ async def test_a_check_in_the_copy_that_the_agent_removed_fails_and_one_that_is_
     assert agent.check is not None
     check_program(agent.check.command, field="agent.check", workspace=agent.workspace)
     (kept,) = await attempt(tmp_path, agent)
-    (removed,) = await attempt(tmp_path / "2", agent, says="rm check.sh<|im_end|>")
+    (removed,) = await attempt(tmp_path / "2", agent, says="$ rm check.sh<|im_end|>")
     assert (kept.reward, removed.reward, removed.status) == (1.0, 0.0, TrajectoryStatus.COMPLETED)
     (failed,) = await attempt(tmp_path / "3", codex(workspace, ("no-such-program",)))
     assert "agent.check must be a program, got 'no-such-program'" in str(failed.error)
