@@ -12,7 +12,9 @@ import pytest
 
 from support.attempts import sample_attempts
 from support.gateways import scripted
+from support.known_agents import install_codex
 from unbroken.errors import InvalidInputError
+from unbroken.rollout.limits import Limits
 from unbroken.runs.prompts.built_in import Config, ProblemMaker
 from unbroken.runs.recipe import load_recipe
 
@@ -95,6 +97,66 @@ async def test_a_file_in_a_command_is_beside_the_toml_file(folder: Path, monkeyp
         assert list(found.agent.command) == ["python", str(folder / "attempt.py")]  # type: ignore[attr-defined]
 
 
+NAMED = ('agent.name = "codex"', 'agent.check = ["true"]')
+
+
+async def test_a_known_agent_gets_the_prompt_of_its_row_in_a_copy_of_the_workspace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_codex(folder / "bin", monkeypatch)
+    (folder / "project").mkdir()
+    (folder / "project" / "notes.txt").write_text("as it was")
+    code = "import json, os; assert open('said.txt').read() == json.loads(os.environ['UNBROKEN_TASK'])['answer']"
+    check = json.dumps([sys.executable, "-c", f"{code}; assert os.path.exists('notes.txt')"])
+    config = load(folder, NAMED[0], 'agent.workspace = "project"', f"agent.check = {check}")
+    group = await sample(folder, config)
+    assert group.rewards == (1.0, 1.0)
+    assert group.trajectories[0].messages[0]["content"] == "3 + 4?"
+    assert len(list((folder / "out" / "agents").glob("*.check.log"))) == 2
+
+
+async def test_a_path_into_the_workspace_is_the_copys_and_any_other_file_is_out_of_the_agents_reach(
+    folder: Path,
+) -> None:
+    """With the TOML file in the workspace, its words would name the original's tests: no agent could pass them."""
+    (folder / "tests").mkdir()
+    for name in ("tests/check.py", "secret.py"):
+        (folder / name).write_text("import os, sys; sys.exit(os.path.exists('bad'))")
+    for workspace in (".", "tests/.."):
+        config = load(folder, f'agent.workspace = "{workspace}"', 'agent.command = ["python", "tests/check.py"]',
+                      'agent.check = ["./tests/check.py", "secret.py", "missing.py", "."]')  # fmt: skip
+        (folder / "tests" / "check.py").chmod(0o755)
+        assert config.agent is not None
+        agent: Any = config.agent.load(output=folder / "out", limits=Limits(timeout_s=7))
+        assert agent.command == ("python", "./tests/check.py")
+        assert agent.check.command == ("./tests/check.py", "./secret.py", "missing.py", ".")
+        assert agent.check.timeout_s == 7
+        assert agent.workspace.leave_out == folder / "out"
+    config = load(folder, 'agent.workspace = "tests"', *NAMED[:1], 'agent.check = ["python", "secret.py"]')
+    assert config.agent is not None
+    assert list(config.agent.check) == ["python", str(folder / "secret.py")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([{"role": "system", "content": "Add."}, {"role": "user", "content": "3?"}], "got messages of system, user"),
+        ([{"role": "user", "content": "3?"}, {"role": "assistant", "content": "4"}], "got messages of user, assistant"),
+    ],
+)
+def test_a_prompt_that_is_no_task_for_a_known_agent_is_refused_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, prompt: list[dict[str, str]], words: str
+) -> None:
+    install_codex(folder / "bin", monkeypatch)
+    rows = [{"prompt": [{"role": "user", "content": "1?"}]}, {"prompt": prompt}]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load(folder, *NAMED)
+    with pytest.raises(InvalidInputError) as raised:
+        ProblemMaker(config).make(config.data, split="train")
+    assert f"row 1 of {folder / 'rows.jsonl'} must be one message of the user" in str(raised.value)
+    assert words in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
@@ -110,12 +172,36 @@ async def test_a_file_in_a_command_is_beside_the_toml_file(folder: Path, monkeyp
             ['agent.function = "agent.py:solve"', 'agent.reward = "exit"'],
             "agent.reward must be left out with agent.function, got 'exit'",
         ),
+        (
+            ['agent.function = "agent.py:solve"', 'agent.check = ["true"]'],
+            "agent.check must be left out with agent.function, got ('true',)",
+        ),
+        (
+            [*NAMED, 'agent.command = ["a"]'],
+            "agent must have exactly one of function, command and name, got function=None",
+        ),
+        ([*NAMED, 'agent.reward = "exit"'], "agent.reward must be left out with agent.check, got 'exit'"),
+        ([NAMED[0], 'agent.reward = "exit"'], "agent.reward must be left out with agent.name, got 'exit'"),
+        ([NAMED[0]], "agent.check must be given with a name and no rewards: nothing would score it"),
+        (['agent.name = "codx"', NAMED[1]], "agent.name must be one of claude-code, cline, codex"),
+        ([*NAMED], "got 'codex': there is no program codex on PATH. Install it: npm install -g @openai/codex"),
+        (
+            ['agent.command = ["a"]', 'agent.check = ["no-such-program"]'],
+            "agent.check must begin with a program, got 'no-such-program': there is none on PATH",
+        ),
+        (
+            ['agent.command = ["a"]', NAMED[1], 'agent.workspace = "missing"'],
+            "agent.workspace must be a folder, got ",
+        ),
         (['agent.function = "agent.py:solve"', 'tools = ["a.py:b"]'], "tools must be left out with an agent"),
         (['agent.function = "agent.py:not_async"'], "agent.function must be an async function of an AgentSession"),
         (['agent.function = "agent.py:solv"'], "agent.function must name something in"),
     ],
 )
-def test_what_cannot_be_an_agent_is_refused_at_the_start(folder: Path, lines: list[str], words: str) -> None:
+def test_what_cannot_be_an_agent_is_refused_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str], words: str
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with pytest.raises(InvalidInputError) as raised:
         ProblemMaker(load(folder, *lines))
     assert words in str(raised.value)
