@@ -105,7 +105,7 @@ clients: $(ALL)  ## agents, trainers and environments of PyPI, in environments o
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)
 	if command -v npm > /dev/null; then npm install --silent --prefix $(@D) $$(cat $<) && touch $@; \
-	else echo "npm is not installed: Codex, Claude Code and opencode are left out"; fi
+	else echo "npm is not installed: its agents are left out, such as Codex and Claude Code"; fi
 
 $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 	mkdir -p $(@D)
@@ -114,8 +114,9 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< && touch $@; \
 	else rm -rf $(@D); echo "Python 3.12 is not installed: Harbor is left out"; fi
 
-agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
-	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_terminal_tasks.py)
+agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (3 GB)
+	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_known_agents.py \
+		test_terminal_tasks.py)
 
 check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/ruff format --check src tests bench recipes tools
