@@ -174,7 +174,7 @@ NOT_RUN = {
 """Beginnings of blocks, with the reason why they are not run."""
 
 
-_COMMANDS = "demo|train|eval|export|serve|gateway|audit|drift|view"
+_COMMANDS = "demo|train|eval|agent|export|serve|gateway|audit|drift|view"
 
 
 def commands(text: str) -> list[list[str]]:

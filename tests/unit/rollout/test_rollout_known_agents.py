@@ -128,7 +128,7 @@ def test_the_key_is_in_files_and_variables_and_only_the_task_in_words(tmp_path: 
     assert "the-key" not in " ".join(words)
     texts = {file: (tmp_path / file).read_text() for file in agent.files}
     for file, text in texts.items():
-        (tomllib if file.endswith(".toml") else json).loads(text)  # type: ignore[attr-defined]
+        (tomllib if file.endswith(".toml") else json).loads(text)
         assert (tmp_path / file).stat().st_mode & 0o777 == 0o600
     assert "the-key" in " ".join([*texts.values(), *variables.values()])
     assert variables["HOME"] == str(tmp_path)
@@ -252,7 +252,7 @@ async def test_an_attempt_that_is_cancelled_while_its_workspace_is_copied_leaves
             time.sleep(0.005)
 
     monkeypatch.setattr(Workspace, "copy", copy)
-    work = asyncio.create_task(codex(workspace)(make_session()))  # type: ignore[arg-type]
+    work = asyncio.create_task(codex(workspace)(make_session()))
     await wait_until(lambda: bool(targets))
     work.cancel()
     await asyncio.wait([work])

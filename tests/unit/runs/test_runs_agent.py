@@ -22,7 +22,9 @@ HAS_SAID = f"{sys.executable} -c \"import os; assert sorted(os.listdir()) == ['n
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
