@@ -15,6 +15,7 @@ from support.known_agents import install_codex
 from support.served import save_tiny_model, served
 from unbroken.cli import main
 from unbroken.runs.agent import count_proven, describe_rollout, read_rollout
+from unbroken.runs.records.files import find_records, read_records
 
 SHORT = ("--rollouts.sampling.max-tokens", "6")
 HAS_SAID = f"{sys.executable} -c \"import os; assert sorted(os.listdir()) == ['notes.txt', 'said.txt']\""
@@ -85,6 +86,24 @@ def test_a_server_is_asked_by_its_url(
             run(tmp_path / "out", workspace, "--url", server.url, "--tokenizer", str(model), "--check", HAS_SAID) == 0
         )
     assert capsys.readouterr().out.startswith("reward 1: the check passed\n")
+
+
+def test_a_run_trains_on_what_a_known_agent_did(tmp_path: Path, model: Path, workspace: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say it."}\n' * 2)
+    check = json.dumps([sys.executable, "-c", "import sys; sys.exit('a' not in open('said.txt').read())"])
+    (tmp_path / "recipe.toml").write_text(
+        f'model = "{model}"\ndata.file = "rows.jsonl"\nagent.name = "codex"\nagent.workspace = "project"\n'
+        f"agent.check = {check}\nloop.num_steps = 1\nrollouts.problems_per_step = 2\nrollouts.group_size = 4\n"
+    )
+    output = tmp_path / "run"
+    assert main(["train", str(tmp_path / "recipe.toml"), "--output", str(output), *SHORT]) == 0
+    (path,) = find_records(output / "rollouts").values()
+    _, *records = read_records(path)
+    assert len(records) == 8
+    for record in records:
+        said = record["messages"][-1]["content"]
+        assert (record["status"], record["reward"]) == ("completed", float("a" in said))
+        assert sum(map(count_proven, record["rows"])) == record["turns"][0]["num_sampled"]
 
 
 @pytest.mark.parametrize(

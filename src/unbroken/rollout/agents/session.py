@@ -15,10 +15,10 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 
 
 class Preparation:
-    """The seconds in which an attempt waits for what its agent needs, such as a container, or for what comes after it.
+    """The seconds in which an attempt waits for what is no work of its agent.
 
-    That is until a container has started, a folder is copied, or a check of the agent's work has ended. They do not
-    count for `Limits.timeout_s`: what is slow is no doing of the agent.
+    That is until a container has started, a folder is copied, or the agent's work is checked. They do not count for
+    `Limits.timeout_s`: what is slow is no doing of the policy.
     """
 
     def __init__(self) -> None:
