@@ -245,10 +245,9 @@ async def test_an_attempt_that_is_cancelled_while_its_workspace_is_copied_leaves
     targets: list[Path] = []
 
     def copy(self: Workspace, target: Path) -> None:
-        target.mkdir()
-        targets.append(target)
-        for number in range(100):
-            (target / str(number)).touch()
+        for number in range(50):
+            (target / str(number)).mkdir(parents=True)  # as shutil.copytree makes folders
+            targets.append(target / str(number))
             time.sleep(0.005)
 
     monkeypatch.setattr(Workspace, "copy", copy)
@@ -257,6 +256,7 @@ async def test_an_attempt_that_is_cancelled_while_its_workspace_is_copied_leaves
     work.cancel()
     await asyncio.wait([work])
     assert work.cancelled()
+    await wait_until(lambda: len(targets) == 50)
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
