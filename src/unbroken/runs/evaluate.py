@@ -128,13 +128,13 @@ def evaluate_task(
 
 def open_task(task: str) -> tuple[Recipe, list[str]]:
     """The recipe of a task, and options that make it this task's."""
-    if task.removesuffix(_COMPRESSED).endswith(_DATA):
+    if task.removesuffix(_COMPRESSED).endswith(_DATA) or Path(task).is_dir():
         return load_recipe(None), ["--data.file", task]
     if ":" in task:
         return load_recipe(None), ["--environment", task]
     if Path(task).suffix not in (".py", ".toml"):
         raise InvalidInputError(
-            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(_DATA)}), or an environment "
+            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(_DATA)}), or its folder, or an environment "
             f"(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
         )
     return load_recipe(Path(task)), []

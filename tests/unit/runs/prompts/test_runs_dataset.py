@@ -156,7 +156,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     [
         ({}, r"exactly one of file and hub must be given"),
         ({"file": Path("a.jsonl"), "hub": "a/b"}, r"exactly one of file and hub must be given"),
-        ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, each also with .gz, got a.txt"),
+        ({"file": Path("a.txt")}, r".jsonl, .json, .parquet, .csv, each also with .gz, or a folder .*, got a.txt"),
+        ({"file": ()}, r"file must be one of .*, got an empty list"),
+        ({"file": (Path("a.csv"), Path("b.jsonl"))}, r"file must be a list of files in one format, .*a.csv, b.jsonl"),
+        ({"file": (Path(__file__).parent,) * 2}, r"file must be a list of files in one format, or a single folder"),
     ],
 )
 def test_what_names_no_data_set_is_refused(options, message):
@@ -196,25 +199,39 @@ def arrow_type(values: list[Any]) -> Any:
     return pa.array(kept).type
 
 
-def write(file: Path, prompts: list[Any]) -> Path:
-    rows = [{"prompt": prompt} for prompt in prompts]
+def write(file: Path, prompts: list[Any], **columns: list[Any]) -> Path | tuple[Path, ...]:
+    """Write rows in the form that the name says, and return the file, or the files."""
+    cells = {"prompt": prompts, **columns}
+    rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    name = file.name
-    if name.endswith(".parquet"):
-        pq.write_table(pa.table({"prompt": pa.array(prompts, type=arrow_type(prompts))}), file)
-    elif name.endswith(".json"):
-        file.write_text(json.dumps(rows))
-    elif name.endswith(".csv"):
-        with file.open("w", newline="") as lines:
-            csv.writer(lines).writerows([["prompt"], *([json.dumps(prompt)] for prompt in prompts)])
-    elif name.endswith(".gz"):
-        file.write_bytes(gzip.compress(text.encode()))
-    else:
-        file.write_text(text)
+    table = pa.table({name: pa.array(values, type=arrow_type(values)) for name, values in cells.items()})
+    match file.suffix:
+        case ".parquet":
+            pq.write_table(table, file)
+        case ".json":
+            file.write_text(json.dumps(rows))
+        case ".csv":
+            with file.open("w", newline="") as lines:
+                texts = ([json.dumps(cell) for cell in row.values()] for row in rows)
+                csv.writer(lines).writerows([list(cells), *texts])
+        case ".gz":
+            file.write_bytes(gzip.compress(text.encode()))
+        case ".saved":
+            datasets.Dataset(table).save_to_disk(file)
+        case ".splits":
+            datasets.DatasetDict(train=datasets.Dataset(table), test=datasets.Dataset(table)).save_to_disk(file)
+        case ".list":
+            # Of Parquet: files of JSON lines each have types of their own, which must be those of the first.
+            parts = file.with_suffix(".0.parquet"), file.with_suffix(".1.parquet")
+            for part, rows_of_part in zip(parts, (table.slice(0, 1), table.slice(1)), strict=True):
+                pq.write_table(rows_of_part, part)
+            return parts
+        case _:
+            file.write_text(text)
     return file
 
 
-FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz")
+FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz", "p.saved", "p.splits", "p.list")
 KEYS = st.sampled_from(["a", "b", "city"])
 ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
     {"query": st.fixed_dictionaries({}, optional={"x": st.text("xyz"), "y": st.lists(st.integers(0, 9), max_size=2)})}
@@ -232,6 +249,73 @@ def test_a_prompt_with_calls_is_the_same_from_every_file_format(tmp_path_factory
         rows = Rows(DataConfig(file=write(folder / form, prompts), shuffle=False), seed=0)
         assert [rows.messages(number) for number in range(len(prompts))] == prompts, form
         assert [rows.row(number)["prompt"] for number in range(len(prompts))] == prompts, form
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    """A tool's schema."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "p.csv"])  # its other columns are text
+def test_schemas_and_calls_in_other_columns_have_no_keys_that_only_other_rows_have(tmp_path, form):
+    city, number = {"type": "string", "enum": ["Rome"]}, {"type": "integer", "minimum": 0}
+    schemas = [[schema(city=city)], [schema(a=number, city=city)]]
+    calls = [[{"name": "f", "arguments": {"city": "Rome"}}], [{"name": "f", "arguments": {"a": 1}}]]
+    replies = [[{"role": "assistant", "content": None, "tool_calls": each}] for each in calls]
+    columns = {"tools": schemas, "info": [{"expected": each} for each in calls], "replies": replies}
+    file = write(tmp_path / form, ["1?", "2?"], **columns)
+    rows = Rows(DataConfig(file=file, shuffle=False), seed=0)
+    assert [rows.row(number) for number in range(2)] == [
+        {"prompt": f"{k + 1}?", **{name: cells[k] for name, cells in columns.items()}} for k in range(2)
+    ]
+
+
+def test_a_tool_has_no_keys_that_only_tools_of_the_first_file_have(tmp_path):
+    both, one = schema(a={"type": "integer"}, city={"type": "string"}), schema(city={"type": "string"})
+    files = (tmp_path / "0.jsonl", tmp_path / "1.jsonl")
+    for file, tool in zip(files, (both, one), strict=True):
+        write(file, ["1?"], tools=[tool])
+    rows = Rows(DataConfig(file=files, shuffle=False), seed=0)
+    assert [rows.row(number)["tools"] for number in range(2)] == [both, one]
+
+
+def test_a_null_of_another_object_in_another_column_stays_for_the_users_function(tmp_path):
+    file = write(tmp_path / "p.parquet", ["1?", "2?"], info=[{"answer": None, "k": 1}, {"answer": "2", "k": 2}])
+    assert Rows(DataConfig(file=file, shuffle=False), seed=0).row(0)["info"] == {"answer": None, "k": 1}
+
+
+@pytest.mark.parametrize("form", ["p.parquet", "p.saved", "p.splits", "p.list"])
+def test_a_part_of_a_split_is_the_same_from_every_form(tmp_path, form):
+    file = write(tmp_path / form, [f"{k}?" for k in range(5)])
+    for split, found in (("train[1:4]", [1, 2, 3]), ("train[:1]+train[4:]", [0, 4]), ("train[:40%]", [0, 1])):
+        rows = Rows(DataConfig(file=file, split=split, shuffle=False), seed=0)
+        assert [rows.row(number)["prompt"] for number in range(len(rows))] == [f"{k}?" for k in found]
+    for split, message in (("validation", 'Unknown split "validation"'), ("train[:0]", "no data")):
+        with pytest.raises(InvalidInputError, match=f"cannot be loaded: .*{message}"):
+            Rows(DataConfig(file=file, split=split), seed=0)
+
+
+def test_a_saved_data_set_has_its_splits_and_no_format(tmp_path):
+    texts = {name: datasets.Dataset.from_dict({"prompt": [name], "n": [1]}) for name in ("train", "test")}
+    datasets.DatasetDict(texts).with_format("numpy").save_to_disk(tmp_path / "data")
+    for split in ("train", "test"):
+        row = Rows(DataConfig(file=tmp_path / "data", split=split), seed=0).row(0)
+        assert (row["prompt"], type(row["n"])) == (split, int)
+
+
+def test_a_folder_that_is_no_data_set_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded: .*neither a `Dataset` directory"):
+        Rows(DataConfig(file=tmp_path), seed=0)
+
+
+def test_paths_of_images_are_relative_to_the_folder_with_all_files(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "dot.png").write_bytes(png())
+    files = tuple(jsonl(tmp_path / name, {"prompt": name, "image": "b/dot.png"}) for name in ("a", "b"))
+    rows = Rows(DataConfig(file=files, images="image", shuffle=False), seed=0)
+    assert [rows.messages(number)[0]["content"][0]["image"] for number in range(2)] == [tmp_path / "b/dot.png"] * 2
 
 
 def test_keys_of_other_rows_parts_are_not_filled_into_a_part(tmp_path):
