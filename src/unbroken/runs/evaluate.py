@@ -134,8 +134,8 @@ def open_task(task: str) -> tuple[Recipe, list[str]]:
         return load_recipe(None), ["--environment", task]
     if Path(task).suffix not in (".py", ".toml"):
         raise InvalidInputError(
-            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(_DATA)}), or its folder, or an environment "
-            f"(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
+            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(_DATA)}), or folder, or an "
+            f"environment (file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
         )
     return load_recipe(Path(task)), []
 
