@@ -24,8 +24,10 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.runs.collector import Problems
 from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
+from unbroken.runs.python_files import FunctionName
+from unbroken.runs.recipe import OpenRecipe
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.runs.samplers import SamplerProcesses
+from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 
@@ -50,6 +52,32 @@ def engine_options(model: Path, weights: Path, name: str = "engine") -> Iterator
 def _samplers_are_forks(monkeypatch) -> None:
     for name, value in commands_as_forks().items():
         monkeypatch.setenv(name, value)
+
+
+def make_no_env(number: int) -> Any:
+    """Of problems that nobody samples."""
+    raise AssertionError(number)
+
+
+def test_a_sampler_whose_code_or_data_has_other_contents_is_another_one_by_name(tmp_path):
+    code, rewards = tmp_path / "recipe.py", tmp_path / "rewards.py"
+    for each in (code, rewards):
+        each.write_text("a = 1")
+
+    def identify(*, source: str = "rows") -> dict[str, str]:
+        problems = Problems(env=make_no_env, source=source)
+        config = RunConfig(output=tmp_path, loop=LoopConfig(num_steps=1), curriculum=FunctionName(f"{rewards}:a"))
+        opener = SamplerOpener(config=config, source="a/model", train_on=problems, evaluate_on=[], part="0")
+        return opener.identify(OpenRecipe(name="recipe.py", words=(), code=str(code)))
+
+    first = identify()
+    assert identify() == first
+    changed = [name for name, value in identify(source="others").items() if first[name] != value]
+    assert [name.partition(" (")[0] for name in changed] == ["the problems to train on"]
+    for each in (code, rewards):
+        before = identify()
+        each.write_text("a = 2")
+        assert [name for name, value in identify().items() if before[name] != value] == [f"the SHA-256 of {each}"]
 
 
 NOTING_RECIPE = """

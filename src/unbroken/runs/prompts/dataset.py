@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,21 +113,31 @@ class Rows:
                 )
         read = [each for each in (config.prompt, config.images) if each]
         self._undecoded = UndecodedRows(self._rows, read, fills_keys=_fills_keys(config))
-        digest = hashlib.sha256()
+        prompts, columns = hashlib.sha256(), hashlib.sha256()
         self.has_images = False
         """Whether a prompt has images."""
-        for number, row in enumerate(self._undecoded):
+        for number, (row, cells) in enumerate(zip(self._undecoded, self._iterate_other_columns(), strict=True)):
             messages = self._make_messages(number, row)
-            prompt = json.dumps(row[config.prompt], sort_keys=True, default=lambda value: type(value).__name__)
-            digest.update(prompt.encode())
+            prompts.update(_to_stable_json(row[config.prompt]))
             for source in find_sources(messages):
                 self.has_images = True
-                digest.update(identify(source).encode())
-        self.source = f"{len(self)} rows with the prompts {digest.hexdigest()[:16]}"
+                prompts.update(identify(source).encode())
+            columns.update(_to_stable_json(cells))
+        names = f"the prompts {prompts.hexdigest()[:16]} and the other columns {columns.hexdigest()[:16]}"
+        self.source = f"{len(self)} rows with {names}"
         self._order = EpochOrder(len(self), seed=seed, shuffle=config.shuffle)
         self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(
             lambda index: self._make_messages(index, self._undecoded[index])
         )
+
+    def _iterate_other_columns(self) -> Iterator[dict[str, Any]]:
+        """The cells of each row that belong to no prompt, as they are stored."""
+        others = [name for name in self.columns if name not in (self._config.prompt, self._config.images)]
+        if not others:
+            return iter([{}] * len(self))
+        batches = self._stored.select_columns(others).iter(batch_size=64)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        return ({name: _without_folder(cell) for name, cell in row.items()} for row in rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -274,6 +284,21 @@ def _load_saved(folder: Path, split: str) -> Any:
     if not len(found):
         raise ValueError(f'Instruction "{split}" corresponds to no data!')
     return found
+
+
+def _without_folder(cell: Any) -> Any:
+    """A cell without the folder of its file, if it is an image or another file: it may be in the user's cache."""
+    is_file = isinstance(cell, dict) and cell.keys() == {"bytes", "path"} and cell["path"]
+    return {**cell, "path": Path(cell["path"]).name} if is_file else cell
+
+
+def _to_stable_json(value: Any) -> bytes:
+    """Bytes that are the same for an equal value in every process and on every machine."""
+
+    def convert(inner: Any) -> str:
+        return hashlib.sha256(inner).hexdigest() if isinstance(inner, bytes) else f"{type(inner).__name__} {inner}"
+
+    return json.dumps(value, sort_keys=True, default=convert).encode()
 
 
 def _read_prompt(cell: Any) -> Any:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import csv
+import datetime
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +109,42 @@ def test_the_source_tells_data_sets_apart(tmp_path):
         Rows(DataConfig(file=numbered(tmp_path, 3), split="train[:3]"), seed=1).source,
         Rows(DataConfig(file=numbered(tmp_path, 5), split="train[:4]"), seed=1).source,
     }
+
+
+def test_the_source_tells_every_column_apart_and_says_which_differ(tmp_path):
+    def find(*rows: dict[str, Any]) -> str:
+        return Rows(DataConfig(file=jsonl(tmp_path, *rows)), seed=0).source
+
+    row = {"prompt": "1?", "answer": 1, "info": {"tests": ["a"]}}
+    first, again = find(row), find(dict(reversed(row.items())))
+    assert first == again
+    prompts, _, columns = first.partition(" and the other columns ")
+    assert not find(row | {"prompt": "2?"}).startswith(prompts)
+    assert find(row | {"prompt": "2?"}).endswith(columns)
+    others = [row | {"answer": 2}, row | {"info": {"tests": ["b"]}}, {"prompt": "1?", "right": 1}, {"prompt": "1?"}]
+    found = [find(other).partition(" and the other columns ") for other in others]
+    assert {each[0] for each in found} == {prompts}
+    assert len({columns, *(each[2] for each in found)}) == 5
+
+
+def test_the_source_is_the_same_in_another_process_and_from_another_folder(tmp_path):
+    """Bytes are known by their contents, and files of media by their names."""
+    script = (
+        "import sys, datasets; from pathlib import Path; datasets.config.HF_DATASETS_CACHE = Path(sys.argv[2])\n"
+        "from unbroken.runs.prompts.dataset import DataConfig, Rows\n"
+        "print(Rows(DataConfig(file=Path(sys.argv[1])), seed=0).source)"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        columns = {"prompt": ["1?"], "raw": [b"\x00\xff"], "when": [datetime.datetime(2026, 1, 1)]}
+        picture = {"bytes": None, "path": str(folder / "a.png")}  # as `imagefolder` of `datasets` has it
+        pq.write_table(pa.table({**columns, "picture": [picture]}), folder / "p.parquet")
+        words = [sys.executable, "-c", script, str(folder / "p.parquet"), str(folder / "cache")]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(words, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
