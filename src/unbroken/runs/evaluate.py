@@ -110,7 +110,7 @@ def evaluate_task(
     own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
     settings = {"TASK": task, **own, **describe(config)}
     weights = {f"the weights of {each.name}": _digest_weights(each.folder) for each in found if each.folder}
-    files = digest_files({"RECIPE": recipe.code, **settings})
+    files = digest_files(settings, code=recipe.code)
     report = _begin_report(config.output, task, settings | files | weights)
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:

@@ -142,6 +142,15 @@ def claim_folder(
             (folder / file).unlink(missing_ok=True)
         _write(path, recipe, settings, files)
         return False
+    _check_same(folder, before, settings)
+    _check_same_files(folder, stored_files, files)
+    all_files = stored_files | files  # one that cannot be read today is compared again
+    if (stored, stored_files) != (settings, all_files):  # of several processes, only the first writes
+        _write(path, recipe, settings, all_files)
+    return True
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for each in sorted(name for name in before.keys() | settings.keys() if not may_change(name)):
         old, new = before.get(each), settings.get(each)
         if old != new:
@@ -149,29 +158,32 @@ def claim_folder(
                 f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run continues with the config that "
                 "it began with. Give that value, or another --output"
             )
-    for each in sorted(stored_files.keys() & files.keys()):
-        if stored_files[each] not in (files[each], None):
+
+
+def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Mapping[str, str]) -> None:
+    for each in sorted(before.keys() & files.keys()):
+        if before[each] not in (files[each], None):  # null: the user has said that it may be another one
             raise InvalidInputError(
-                f"{each} must be {stored_files[each]!r} as in the run in {folder}, got {files[each]!r}: a run "
-                "continues with the files that it began with. Give that one, or another --output; to go on with this "
-                f"one on purpose, write null in its place in {path}; rows to train on must stay the same"
+                f"{each} must be {before[each]!r} as in the run in {folder}, got {files[each]!r}: a run continues with "
+                "the files that it began with. Give that one, or another --output; to go on with this one on purpose, "
+                f"write null in its place in {folder / _FILE}; rows to train on must stay the same"
             )
-    all_files = stored_files | files  # one that cannot be read today is compared again
-    if (stored, stored_files) != (settings, all_files):  # of several processes, only the first writes
-        _write(path, recipe, settings, all_files)
-    return True
 
 
-def digest_files(settings: Mapping[str, Any]) -> dict[str, str]:
+def digest_files(settings: Mapping[str, Any], *, code: str = "") -> dict[str, str]:
     """The SHA-256 of each file that settings name, by the name: data, code, and the tokenizer in a model's folder.
 
-    Settings that may change when a run goes on name none that matters.
+    Settings that may change when a run goes on name none that matters. `code` is the user's own Python recipe, if it is
+    one, wherever it lies.
     """
-    found = {}
     texts = _find_texts([value for name, value in settings.items() if not may_change(name)])
-    for path in dict.fromkeys(path for text in texts for path in _list_files(text)):
+    paths = {str(path): path for text in texts for path in _list_files(text)}
+    if code:
+        paths[f"{Path(code).name}, the recipe's code"] = Path(code)
+    found = {}
+    for name, path in paths.items():
         with suppress(OSError), path.open("rb") as file:  # the recipe says what is wrong with one that cannot be read
-            found[f"the SHA-256 of {path}"] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[f"the SHA-256 of {name}"] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 

@@ -113,8 +113,7 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
             settings = describe(config)
-            files = digest_files({"RECIPE": recipe.code, **settings})
-            claim_folder(config.output, recipe.name, settings, files=files)
+            claim_folder(config.output, recipe.name, settings, files=digest_files(settings, code=recipe.code))
         try:
             run_until_terminated(end_together(recipe.run(config)))
         except Exception as error:

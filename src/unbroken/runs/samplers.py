@@ -97,7 +97,7 @@ class SamplerOpener:
         settings = {name: value for name, value in describe(self.config).items() if not may_change(name)}
         found = {"the release": __version__, "the recipe": recipe.name}
         found |= {name: json.dumps(value) for name, value in settings.items()}
-        found |= digest_files({"RECIPE": recipe.code, **settings})
+        found |= digest_files(settings, code=recipe.code)
         for k, each in enumerate(self.problems):
             kind = "environment" if each.agent is None else "agent"
             facts = [each.num_problems, each.source, kind, each.score is not None, each.has_images]

@@ -74,10 +74,10 @@ def test_a_sampler_whose_code_or_data_has_other_contents_is_another_one_by_name(
     assert identify() == first
     changed = [name for name, value in identify(source="others").items() if first[name] != value]
     assert [name.partition(" (")[0] for name in changed] == ["the problems to train on"]
-    for each in (code, rewards):
+    for each, name in ((code, "recipe.py, the recipe's code"), (rewards, rewards)):
         before = identify()
         each.write_text("a = 2")
-        assert [name for name, value in identify().items() if before[name] != value] == [f"the SHA-256 of {each}"]
+        assert [key for key, value in identify().items() if before[key] != value] == [f"the SHA-256 of {name}"]
 
 
 NOTING_RECIPE = """

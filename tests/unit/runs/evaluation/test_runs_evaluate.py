@@ -163,7 +163,9 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
-    for path, name in ((tasks, f"the SHA-256 of {tasks}"), (own / "model.safetensors", f"the weights of {own}")):
+    code = tmp_path / "rewards.py"
+    files = {tasks: f"the SHA-256 of {tasks}", code: f"the SHA-256 of {code}"}
+    for path, name in {**files, own / "model.safetensors": f"the weights of {own}"}.items():
         then = path.read_bytes()
         path.write_bytes(then[:-4] + b'5"}\n')
         assert main(["eval", *words]) == 1
