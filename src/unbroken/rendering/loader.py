@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import stat
 import subprocess
@@ -26,6 +27,8 @@ from unbroken.images.processor import ImageInputs, find_model_file, load_image_p
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.template import TemplateRenderer
+
+_logger = logging.getLogger(__name__)
 
 
 def load_template_renderer(
@@ -50,6 +53,8 @@ def load_template_renderer(
         parser: the call format of completions, instead of the detected one.
         images: how images are loaded and expanded; by default with the model's own processor, if it can be loaded.
 
+    A warning is logged if calls that the template renders are not read back (`TemplateRenderer.unread_calls`).
+
     Raises:
         InvalidInputError: the model has no fast tokenizer, or an option is unknown.
         TemplateError: the model has no chat template, or it does not compile.
@@ -61,7 +66,7 @@ def load_template_renderer(
             images = load_image_inputs(tokenizer.model)
         except InvalidInputError as error:  # text works without it; an image raises this reason
             no_images_because = str(error)
-    return TemplateRenderer(
+    renderer = TemplateRenderer(
         tokenizer,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
@@ -71,6 +76,9 @@ def load_template_renderer(
         images=images,
         no_images_because=no_images_because,
     )
+    if renderer.unread_calls:
+        _logger.warning("%s", renderer.unread_calls)
+    return renderer
 
 
 def load_image_inputs(model: str | Path | None) -> ImageInputs | None:

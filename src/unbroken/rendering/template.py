@@ -37,9 +37,8 @@ from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.facts import TemplateFacts, probe_template
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.parsing.call_grammar import CallConstraint
-from unbroken.rendering.parsing.detection import choose_parser
+from unbroken.rendering.parsing.detection import ParserChoice, choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
-from unbroken.rendering.parsing.parser import ResponseParser
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
 from unbroken.threads import DaemonThreads, RendererLock
 from unbroken.types import TokenIds
@@ -110,7 +109,8 @@ class TemplateRenderer:
             self._template, self._facts.message_format, self._encoder, self._lock, self._recent
         )
         self._bridges = self._make_bridge_builder(policy)
-        self._parser = self._choose_parser(parser, tokenizer.response_template)
+        choice = self._choose_parser(parser, tokenizer.response_template)
+        self._parser, self._unread_calls = choice.parser, choice.unread_calls
         self._constraint = self._make_constraint()
         self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 
@@ -137,7 +137,7 @@ class TemplateRenderer:
             policy=policy,
         )
 
-    def _choose_parser(self, name: str | None, response_template: Any) -> ResponseParser:
+    def _choose_parser(self, name: str | None, response_template: Any) -> ParserChoice:
         facts = self._facts
         return choose_parser(
             name,
@@ -247,6 +247,11 @@ class TemplateRenderer:
     def parser_name(self) -> str:
         """The format of completions."""
         return self._parser.name
+
+    @property
+    def unread_calls(self) -> str:
+        """What is wrong, if the calls that the template renders are not read back; empty otherwise."""
+        return self._unread_calls
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()

@@ -154,7 +154,7 @@ class CallFormat:
     """Like `separators`, but also in a turn that can have no calls."""
     header: Header | None = None
     hints: tuple[str, ...] = ()
-    """Texts that are all in the source of a template for these models, if it renders no calls."""
+    """Texts that are all in the source of a template for these models, if no format reads back calls it renders."""
 
     @property
     def reasoning(self) -> Region | None:

@@ -252,6 +252,10 @@ class FormatReader:
                 return False
             held = self._held_call = _HeldCall()
         elif is_end:
+            if held.region is not None and not held.region.closings:  # the end of the reasoning ends its call too
+                self._end_held_call(held, thought, piece.start, piece.start, is_closed=True)
+                self._follow([piece])
+                return True
             self._release_held_call(held)
             return False
         region, body = held.region, held.body

@@ -23,7 +23,7 @@ NOW = tool("now")
 USER: Any = [{"role": "user", "content": "hi"}]
 WITH_GRAMMAR = {
     *("apertus", "cohere", "cohere2", "deepseek", "functionary", "functionary_v31", "gigachat", "kimi_k2"),
-    *("minimax_m2", "mistral", "nemotron", "phi", "solar"),
+    *("minimax_m2", "mistral", "nemotron", "phi", "solar", "granite", "internlm", "xlam"),
 }
 ADD_1 = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 NOW_0 = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -8,6 +8,7 @@ from support.format_templates import FORMAT_TEMPLATES
 from support.templates import CHATML, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
+from unbroken.rendering.loader import load_template_renderer
 from unbroken.rendering.parsing.formats import FORMATS, get_format
 from unbroken.rendering.template import TemplateRenderer
 
@@ -79,6 +80,53 @@ def test_a_rendered_call_outweighs_what_the_template_says() -> None:
     own = QWEN.replace("'<tool_call>\\n{", "'<do>\\n{").replace("}\\n</tool_call>'", "}\\n</do>'")
     assert own.count("</tool_call>") == 1, "the instruction still names the other form"
     assert parser_of(own) == "none"
+
+
+ASKS_FOR_PYTHON = "{{- 'Answer in the form [func_name1(key=value), func_name2()].' -}}"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param("v | string", id="without quotes"),
+        pytest.param("v | string ~ 'r'", id="not even values"),
+        pytest.param("""'"' ~ (v | string) ~ '"'""", id="all of them strings"),
+    ],
+)
+def test_calls_that_cannot_be_read_back_are_read_in_the_form_that_the_template_asks_for_and_it_is_said(
+    value: str,
+) -> None:
+    written = FORMAT_TEMPLATES["pythonic"].replace("(v | tojson)", f"({value})")
+    renderer = TemplateRenderer(make_tokenizer(ASKS_FOR_PYTHON + written))
+    assert renderer.parser_name == "pythonic"
+    assert "[probe_one(text=" in renderer.unread_calls
+    assert "'pythonic', which the template describes" in renderer.unread_calls
+
+
+def test_calls_that_no_format_reads_back_are_said() -> None:
+    renderer = TemplateRenderer(make_tokenizer(QWEN.replace("tool_call>", "do>")))
+    assert renderer.parser_name == "none"
+    assert "a model's calls are part of its text" in renderer.unread_calls
+    assert renderer.unread_calls.count("<do>") == 1, "the form of one call"
+
+
+def test_calls_that_no_format_reads_back_are_logged_when_the_renderer_is_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load_template_renderer(make_tokenizer(QWEN))
+    assert not caplog.messages
+    renderer = load_template_renderer(make_tokenizer(QWEN.replace("tool_call>", "do>")))
+    assert caplog.messages == [renderer.unread_calls]
+
+
+@pytest.mark.parametrize("template", [QWEN, CHATML, HEADERS, ASKS_FOR_PYTHON + FORMAT_TEMPLATES["pythonic"]])
+def test_nothing_is_said_of_calls_that_are_read_back_or_not_rendered(template: str) -> None:
+    assert TemplateRenderer(make_tokenizer(template)).unread_calls == ""
+
+
+def test_what_a_template_asks_for_counts_only_if_the_names_of_its_calls_are_found_by_it() -> None:
+    asks = "{{- 'Write <tool_call> and </tool_call>.' -}}" + FORMAT_TEMPLATES["pythonic"]
+    assert parser_of(asks.replace("(v | tojson)", "(v | string)")) == "none"
 
 
 def test_without_a_format_calls_are_content() -> None:

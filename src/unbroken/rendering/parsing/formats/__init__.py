@@ -16,10 +16,12 @@ from unbroken.rendering.parsing.formats.functionary_v31 import FUNCTIONARY_V31
 from unbroken.rendering.parsing.formats.gemma import FUNCTION_GEMMA, GEMMA4
 from unbroken.rendering.parsing.formats.gigachat import GIGACHAT, GIGACHAT3
 from unbroken.rendering.parsing.formats.glm import GLM
+from unbroken.rendering.parsing.formats.granite import GRANITE
 from unbroken.rendering.parsing.formats.harmony import HARMONY
 from unbroken.rendering.parsing.formats.hermes import HERMES
 from unbroken.rendering.parsing.formats.hunyuan import HUNYUAN3
 from unbroken.rendering.parsing.formats.inkling import INKLING
+from unbroken.rendering.parsing.formats.internlm import INTERNLM
 from unbroken.rendering.parsing.formats.kimi_k2 import KIMI_K2
 from unbroken.rendering.parsing.formats.kimi_k3 import KIMI_K3
 from unbroken.rendering.parsing.formats.lfm2 import LFM2
@@ -33,9 +35,10 @@ from unbroken.rendering.parsing.formats.muse import MUSE
 from unbroken.rendering.parsing.formats.nemotron import NEMOTRON
 from unbroken.rendering.parsing.formats.phi import PHI
 from unbroken.rendering.parsing.formats.plain import PLAIN
-from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats.pythonic import PYTHONIC, TOOL_CODE
 from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER, SEED
 from unbroken.rendering.parsing.formats.solar import SOLAR
+from unbroken.rendering.parsing.formats.xlam import XLAM
 
 FORMATS: tuple[CallFormat, ...] = (
     SEED,
@@ -61,6 +64,8 @@ FORMATS: tuple[CallFormat, ...] = (
     FUNCTION_GEMMA,
     LFM2,
     PYTHONIC,
+    TOOL_CODE,
+    XLAM,
     LLAMA3,
     LLAMA4,
     MISTRAL,
@@ -70,6 +75,8 @@ FORMATS: tuple[CallFormat, ...] = (
     GIGACHAT,
     GIGACHAT3,
     NEMOTRON,
+    GRANITE,
+    INTERNLM,
     PHI,
     HERMES,
     PLAIN,

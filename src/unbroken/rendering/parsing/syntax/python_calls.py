@@ -33,6 +33,7 @@ _TOKEN = re.compile(
     r"|(?P<refused>['\"#]|[-+~]\s*[-+~]|\bn\d|\w(?=['\"])|[0-9_](?:and|else|for|if|in|is|or|not))",
     re.DOTALL,
 )
+_FIRST_NAME = re.compile(r"\s*(?:\[\s*)?(?P<name>[^\W\d][\w.\-]*)\s*\(")
 _PLACEHOLDER = re.compile(r"n[0-9]+")
 _BACKSLASH = re.compile(
     r"\\(?:(?P<escape>[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
@@ -50,7 +51,8 @@ def read_python_calls(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[C
     try:
         tree = source.parse(body.text.strip())
     except _InvalidError as error:
-        return [CallAttempt(status=error.status)]
+        first = _FIRST_NAME.match(body.text)
+        return [CallAttempt(status=error.status, name="" if first is None else first["name"])]
     if not isinstance(tree, ast.List):
         return [_read_attempt(tree, source)]
     return [replace(_read_attempt(item, source), span=source.get_span(item, num_blank)) for item in tree.elts]

@@ -82,7 +82,7 @@ def test_a_call_behind_text_is_text() -> None:
 def test_a_malformed_call_is_data_with_its_status_and_span(text: str, status: ToolCallStatus, span: str) -> None:
     (call,) = FORM.parse(text).tool_calls
     assert call.status is status
-    assert call.name == ("f" if status is ToolCallStatus.INVALID_ARGUMENTS else "")
+    assert call.name == ("f" if status in (ToolCallStatus.INVALID_ARGUMENTS, ToolCallStatus.INVALID_SYNTAX) else "")
     assert [part for kind, part in FORM.parts(text) if kind == "tool_call"] == [span]
 
 
