@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import InvalidInputError, TemplateError
@@ -61,6 +61,8 @@ _UNUSUAL: tuple[dict[str, Any], ...] = (
     {"text": "a < b & <i>c</i> </parameter>"},
     {"text": "Größe 今天"},
     {"text": ""},
+    {"text": "\nline\n"},
+    {"text": "  indented\n\n"},
     {"page": None},
     {"items": [], "where": {}},
     {"where": {"k": None, "m": {"x": [1, "it's", False]}}},
@@ -121,12 +123,12 @@ def choose_parser(
     """
     call_format: CallFormat | None
     unread_calls = ""
+    probe = _ReadBackProbe(template, message_format, tokens, reasoning)
     if name == RESPONSE_TEMPLATE:
         call_format = None
     elif name is not None:
         call_format = get_format(name)
     else:
-        probe = _ReadBackProbe(template, message_format, tokens, reasoning)
         described = [known for known in FORMATS if known.hints and all(hint in source for hint in known.hints)]
         call_format = probe.find_best(FORMATS) if probe.renders_calls else next(iter(described), None)
         if call_format is None and response_template is None and probe.renders_calls:
@@ -140,6 +142,7 @@ def choose_parser(
                 f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
             )
         return ParserChoice(parser=ResponseTemplateParser(response_template, tokens))
+    call_format = probe.adapt(call_format)
     if reasoning is not None:
         call_format = call_format.with_reasoning(reasoning.opening, reasoning.closing)
     return ParserChoice(parser=FormatParser(call_format, tokens), unread_calls=unread_calls)
@@ -180,6 +183,9 @@ class _RenderedTurn:
     prompt: str
     completion: str
     is_required: bool
+
+
+_ARGUMENT = re.compile(rf"(\s*){PROBE_ARGUMENT}(\s*)")
 
 
 class _ReadBackProbe:
@@ -236,6 +242,14 @@ class _ReadBackProbe:
         calls = self._parse(self._make_parser(call_format), turn).tool_calls
         return bool(calls) and calls[0].name == turn.turn["tool_calls"][0]["function"]["name"]
 
+    def adapt(self, call_format: CallFormat) -> CallFormat:
+        """Adapt a format to what the template writes around values, if it then reads back the template's calls."""
+        for setting in _SETTINGS:
+            turns = self._get_turns(setting)
+            if self._count_read(call_format, turns):
+                return _with_value_ends(call_format, turns[0])
+        return call_format
+
     def _make_parser(self, call_format: CallFormat) -> FormatParser:
         if self._reasoning is not None:
             call_format = call_format.with_reasoning(self._reasoning.opening, self._reasoning.closing)
@@ -245,7 +259,7 @@ class _ReadBackProbe:
         """The number of turns that the format reads back; 0 if a required one is not among them."""
         if not turns or not _may_open(call_format, turns[0].completion):
             return 0
-        parser = self._make_parser(call_format)
+        parser = self._make_parser(_with_value_ends(call_format, turns[0]))
         num_read = 0
         for turn in turns:
             is_read = self._reads(parser, turn)
@@ -311,6 +325,11 @@ class _ReadBackProbe:
             )
         except TemplateError:
             return None
+
+
+def _with_value_ends(call_format: CallFormat, turn: _RenderedTurn) -> CallFormat:
+    found = _ARGUMENT.search(turn.completion)
+    return call_format if found is None else replace(call_format, value_ends=(found[1], found[2]))
 
 
 class _TextCodec:

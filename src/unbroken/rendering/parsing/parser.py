@@ -8,7 +8,7 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from unbroken.errors import InvariantError
@@ -287,7 +287,7 @@ class FormatReader:
         region, body = held.region, held.body
         assert region is not None
         assert body is not None
-        attempts = _read_attempts(region, body.build(), self._tools, is_closed=is_closed)
+        attempts = self._read_attempts(region, body.build(), is_closed=is_closed)
         if not any(attempt.status is ToolCallStatus.OK for attempt in attempts):
             self._release_held_call(held)
             return
@@ -478,7 +478,7 @@ class FormatReader:
         self, region: Region, body: _OpenBody, stop: int | None, *, is_closed: bool, closing: str
     ) -> None:
         whole = body.build()
-        attempts = _read_attempts(region, whole, self._tools, is_closed=is_closed)
+        attempts = self._read_attempts(region, whole, is_closed=is_closed)
         if region.starts_with and not attempts:
             self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
             return
@@ -487,6 +487,26 @@ class FormatReader:
             self._content.cut()
         for call in _build_calls(attempts, body, whole.text, closing, stop, self._parts):
             self._add_call(call)
+
+    def _read_attempts(self, region: Region, body: CallBody, *, is_closed: bool) -> Sequence[CallAttempt]:
+        """Read a region's body as attempts.
+
+        In a region that was cut, only a call without closings may be complete, and none behind which something must
+        follow.
+        """
+        assert region.read_calls is not None
+        is_open = bool(body.inner_delimiters) and not body.text[body.inner_delimiters[-1].stop :].strip()
+        if not is_closed and (region.closings or is_open):
+            return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
+        attempts = region.read_calls(replace(body, value_ends=self._call_format.value_ends), self._tools)
+        if is_closed:
+            return attempts
+        return [
+            attempt
+            if attempt.status is ToolCallStatus.OK
+            else CallAttempt(status=ToolCallStatus.UNCLOSED, name=attempt.name, span=attempt.span)
+            for attempt in attempts
+        ]
 
     def _add_call(self, call: ParsedToolCall) -> None:
         self._calls.append(call)
@@ -552,28 +572,6 @@ class _HeldCall:
         assert self.body is not None
         self.pieces.append(piece)
         self.body.add(piece, self.region.inner_delimiters)
-
-
-def _read_attempts(
-    region: Region, body: CallBody, tools: Sequence[ToolSchema], *, is_closed: bool
-) -> Sequence[CallAttempt]:
-    """Read a region's body as attempts.
-
-    In a region that was cut, only a call without closings may be complete, and none behind which something must follow.
-    """
-    assert region.read_calls is not None
-    is_open = bool(body.inner_delimiters) and not body.text[body.inner_delimiters[-1].stop :].strip()
-    if not is_closed and (region.closings or is_open):
-        return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
-    attempts = region.read_calls(body, tools)
-    if is_closed:
-        return attempts
-    return [
-        attempt
-        if attempt.status is ToolCallStatus.OK
-        else CallAttempt(status=ToolCallStatus.UNCLOSED, name=attempt.name, span=attempt.span)
-        for attempt in attempts
-    ]
 
 
 def _build_calls(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.format_templates import FORMAT_TEMPLATES
@@ -39,6 +40,44 @@ def test_the_format_of_a_call_that_the_template_renders_is_taken(template: str) 
         """{%- endfor -%}{{- '</function>\\n</tool_call>'""",
     )
     assert parser_of(coder) == "qwen3_coder"
+
+
+ENDS = [("", ""), ("\\n", "\\n"), ("\\n", ""), (" ", " "), ("\\n  ", "\\n")]
+
+
+def write_tagged_call(before: str, after: str) -> str:
+    """A call in Qwen3-Coder's tags, with these escaped texts around each value."""
+    return (
+        "'<tool_call>\\n<function=' + call.function.name + '>\\n' -}}"
+        "{%- for k, v in call.function.arguments | items -%}"
+        f"{{{{- '<parameter=' + k + '>{before}' -}}}}{{{{- v if v is string else v | tojson -}}}}"
+        f"{{{{- '{after}</parameter>\\n' -}}}}{{%- endfor -%}}{{{{- '</function>\\n</tool_call>'"
+    )
+
+
+@pytest.mark.parametrize("name", [None, "qwen3_coder"])
+@pytest.mark.parametrize(("before", "after"), ENDS)
+def test_white_space_around_values_is_that_of_the_template_and_the_rest_is_the_value_s(
+    before: str, after: str, name: str | None
+) -> None:
+    tokenizer = make_tokenizer(write_calls(QWEN, write_tagged_call(before, after)))
+    renderer = TemplateRenderer(tokenizer, parser=name)
+    assert (renderer.parser_name, renderer.unread_calls) == ("qwen3_coder", "")
+    for value in ("x", "\nline\n", " x ", "\n", "", "\n\n  two\n\n"):
+        call: Any = {"id": "callA0001", "type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+        turn: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rendered = renderer.render_text([{"role": "user", "content": "hi"}, turn])
+        completion = rendered[rendered.rindex("<tool_call>") :].removesuffix("\n")
+        (read,) = renderer.parse_response(np.array(tokenizer.encode(completion), dtype=np.int32)).tool_calls
+        assert read.arguments == {"a": value}
+
+
+def test_a_named_format_that_is_not_the_template_s_keeps_its_white_space() -> None:
+    tokenizer = make_tokenizer(QWEN)
+    renderer = TemplateRenderer(tokenizer, parser="qwen3_coder")
+    completion = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    (read,) = renderer.parse_response(np.array(tokenizer.encode(completion), dtype=np.int32)).tool_calls
+    assert read.arguments == {"a": "x"}
 
 
 def test_a_prompt_that_the_history_does_not_repeat_is_no_part_of_the_call() -> None:
