@@ -315,6 +315,14 @@ FORMAT_TEMPLATES = {
         between=", ",
         end_of_calls="]\\n```",
     ),
+    "olmo3": _template(
+        think="<think>",
+        end_of_think="</think>",
+        calls="<function_calls>",
+        call=_PYTHON_CALL,
+        between="\\n",
+        end_of_calls="</function_calls>",
+    ),
     "granite": _template(
         calls="<|tool_call|>[",
         call=_json_call("name", "arguments"),

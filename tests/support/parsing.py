@@ -100,6 +100,7 @@ WRITTEN = {
     "lfm2": "<|tool_call_start|>[add(a=1), now()]<|tool_call_end|>",
     "pythonic": "[add(a=1), now()]",
     "tool_code": "```tool_code\n[add(a=1), now()]\n```",
+    "olmo3": "<function_calls>\nadd(a=1)\nnow()\n</function_calls>",
     "xlam": f"[{_JSON}, {_NOW}]",
     "granite": f"<|tool_call|>[{_JSON}, {_NOW}]",
     "internlm": f"<|action_start|><|plugin|>\n{_JSON}<|action_end|><|action_start|><|plugin|>\n{_NOW}<|action_end|>",

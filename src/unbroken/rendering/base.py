@@ -146,6 +146,8 @@ class ToolCallStatus(StrEnum):
     """The arguments are not an object."""
     IN_REASONING = "in_reasoning"
     """A call begins in reasoning that is never closed, and could not be told from text about calls."""
+    BEHIND_TEXT = "behind_text"
+    """A call of one of the tools ends the turn behind text, in a format whose calls are the whole turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,8 @@ class ParsedToolCall:
     """The text between the delimiters."""
     status: ToolCallStatus
     span: tuple[int, int]
-    """Half-open range of completion ids, delimiters included; empty if `IN_REASONING`: the ids are the reasoning's."""
+    """Half-open range of completion ids, delimiters included; empty if `IN_REASONING` or `BEHIND_TEXT`: the ids are the
+    reasoning's, or the content's."""
     name: str = ""
     """Of a failed call too, where it could be read; else empty."""
     arguments: dict[str, Any] = field(default_factory=dict)

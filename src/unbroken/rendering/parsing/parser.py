@@ -7,8 +7,10 @@ turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from unbroken.errors import InvariantError
@@ -16,6 +18,9 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, ResponseReader, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, InnerDelimiter, Region
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder, TextPiece
+
+_MAX_STARTS_BEHIND_TEXT = 16
+"""Brackets in a text that may begin a call: each is tried."""
 
 
 class ResponseParser(Protocol):
@@ -141,6 +146,7 @@ class FormatReader:
         if self._response is None:
             self._follow(self._stream.close())
             is_complete = self._end()
+            self._report_calls_behind_text()
             self._response = ParsedResponse(
                 content=self._content.text,
                 reasoning=self._reasoning.text,
@@ -487,6 +493,31 @@ class FormatReader:
             self._content.cut()
         for call in _build_calls(attempts, body, whole.text, closing, stop, self._parts):
             self._add_call(call)
+
+    def _report_calls_behind_text(self) -> None:
+        """Report calls that end the turn but do not begin it, where they are the whole turn.
+
+        vLLM (`llama3_json`) and SGLang (`pythonic`) read them. In our view they may be text about calls: they stay
+        content, and are failures, which are counted and which the model can be told of.
+        """
+        if self._calls or not self._tools:
+            return
+        names = {tool["function"]["name"] for tool in self._tools}
+        text = self._content.text
+        for region in self._start_regions:
+            for match in islice(re.finditer(re.escape(region.starts_with), text), _MAX_STARTS_BEHIND_TEXT):
+                raw = text[match.start() :]
+                attempts = self._read_attempts(region, CallBody(text=raw), is_closed=True)
+                if attempts and all(each.status is ToolCallStatus.OK and each.name in names for each in attempts):
+                    end = (self._parts.num_ids, self._parts.num_ids)
+                    # No deltas: the text has been returned as content.
+                    self._calls += [
+                        CallAttempt(status=ToolCallStatus.BEHIND_TEXT, name=each.name).to_call(
+                            raw[slice(*each.span)] if each.span else raw, end
+                        )
+                        for each in attempts
+                    ]
+                    return
 
     def _read_attempts(self, region: Region, body: CallBody, *, is_closed: bool) -> Sequence[CallAttempt]:
         """Read a region's body as attempts.

@@ -35,7 +35,7 @@ from unbroken.rendering.parsing.formats.muse import MUSE
 from unbroken.rendering.parsing.formats.nemotron import NEMOTRON
 from unbroken.rendering.parsing.formats.phi import PHI
 from unbroken.rendering.parsing.formats.plain import PLAIN
-from unbroken.rendering.parsing.formats.pythonic import PYTHONIC, TOOL_CODE
+from unbroken.rendering.parsing.formats.pythonic import OLMO3, PYTHONIC, TOOL_CODE
 from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER, SEED
 from unbroken.rendering.parsing.formats.solar import SOLAR
 from unbroken.rendering.parsing.formats.xlam import XLAM
@@ -65,6 +65,7 @@ FORMATS: tuple[CallFormat, ...] = (
     LFM2,
     PYTHONIC,
     TOOL_CODE,
+    OLMO3,
     XLAM,
     LLAMA3,
     LLAMA4,
