@@ -13,6 +13,7 @@ the sentinels, the first token that ends a turn is the end of this one. The text
 all of this holds:
 
 - the second text, which is the real conversation, ends with it;
+- between the sentinels and it there is only white space, or what closes calls also where nothing follows the turn;
 - before it, the second text has as many ends of turns as the first, or more by at most those that A spells, and after
   the last of them it begins with the same word;
 - each text of M stands in it once, and they stand in order.
@@ -40,7 +41,8 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
@@ -105,6 +107,8 @@ class _Cut:
     """A rendered text, cut at the end of the turn: `before` + `glue`."""
 
     before: str
+    closing: str
+    """The end of `before`, after the turn's last text: what closes its calls."""
     glue: str
     end_token: str
 
@@ -159,6 +163,7 @@ class GlueFinder:
                 before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
             )
             cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
+            self._check_closing(conversation, cut)
             full = real[: len(real) - len(cut.glue)]
             history = self._effects.find(
                 messages, len(before), full, tools=tools, glue=cut.glue, sampled_text=sampled_text
@@ -201,7 +206,7 @@ class GlueFinder:
             return None
         if len(shown) < len(texts):  # a blank text has no mark
             self._check_each_stands_once(conversation, turn, real, glue)
-        return _Cut(before=cut.before, glue=glue, end_token=cut.end_token), spans
+        return replace(cut, glue=glue), spans
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
         """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
@@ -255,9 +260,34 @@ class GlueFinder:
         before, glue = text[: match.start()], text[match.start() :]
         if sentinels.word in glue:
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn stands after the end of the turn")
-        if remove_marks(text[text_stop : match.start()]) is None:
+        closing = remove_marks(text[text_stop : match.start()])
+        if closing is None:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
-        return _Cut(before=before, glue=glue, end_token=match.group())
+        return _Cut(before=before, closing=closing[0].strip(), glue=glue, end_token=match.group())
+
+    def _check_closing(self, conversation: _Conversation, cut: _Cut) -> None:
+        """Check that no text of what follows stands before the token that ends the turn: it would be lost.
+
+        Text is the turn's own if it closes calls, and the template writes it with nothing after them, too.
+        """
+        if not cut.closing or (conversation.turn.get("tool_calls") and self._is_written_alone(conversation, cut)):
+            return
+        raise BridgeRefusedError(
+            RefusalReason.UNDERIVABLE,
+            f"{cut.closing[:_NUM_SHOWN]!r} stands between the turn and {cut.end_token!r}, which should end it",
+        )
+
+    def _is_written_alone(self, conversation: _Conversation, cut: _Cut) -> bool:
+        """Whether the text that closes calls does so at the end of a short conversation, or of this one."""
+        user = self._format.convert([{"role": "user", "content": f"{conversation.sentinels.word}User"}])
+        for before in (user, conversation.before):
+            with suppress(TemplateError):  # a template may refuse to begin so, or to end so
+                messages = [*before, conversation.sentinel_turn]
+                text = self._render(messages, tools=conversation.tools, add_generation_prompt=False)
+                last = max(conversation.sentinels.of_end, key=text.rfind)
+                if text.rpartition(last)[2].lstrip().startswith(cut.closing):
+                    return True
+        return False
 
     def _explain_difference(self, conversation: _Conversation, real: str, before: str, glue: str) -> str | None:
         """How the rendering of the real turn differs from the one with sentinels in its place; None if it does not."""
