@@ -89,6 +89,10 @@ class _Sentinels:
     of_end: tuple[str, ...]
     """The turn ends after the last of them: those of its last call, and that of its content."""
 
+    def stand_for_calls(self, turn: Mapping[str, Any], text: str) -> bool:
+        """Whether a text has sentinels of each of the turn's calls."""
+        return all(f"{self.word}Call{number}z" in text for number, _ in enumerate(turn.get("tool_calls") or ()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
@@ -166,7 +170,13 @@ class GlueFinder:
             self._check_closing(conversation, cut)
             full = real[: len(real) - len(cut.glue)]
             history = self._effects.find(
-                messages, len(before), full, tools=tools, glue=cut.glue, sampled_text=sampled_text
+                messages,
+                len(before),
+                full,
+                tools=tools,
+                glue=cut.glue,
+                writes_calls=sentinels.stand_for_calls(turn, cut.before),
+                sampled_text=sampled_text,
             )
             if history is HistoryEffect.REWRITTEN:
                 self._check_nothing_moved(conversation, real, cut.glue)
@@ -284,8 +294,8 @@ class GlueFinder:
             with suppress(TemplateError):  # a template may refuse to begin so, or to end so
                 messages = [*before, conversation.sentinel_turn]
                 text = self._render(messages, tools=conversation.tools, add_generation_prompt=False)
-                last = max(conversation.sentinels.of_end, key=text.rfind)
-                if text.rpartition(last)[2].lstrip().startswith(cut.closing):
+                _, last, end = text.rpartition(max(conversation.sentinels.of_end, key=text.rfind))
+                if last and end.lstrip().startswith(cut.closing):
                     return True
         return False
 
@@ -497,11 +507,13 @@ class _HistoryEffects:
         *,
         tools: Sequence[ToolSchema],
         glue: str,
+        writes_calls: bool,
         sampled_text: Callable[[], str],
     ) -> HistoryEffect | None:
         """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
 
-        None if the template refuses to render the messages before the turn alone.
+        None if the template refuses to render the messages before the turn alone. If not all calls of the turn stand
+        in it (`writes_calls`), they are lost in each rendering of it, so that two are equal.
         """
         try:
             prompt = self._prompts.find(messages[:turn], tools)
@@ -509,6 +521,8 @@ class _HistoryEffects:
                 prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
             if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
                 return effect
+            if not writes_calls:
+                return HistoryEffect.REWRITTEN
             return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
         except TemplateError:
             return None
