@@ -281,7 +281,6 @@ DEPENDS_ON_THE_TEXTS = (
     "an empty turn",
     "a blank turn",
     "a turn left out if it is empty",
-    "a call without arguments",
     "a result quotes the first of two calls' arguments",
     "a result of digits after many results and a system message",
 )
