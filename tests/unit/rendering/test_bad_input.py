@@ -251,6 +251,23 @@ def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_from_outsi
             encoded(encoder, before, "text", after)
 
 
+@pytest.mark.parametrize("text", ["(so)", "so.", "{}", "-", "…"])
+def test_i5_a_token_that_is_one_only_as_a_word_stands_beside_text_that_leaves_it_one(text: str) -> None:
+    encoder = encoder_with(AddedToken("<|x|>", single_word=True, normalized=False))
+    before = "" if text[0].isalnum() else "<|x|>"
+    assert encoded(encoder, before, text, "<|x|><|end|>") == [*filter(None, [before]), "<|x|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("text", ["so", "7", "_", "今", "e\u0301", "\u200d"])
+def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_that_joins_it(text: str) -> None:
+    encoder = encoder_with(AddedToken("<|x|>", single_word=True, normalized=False))
+    for before, after in (("<|x|>", " b"), ("a ", "<|x|> b")):
+        naive = [encoder.control.get_text(i) for i in encoder.encode_plain(before + text + after).tolist()]
+        assert "<|x|>" not in naive, "the text would not join it"
+        with pytest.raises(UnsafeTextError, match="only as a separate word"):
+            encoded(encoder, before, text, after)
+
+
 def test_i5_text_that_would_swallow_a_control_token_beside_it_does_not() -> None:
     encoder = encoder_with(AddedToken("<|x|>", normalized=True), normalizer=normalizers.NFKC())
     assert encoded(encoder, "a <|x|>", "\u0338 b", " <|end|>") == ["<|x|>", "<|end|>"]
