@@ -22,7 +22,7 @@ Otherwise there is a refusal that says what differed. A template that does somet
 compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, for the third condition.
 
 The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
-messages before the turn may have moved behind it: that is checked with sentinels as their texts. An exact bridge (P1)
+messages before the turn may have moved behind it: that is checked with sentinels in their texts. An exact bridge (P1)
 leaves that open (R is reasoning, A the turn's text):
 
     prompt and turn                      the same, once a user message follows           effect
@@ -184,7 +184,7 @@ class GlueFinder:
                 writes_calls=conversation.sentinels.stand_for_calls(turn, cut.before),
                 sampled_text=sampled_text,
             )
-            if history is HistoryEffect.REWRITTEN:
+            if history is HistoryEffect.REWRITTEN or history is None:
                 self._check_nothing_moved(conversation, real, cut.glue)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
@@ -449,26 +449,30 @@ class GlueFinder:
         return sum(1 for _ in self._encoder.control.find(text))
 
     def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
-        """Check with sentinels as their texts that no message before the turn stands after it.
+        """Check that no message before the turn stands after it.
 
-        A template may do that because of what they say. Then other turns end after this one than with sentinels, and
-        the texts themselves are found there.
+        Sentinels as their texts show that, and sentinels at the ends of their texts, where a template moves a message
+        because of what it says. Where both change the glue, the texts themselves are looked for in it.
         """
-        names: list[str] = []
         word = _choose_word("X", real)
-        probes = [_replace_texts(message, word, names) for message in conversation.before]
-        text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
-        glue = self._cut(text, conversation.sentinels).glue
-        is_moved = any(name in glue for name in names)
-        if self._count_ends(glue) != self._count_ends(real_glue):
-            rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)
-            is_moved = is_moved or any(
-                re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest) for words in _get_words(conversation.before)
-            )
-        if is_moved:
-            raise BridgeRefusedError(
-                RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
-            )
+        for keeps_texts in (False, True):
+            names: list[str] = []
+            probes = [_replace_texts(each, word, names, keeps_texts=keeps_texts) for each in conversation.before]
+            text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
+            glue = self._cut(text, conversation.sentinels).glue
+            if any(name in glue for name in names):
+                raise _moved_error()
+            if glue == real_glue:
+                return
+        rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)
+        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest) for words in _get_words(conversation.before)):
+            raise _moved_error()
+
+
+def _moved_error() -> BridgeRefusedError:
+    return BridgeRefusedError(
+        RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
+    )
 
 
 def _choose_word(letter: str, text: str) -> str:

@@ -449,3 +449,33 @@ def text_and_bridge_of_any(template: str, history: list[Any], last: Any, new: li
     renderer = TemplateRenderer(tokenizer)
     outcome = renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last, earlier=history)
     return text, outcome, tokenizer
+
+
+PINS = "{%- for m in messages if m.role == 'user' and CONDITION -%}{{- '(' + m.content + ') ' -}}{%- endfor -%}"
+
+
+@pytest.mark.parametrize(
+    ("condition", "pinned"),
+    [
+        ("'keep' in m.content", "keep this"),
+        ("m.content.startswith('keep')", "keep this"),
+        ("m.content == 'keep'", "keep"),
+        ("m.content | length == 9", "keep this"),
+    ],
+    ids=["a word in it", "its first word", "all of it", "its length"],
+)
+def test_i1_a_message_that_is_moved_because_of_what_it_says_is_refused(condition: str, pinned: str) -> None:
+    """It moves into the header of the next turn, so that no more ends of turns stand there."""
+    pins = PINS.replace("CONDITION", condition)
+    prompt = "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    template = chatml_with().replace(prompt, "{{- '<|im_start|>assistant ' -}}" + pins + "{{- '\\n' -}}{%- endif -%}")
+    assert template != chatml_with()
+    template = template.replace(
+        "for message in messages",
+        f"for message in messages if not (message.role == 'user' and {condition})".replace("m.c", "message.c"),
+    )
+    for text, is_refused in ((pinned, True), ("so what", False)):
+        history, last, new = [user(text), turn("a"), user("go on")], turn("so"), [user("more")]
+        written, outcome, tokenizer = text_and_bridge_of_any(template, history, last, new)
+        assert written.endswith(f"assistant ({text}) \n" if is_refused else "assistant \n")
+        assert isinstance(outcome, Refusal) is is_refused, outcome
