@@ -174,6 +174,7 @@ class GlueFinder:
         try:
             real = self._render(messages, tools=tools)
             conversation, cut, spans, ending = self._cut_real(before, turn, new, tools, real)
+            self._check_nothing_forged(conversation, cut.glue)
             full = real[: len(real) - len(cut.glue)]
             history = self._effects.find(
                 messages,
@@ -448,6 +449,25 @@ class GlueFinder:
     def _count_control(self, text: str) -> int:
         return sum(1 for _ in self._encoder.control.find(text))
 
+    def _check_nothing_forged(self, conversation: _Conversation, glue: str) -> None:
+        """Check that no control token of the glue is one that a message before the turn spells.
+
+        A template that quotes such a message writes it without a mark. Another spelling must not change the glue.
+        """
+        tokens = {match.token for match in self._encoder.control.find(glue)}
+        spelled = {token for token in tokens if any(token in text for text in _iterate_texts(conversation.before))}
+        if not spelled:
+            return
+        word = _choose_word("X", glue)
+        pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
+        before = [_replace_pattern(message, pattern, word) for message in conversation.before]
+        messages = [*before, conversation.sentinel_turn, *conversation.new]
+        if self._cut(self._render(messages, tools=conversation.tools), conversation.sentinels).glue != glue:
+            raise BridgeRefusedError(
+                RefusalReason.UNSAFE_TEXT,
+                f"a message before the turn has {min(spelled)!r} in it, and the text after the turn depends on that",
+            )
+
     def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
         """Check that no message before the turn stands after it.
 
@@ -497,6 +517,24 @@ def _get_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _says_something(turn: Mapping[str, Any]) -> bool:
     return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, _get_texts(turn))))
+
+
+def _iterate_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All strings of messages, without their roles."""
+    return iterate_strings([value for message in messages for key, value in message.items() if key != "role"])
+
+
+def _replace_pattern(message: Mapping[str, Any], pattern: re.Pattern[str], word: str) -> dict[str, Any]:
+    """The message with `word` for each match in its strings. Its role stays, and so do keys."""
+
+    def replace_in(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(word, value)
+        if isinstance(value, Mapping):
+            return {key: replace_in(item) for key, item in value.items()}
+        return [replace_in(item) for item in value] if isinstance(value, list) else value
+
+    return {key: value if key == "role" else replace_in(value) for key, value in message.items()}
 
 
 def _replace_texts(
