@@ -75,6 +75,9 @@ class HistoryPolicy(StrEnum):
     """Append only: the model keeps seeing what it sampled, and one rollout stays one sequence."""
     TEMPLATE = "template"
     """Follow the template: such a bridge is refused, so the conversation is rendered afresh and forks."""
+    REPEAT_SYSTEM = "repeat_system"
+    """As `EXACT`, also where the template moves a system text behind the turn, as Mistral's do with each question: the
+    bridge repeats it, and the model reads it in both places."""
 
 
 def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:

@@ -77,7 +77,7 @@ class TemplateRenderer:
             stop_token_ids: ids that end a turn in addition to the template's, such as those of a generation config.
                 Those that the template writes inside a turn are left out.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
-                as it is.
+                as it is; "repeat_system" also where a bridge repeats a system text that the template moves.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.formats`), or
                 `response_template` for the tokenizer's own; by default found as described in `parsing.detection`.
             limits: on the template and each rendering.
@@ -126,6 +126,7 @@ class TemplateRenderer:
             self._lock,
             reasoning_markup=facts.reasoning_markup,
             prompts=self._recent,
+            repeats_system=policy is HistoryPolicy.REPEAT_SYSTEM,
         )
         return BridgeBuilder(
             glue,

@@ -140,7 +140,9 @@ class GlueFinder:
         *,
         reasoning_markup: tuple[str, str],
         prompts: RecentPrompts,
+        repeats_system: bool = False,
     ) -> None:
+        """Find glue of `template`; with `repeats_system` a system text before the turn may stand in it again."""
         self._template = template
         self._format = message_format
         self._encoder = encoder
@@ -149,6 +151,7 @@ class GlueFinder:
         self._end_tokens = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
         self._prompts = prompts
+        self._may_move = frozenset({"system", "developer"}) if repeats_system else frozenset()
         self._effects = _HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
 
     def find(
@@ -469,23 +472,28 @@ class GlueFinder:
             )
 
     def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
-        """Check that no message before the turn stands after it.
+        """Check that no message before the turn stands after it, but for those that may be repeated.
 
         Sentinels as their texts show that, and sentinels at the ends of their texts, where a template moves a message
         because of what it says. Where both change the glue, the texts themselves are looked for in it.
         """
         word = _choose_word("X", real)
+        fixed = [message for message in conversation.before if message["role"] not in self._may_move]
         for keeps_texts in (False, True):
             names: list[str] = []
-            probes = [_replace_texts(each, word, names, keeps_texts=keeps_texts) for each in conversation.before]
+            replaced = [_replace_texts(message, word, names, keeps_texts=keeps_texts) for message in fixed]
+            rest = iter(replaced)
+            probes = [each if each["role"] in self._may_move else next(rest) for each in conversation.before]
             text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
             glue = self._cut(text, conversation.sentinels).glue
             if any(name in glue for name in names):
                 raise _moved_error()
             if glue == real_glue:
                 return
-        rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)
-        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest) for words in _get_words(conversation.before)):
+        rest_of_glue = functools.reduce(
+            lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue
+        )
+        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest_of_glue) for words in _get_words(fixed)):
             raise _moved_error()
 
 

@@ -132,7 +132,8 @@ def test_the_template_policy_refuses_a_bridge_whose_history_would_be_rewritten(h
 
 
 def test_a_history_policy_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with pytest.raises(InvalidInputError, match=r"history must be one of \['exact', 'template'\], got 'keep'"):
+    names = r"\['exact', 'template', 'repeat_system'\]"
+    with pytest.raises(InvalidInputError, match=rf"history must be one of {names}, got 'keep'"):
         TemplateRenderer(make_tokenizer(QWEN), history="keep")
 
 
@@ -167,3 +168,42 @@ def test_a_call_that_the_template_does_not_render_is_not_kept(
     )
     assert isinstance(outcome, Bridge)
     assert outcome.history is effect
+
+
+MOVES_SYSTEM = (
+    "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list | last) -%}"
+    "{%- for m in messages if m.role != 'system' -%}"
+    "{{- '[INST] ' if m.role == 'user' else '' -}}"
+    "{%- if messages[0].role == 'system' and m == last -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}"
+    "{{- m.content + ('[/INST]' if m.role == 'user' else '</s>') -}}{%- endfor -%}"
+)
+"""As Mistral's: the system text stands in the last question."""
+MOVES_QUESTION = MOVES_SYSTEM.replace("messages[0].role == 'system'", "messages[1].role == 'user'").replace(
+    "messages[0].content", "messages[1].content"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "history", "is_bridged"),
+    [
+        (MOVES_SYSTEM, "exact", False),
+        (MOVES_SYSTEM, "template", False),
+        (MOVES_SYSTEM, "repeat_system", True),
+        (MOVES_QUESTION, "repeat_system", False),
+    ],
+)
+def test_a_system_text_that_the_template_moves_behind_the_turn_is_repeated_by_choice(
+    template: str, history: str, is_bridged: bool
+) -> None:
+    tokenizer = make_tokenizer(template, eos_token="</s>")
+    renderer = TemplateRenderer(tokenizer, history=history)
+    earlier: Any = [{"role": "system", "content": "go"}, {"role": "user", "content": "Where to go on?"}]
+    turn: Any = {"role": "assistant", "content": "There."}
+    completion_ids = token_ids([*tokenizer.encode("There.", add_special_tokens=False), tokenizer.eos_token_id])
+    outcome = renderer.bridge_to_next_turn(
+        renderer.render(earlier).token_ids, completion_ids, [USER], assistant=turn, earlier=earlier
+    )
+    assert isinstance(outcome, Bridge) is is_bridged, outcome
+    if isinstance(outcome, Bridge):
+        assert tokenizer.decode(outcome.bridge_ids.tolist()) == "[INST] go\n\ngo on[/INST]"
+        assert outcome.history is HistoryEffect.REWRITTEN
