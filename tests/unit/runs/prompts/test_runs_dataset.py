@@ -261,17 +261,22 @@ def write(file: Path, prompts: list[Any], **columns: list[Any]) -> Path | tuple[
         case ".splits":
             datasets.DatasetDict(train=datasets.Dataset(table), test=datasets.Dataset(table)).save_to_disk(file)
         case ".list":
-            # Of Parquet: files of JSON lines each have types of their own, which must be those of the first.
             parts = file.with_suffix(".0.parquet"), file.with_suffix(".1.parquet")
             for part, rows_of_part in zip(parts, (table.slice(0, 1), table.slice(1)), strict=True):
                 pq.write_table(rows_of_part, part)
+            return parts
+        case ".lines":
+            parts = file.with_suffix(".0.jsonl"), file.with_suffix(".1.jsonl.gz")
+            first, _, rest = text.partition("\n")
+            parts[0].write_text(first + "\n")
+            parts[1].write_bytes(gzip.compress(rest.encode()))
             return parts
         case _:
             file.write_text(text)
     return file
 
 
-FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz", "p.saved", "p.splits", "p.list")
+FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz", "p.saved", "p.splits", "p.list", "p.lines")
 KEYS = st.sampled_from(["a", "b", "city"])
 ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
     {"query": st.fixed_dictionaries({}, optional={"x": st.text("xyz"), "y": st.lists(st.integers(0, 9), max_size=2)})}
@@ -297,8 +302,9 @@ def schema(**properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "p.csv"])  # its other columns are text
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("p.csv", "p.lines")])
 def test_schemas_and_calls_in_other_columns_have_no_keys_that_only_other_rows_have(tmp_path, form):
+    # Not of CSV, whose other columns are text, nor of JSON lines in two files, which must have the same types.
     city, number = {"type": "string", "enum": ["Rome"]}, {"type": "integer", "minimum": 0}
     schemas = [[schema(city=city)], [schema(a=number, city=city)]]
     calls = [[{"name": "f", "arguments": {"city": "Rome"}}], [{"name": "f", "arguments": {"a": 1}}]]
