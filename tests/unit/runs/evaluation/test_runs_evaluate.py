@@ -234,3 +234,9 @@ def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsy
     output = "" if "--output" in words else f"--output {tmp_path / 'out'}"
     assert main(["eval", task, *output.split(), *words.split()]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_a_saved_data_set_is_a_task_as_its_file_is(tmp_path):
+    for task in (str(tmp_path), "prompts.jsonl.gz"):
+        recipe, words = open_task(task)
+        assert (recipe.name, words) == ("built-in recipe", ["--data.file", task])
