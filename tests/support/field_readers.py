@@ -156,8 +156,8 @@ class Outcome(Enum):
     """What we make of a completion in which another reader reads calls."""
 
     SAME = "the same"
-    OTHER = "other arguments"
-    """The same number of calls."""
+    OTHER = "other calls"
+    """As many calls, with other arguments or names."""
     COUNTED = "counted"
     """As a failed call with a status."""
     LOST = "lost"
@@ -216,7 +216,7 @@ def _judge(found: Comparison, spelling: str, theirs: Calls, calls: Any) -> None:
     elif failed:
         outcome = Outcome.COUNTED
         found.statuses[failed[0]] += 1
-    elif len(good) >= len(theirs):
+    elif len(good) >= len(theirs):  # theirs may also have another name: `add<arg_key>a</arg_key>..`
         outcome = Outcome.OTHER
     else:
         outcome = Outcome.LOST
