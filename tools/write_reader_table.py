@@ -16,10 +16,10 @@ TEXT = """
 What other libraries read as calls, and what we make of it. Each format has about 40 spellings: as its models write it,
 and with what they slip into (text around a call, no end mark, arguments as text, null or missing, Python in JSON, two
 calls, reasoning that is not closed). A row is one reader over the spellings of one format: in how many of them it reads
-calls, and in how many of these we read the same calls, as many other calls (mostly with another type of a value that the
-tool's schema does not have), or failed calls, which are counted by their status. There is no spelling in which it reads
-a call that we neither read nor count: `tests/e2e/test_field_readers.py`, in `make clients`, checks that, and these rows.
-vLLM is the version that `make setup` installs, SGLang that of `make clients`.
+calls, and in how many of these we read the same calls, as many other calls (mostly with another type of a value that
+the tool's schema does not have), or failed calls, which are counted by their status. There is no spelling in which it
+reads a call that we neither read nor count: `tests/e2e/test_field_readers.py`, in `make clients`, checks that, and
+these rows. vLLM is the version that `make setup` installs, SGLang that of `make clients`.
 
 | format | reader | reads calls in | we read the same | other calls | we count |
 |---|---|---|---|---|---|
