@@ -92,27 +92,59 @@ def load_image_inputs(model: str | Path | None) -> ImageInputs | None:
 
 
 def load_tokenizer(model_or_tokenizer: Any) -> Any:
-    """Load the transformers tokenizer of a model's folder or hub name; one that is given is returned as it is.
+    """Load the transformers tokenizer of a model's folder or hub name; a fast one that is given is returned as it is.
 
     Raises:
-        InvalidInputError: there is no fast tokenizer.
+        InvalidInputError: there is no fast tokenizer, or a package that it needs is missing.
     """
     tokenizer = model_or_tokenizer
     if isinstance(tokenizer, TokenizerFacts) and tokenizer.model is not None:
-        tokenizer = tokenizer.model
+        tokenizer = model_or_tokenizer = tokenizer.model
     if isinstance(tokenizer, (str, Path)):
         from transformers import AutoTokenizer
 
         try:
             # False, not None: transformers would ask on the terminal whether to run code of the folder.
             tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            if (
+                type(tokenizer).__name__ == _MISTRAL
+                and find_model_file(model_or_tokenizer, "tokenizer.json") is not None
+            ):
+                # transformers prefers mistral_common's where it is installed, whatever else the model has.
+                tokenizer = AutoTokenizer.from_pretrained(
+                    model_or_tokenizer, trust_remote_code=False, mistral_format=False
+                )
+        except (OSError, ValueError, ImportError) as error:
             raise InvalidInputError(
                 f"model must be a folder or hub name of a model with a tokenizer, got "
                 f"{str(model_or_tokenizer)!r}: {error}"
             ) from None
+    tokenizer = _convert_tekken(tokenizer)
     TokenizerFacts.of(tokenizer)  # raises if it is not a fast one
     return tokenizer
+
+
+_MISTRAL = "MistralCommonBackend"
+"""transformers' class for models with a `tekken.json`, which has no fast tokenizer: mistral_common makes its ids."""
+
+
+def _convert_tekken(tokenizer: Any) -> Any:
+    """The fast tokenizer of one of mistral_common; any other is returned as it is.
+
+    It is transformers' own conversion of `tekken.json`: it has the same ids, and the chat template that the model has
+    or that mistral_common writes for its version.
+    """
+    if type(tokenizer).__name__ != _MISTRAL:
+        return tokenizer
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    file = tokenizer.tokenizer.instruct_tokenizer.tokenizer.file_path
+    if file.suffix != ".json":
+        raise InvalidInputError(
+            f"model must have a tekken.json or a tokenizer.json, got {file.name}: convert it with transformers, and "
+            "save that (tokenizer.json)"
+        )
+    return convert_tekken_tokenizer(str(file))
 
 
 def load_stop_token_ids(model: str | Path | None) -> tuple[int, ...]:
@@ -144,7 +176,7 @@ def load_tokenizer_facts(model_or_tokenizer: Any) -> TokenizerFacts:
         InvalidInputError: there is no fast tokenizer.
     """
     if not isinstance(model_or_tokenizer, (str, Path)):
-        return TokenizerFacts.of(model_or_tokenizer)
+        return TokenizerFacts.of(_convert_tekken(model_or_tokenizer))
     facts = None if "transformers" in sys.modules else _load_elsewhere(model_or_tokenizer)
     if facts is None:
         facts = TokenizerFacts.of(load_tokenizer(model_or_tokenizer), model=model_or_tokenizer)

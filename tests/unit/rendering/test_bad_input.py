@@ -181,7 +181,7 @@ def test_a_slow_tokenizer_is_an_error() -> None:
             return {}
 
     with pytest.raises(
-        InvalidInputError, match=r"must be a fast tokenizer .*got SlowTokenizer: load it with AutoTokenizer"
+        InvalidInputError, match=r"must be a fast tokenizer .*got SlowTokenizer: load the model with load_renderer"
     ):
         TemplateRenderer(SlowTokenizer())
 
