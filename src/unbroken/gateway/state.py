@@ -303,7 +303,8 @@ LoadImage = Callable[[str], EncodedImage]
 def make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
     """The reply as it is rendered, and as it was delivered, with the same call ids."""
     delivered_ids = iter([call.call_id for call in reply.calls])
-    call_ids = [next(delivered_ids) if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
+    # A call within a stop string is not delivered.
+    call_ids = [next(delivered_ids, "") if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
     delivered: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         delivered["reasoning_content"] = reply.reasoning

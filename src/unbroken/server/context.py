@@ -93,7 +93,7 @@ class ServerContext:
         """Read a whole reply, or get it from the turn if that has read it; a long one is read in a text thread."""
         if (known := turn.replies.get(index)) is not None:
             return known
-        reader = open_reply(turn, question, self.metrics.events, index=index)
+        reader = open_reply(turn, question, self.codec, self.metrics.events, index=index)
         if len(sequence.completion_ids) <= _MAX_SHORT:
             pieces = reader.read(sequence)
         else:

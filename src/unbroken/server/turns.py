@@ -20,6 +20,7 @@ from starlette.requests import Request
 from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.wire.openai import SamplingFields, choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
@@ -165,14 +166,17 @@ async def read_retry_hint(request: Request) -> RetryHint:
     )
 
 
-def open_reply(turn: OpenTurn, question: Question, events: Counters, *, index: int = 0) -> ReplyReader:
+def open_reply(
+    turn: OpenTurn, question: Question, codec: TextCodec, events: Counters, *, index: int = 0
+) -> ReplyReader:
     """Open the reader of one completion of a turn; `events` counts what cannot be parsed."""
     return ReplyReader(
         renderer=turn.renderer,
         prompt_ids=turn.request.prompt_ids,
         tools=question.tools,
         reads_calls=question.reads_calls,
-        make_cutter=question.sampling.make_cutter,
+        codec=codec,
+        cutter=question.sampling.make_cutter(),
         events=events,
         name=f"{turn.answer_id}/{index}",
     )

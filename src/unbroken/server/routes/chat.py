@@ -205,7 +205,9 @@ async def _answer(context: ServerContext, body: ChatBody, question: Question, tu
         codec=context.codec, model_name=body.model or context.config.model_name, body=body, answer_id=turn.answer_id
     )
     if body.stream:
-        readers = [open_reply(turn, question, context.metrics.events, index=k) for k in range(turn.request.n)]
+        readers = [
+            open_reply(turn, question, context.codec, context.metrics.events, index=k) for k in range(turn.request.n)
+        ]
         streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
         return await open_event_stream(_stream(body, turn, writer, streams))
     result = await turn.sample()

@@ -51,7 +51,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     )
     if body.stream:
         path = request.url.path
-        stream = MessageStream(writer, open_reply(turn, question, context.metrics.events))
+        stream = MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(
             stream_events(turn, stream), format_error=lambda error: error_object(error, path=path)
         )

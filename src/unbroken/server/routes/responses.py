@@ -44,7 +44,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         answer_id=turn.answer_id, model_name=body.model or context.config.model_name, body=body, request=turn.request
     )
     if body.stream:
-        stream = ResponseStream(writer, open_reply(turn, question, context.metrics.events))
+        stream = ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(stream_events(turn, stream), format_error=stream.format_failure)
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))

@@ -131,7 +131,7 @@ async def test_a_malformed_call_and_a_truncation_are_counted(stream: bool) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_content_ends_before_a_stop_string_and_ids_do_not(stream: bool) -> None:
-    reply = ScriptedReply(completion_ids=encode("<think>\nhm STOP m\n</think>\n\none STOP two"))
+    reply = ScriptedReply(completion_ids=encode("<think>\nhm\n</think>\n\none STOP two"))
     asked: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": [" STOP", "unheard of"]}
     answer = await sdk(make_app(scripted_engine(lambda prompt_ids: reply))).chat.completions.create(
         **asked, stream=stream, extra_body={"return_token_ids": True}
