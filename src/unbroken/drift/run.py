@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,9 @@ from unbroken.drift.report import DriftExample, DriftReport, DriftSetup
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
+from unbroken.messages import ToolSchema
+from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import shows_tools
 from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, compare_trajectory, count_changed, count_compared
 from unbroken.retokenising.ratios import Ratios, score_rollouts
@@ -32,6 +36,7 @@ from unbroken.runs.config import read_key
 from unbroken.runs.models import load_model
 from unbroken.viewer.reports import show_side_by_side
 
+_log = logging.getLogger(__name__)
 _MAX_SAMPLING = 64
 """Conversations at a time."""
 _WARM_UP = WarmUpConfig(num_demo_steps=700)
@@ -48,6 +53,7 @@ async def run_drift(
         EngineError: the engine failed while it scored.
     """
     started = time.perf_counter()
+    _warn_of_options(subject)
     trajectories = await sample_conversations(subject, engine, make_env, config)
     with_turns = [trajectory for trajectory in trajectories if trajectory.turns]
     if not with_turns:
@@ -91,6 +97,7 @@ async def sample_conversations(
     """Sample all conversations; the same seed gives the same ones on the same engine."""
     limits = Limits(max_turns=config.max_turns, timeout_s=config.timeout_s)
     room = asyncio.Semaphore(_MAX_SAMPLING)
+    check_tools = _ToolsWarning(subject.renderer)
 
     async def sample(number: int) -> Trajectory:
         async with room:
@@ -101,9 +108,33 @@ async def sample_conversations(
                 sampling=replace(config.sampling, seed=derive_seed(config.seed, number)),
                 limits=limits,
                 trajectory_id=f"drift-{config.seed}-{number}",
+                check_tools=check_tools,
             )
 
     return list(await asyncio.gather(*map(sample, range(config.num_conversations))))
+
+
+class _ToolsWarning:
+    """Warns once, before anything is sampled, if prompts do not show the tools of the first conversation with some."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._is_done = False
+
+    def __call__(self, tools: Sequence[ToolSchema]) -> None:
+        if not tools or self._is_done:
+            return
+        self._is_done = True
+        if not shows_tools(self._renderer, tools):
+            _log.warning(
+                "the chat template does not show tools to the model: calls in these conversations are guesses, unless "
+                "their messages describe the tools"
+            )
+
+
+def _warn_of_options(subject: Subject) -> None:
+    if unread := subject.find_unread_options():
+        _log.warning("the chat template does not read the options %s: they have no effect", ", ".join(unread))
 
 
 def _explain(trajectory: Trajectory) -> UnbrokenError:

@@ -30,6 +30,7 @@ from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.processor import ImageInputs
 from unbroken.ledger.store import is_postgres_url
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import check_tools_shown
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
@@ -110,9 +111,18 @@ class SamplerOpener:
         return load_image_inputs(self.source, self.config, prompts_have_images=prompts_have_images)
 
     def load_renderer(self, images: ImageInputs | None) -> Renderer:
-        """Load the model's renderer; raises as `load_model_renderer`, and `StopTokenError` if no id ends a turn."""
+        """Load the model's renderer.
+
+        Raises:
+            StopTokenError: no id ends a turn.
+            ToolsNotShownError: the problems have tools that the renderer does not show.
+            InvalidInputError, TemplateError: as `load_model_renderer`.
+        """
         renderer = load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
         renderer.get_stop_token_ids()
+        if not self.config.rollouts.tools_in_messages:
+            for each in self.problems:
+                check_tools_shown(renderer, each.tools)
         return renderer
 
     def check_lengths(self, renderer: Renderer, images: ImageInputs | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -12,13 +13,15 @@ from starlette.requests import Request
 from unbroken.counters import Counters, Event
 from unbroken.engines.base import AdapterEngine
 from unbroken.images.lru_cache import LruCache
-from unbroken.messages import Message, get_text
+from unbroken.messages import Message, ToolSchema, get_text
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import find_unread_options, shows_tools
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
 from unbroken.server.http.errors import HttpError, check_size, shorten
 from unbroken.server.http.guard import ANY_MODEL
+from unbroken.server.http.json import encode_json
 from unbroken.server.images import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.service import SamplingService
@@ -31,6 +34,8 @@ _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
 """Makes the renderer for template options (`chat_template_kwargs`), which are part of a renderer's identity."""
 _MAX_RENDERERS = 32
+_MAX_INEFFECTIVE = 256
+"""Sets of tools and options whose effect is known."""
 _MAX_WRITTEN_ROLES = 1024
 _NUM_TEXT_THREADS = 4
 """A long text takes one for seconds; short ones have the others."""
@@ -75,6 +80,7 @@ class ServerContext:
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
+        self._ineffective: LruCache[str, tuple[str, ...]] = LruCache(_MAX_INEFFECTIVE)
         self._threads: ThreadPoolExecutor | None = None
         self.turns = make_turns(self)
 
@@ -168,6 +174,30 @@ class ServerContext:
         """Whether the template reads this variable. Call this in a text thread."""
         renderer = self.get_renderer()
         return isinstance(renderer, TemplateRenderer) and name in renderer.find_variables()
+
+    async def find_ineffective(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields of a question that do not change its prompt: `tools` that the template does not show, and options
+        that it does not read. The same tools and names of options are looked at once.
+
+        Raises:
+            HttpError: an option is a variable that the server sets.
+        """
+        if not tools and not options:
+            return ()
+        self.check_options(options)
+
+        def find() -> tuple[str, ...]:
+            key = hashlib.sha256(encode_json([tools, options])).hexdigest()
+            found = self._ineffective.get(key)
+            if found is None:
+                renderer = self.get_renderer(options)
+                shown = not tools or shows_tools(renderer, tools)
+                unread = find_unread_options(renderer, options)
+                found = (*([] if shown else ["tools"]), *(f"chat_template_kwargs.{name}" for name in unread))
+                self._ineffective.put(key, found)
+            return found
+
+        return await self.run_in_text_thread(find)
 
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""

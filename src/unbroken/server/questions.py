@@ -14,6 +14,7 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.service import SamplingService
 from unbroken.server.texts import check_conversation
@@ -48,6 +49,11 @@ class ConversationFields(Protocol):
         """The wish how much to reason; "none" for not at all."""
         ...
 
+    @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from, for the header of ignored ones."""
+        ...
+
 
 async def make_question(
     context: ServerContext,
@@ -78,7 +84,10 @@ async def make_question(
         chosen = await context.run_in_text_thread(
             lambda: _choose_reasoning_options(effort, reads_option=context.reads_option)
         )
+        if not chosen:
+            note_ignored(request, [body.effort_field])
         options = {**chosen, **options}
+    note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
     messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from support import letters_recipe
+from support import letters_recipe, templates
 from support.evaluations import read_evaluations
 from support.forks import ForkedPython, commands_as_forks
 from support.processes import free_port, run_two
 from support.served import save_tiny_model, served
 from support.vision import save_vision_model
 from unbroken.cli import main
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, ToolsNotShownError
 from unbroken.runs.collector import Problems
-from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
+from unbroken.runs.config import EngineConfig, RendererConfig, RolloutConfig, RunConfig
 from unbroken.runs.python_files import FunctionName
 from unbroken.runs.recipe import OpenRecipe
 from unbroken.runs.records.files import find_records, read_records
@@ -363,3 +364,32 @@ async def test_a_script_that_no_sampler_could_open_is_refused(tmp_path, model):
     problems = Problems(env=lambda number: pytest.fail("nothing is sampled"))
     with pytest.raises(InvalidInputError, match=r"rollouts.samplers must be 0 .* a script that calls train_model"):
         await train_model(config, model=model, train_on=problems, evaluate_on=problems)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_template_that_leaves_out_tools_or_variables_is_refused_before_a_model_is_loaded(tmp_path, model, shows):
+    """Not so if it shows them, or if the user says that the messages do."""
+    schema: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(templates.QWEN if shows else templates.CHATML)
+
+    def load(**settings):
+        problems = Problems(env=lambda number: pytest.fail("nothing is sampled"), tools=[schema])
+        opener = SamplerOpener(
+            config=letters_recipe.Config(output=tmp_path / "run", model=folder, **settings),
+            source=folder,
+            train_on=Problems(env=problems.env),
+            evaluate_on=[problems],
+            part="0",
+        )
+        return opener.load_renderer(None)
+
+    load(rollouts=RolloutConfig(tools_in_messages=True))
+    if shows:
+        load()
+    else:
+        with pytest.raises(ToolsNotShownError, match=r"does not show tools .* rollouts\.tools_in_messages = true"):
+            load()
+    with pytest.raises(InvalidInputError, match=r"renderer\.template_kwargs must have .* got enable_thinking"):
+        load(renderer=RendererConfig(template_kwargs={"enable_thinking": False}))

@@ -242,7 +242,7 @@ class ProblemMaker:
         else:
             make_env = self._environments(rows, self._tools, split=split)
         if rows is None:
-            return Problems(env=make_env)
+            return Problems(env=make_env, tools=[tool.schema for tool in self._tools])
         return Problems(
             env=make_env,
             score=self._make_score(rows) if self._config.rewards else None,
@@ -251,6 +251,7 @@ class ProblemMaker:
             num_problems=len(rows),
             has_images=rows.has_images,
             first_messages=None if self._environments else partial(self._find_first_messages, rows),
+            tools=[tool.schema for tool in self._tools],
             check_prompts=None if self._environments else partial(rows.check_prompts, self._tools),
         )
 

@@ -180,6 +180,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
     loaded: Any = await context.images.load_messages(body.messages, settings)
     tools: Any = body.tools or ()
     options = body.chat_template_kwargs or {}
+    note_ignored(request, await context.find_ineffective(tools, options))
     messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,

@@ -265,6 +265,12 @@ class ConversationBody(BodyModel):
             )
         return effort
 
+    @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from."""
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        return "thinking" if is_off else "output_config.effort"
+
 
 class MessagesBody(ConversationBody):
     """A conversation to answer."""

@@ -291,6 +291,11 @@ class ResponsesBody(BodyModel):
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from."""
+        return "reasoning.effort"
+
+    @property
     def seals_reasoning(self) -> bool:
         """Whether reasoning items have `encrypted_content`."""
         return SEALED in (self.include or ())
