@@ -6,7 +6,8 @@
     │   ├── ToolDefinitionError  a function that cannot be described as a tool
     │   ├── ToolsNotShownError   tools that the chat template does not show to the model
     │   ├── SamplingError        sampling parameters or a request that the engine does not support
-    │   │   └── ContextOverflowError   the prompt leaves no room in the context
+    │   │   ├── ContextOverflowError   the prompt leaves no room in the context
+    │   │   └── UnknownPolicyError     no weights of this name, or not of this version
     │   ├── ImageError           an image that is broken, exceeds a limit or does not match its prompt
     │   │   └── UnknownImageError      a reference to an image that is not stored
     │   └── RewardError          a reward that is not one finite number per trajectory
@@ -94,6 +95,15 @@ class ContextOverflowError(SamplingError):
         error = cls(num_prompt_tokens=num_prompt_tokens, context_length=context_length)
         error.args = (message,)
         return error
+
+
+class UnknownPolicyError(SamplingError):
+    """A name that claims to be a policy, and there are no such weights, or their version is another one."""
+
+    @classmethod
+    def of(cls, name: str, known: Sequence[str]) -> UnknownPolicyError:
+        """The error for a name, with those that there are."""
+        return cls(f"the model {name} does not exist: this server has {list(known)}")
 
 
 class ImageError(InvalidInputError):

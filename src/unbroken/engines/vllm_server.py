@@ -24,6 +24,7 @@ from unbroken.errors import (
     SamplingError,
     ServerError,
     ServerUnreachableError,
+    UnknownPolicyError,
 )
 from unbroken.types import (
     FinishReason,
@@ -162,6 +163,14 @@ class VllmServer:
     async def health(self) -> bool:
         """Whether the server answers and its engine works."""
         return await self._calls.is_ok("/health")
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The entry of a model or an adapter, which has no versions to name; `UnknownPolicyError` for another name."""
+        models: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
+        for entry in models:
+            if entry["id"] == name:
+                return {**entry, "policy": name}
+        raise UnknownPolicyError.of(repr(name[:100]), [entry["id"] for entry in models])
 
     async def pause(self) -> None:
         """Stop sampling: requests wait. `EngineError` unless the server has the path."""

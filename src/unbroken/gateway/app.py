@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -171,7 +172,8 @@ class SessionGate:
                 code="path_not_allowed",
             )
         scope[SESSION] = session_id
-        scope[AUTHORIZED] = scope[ANY_MODEL] = scope[KNOWS_RETRIES] = True
+        scope[ANY_MODEL] = session_id
+        scope[AUTHORIZED] = scope[KNOWS_RETRIES] = True
 
 
 class Forwarding:
@@ -310,6 +312,9 @@ class SessionTurns:
         except HttpError as error:
             request.scope[_ELSEWHERE] = error.code == "session_elsewhere"
             raise
+        if question.policy is None:
+            policy = await self._context.policies.get(request, session.settings.policy)
+            question = replace(question, policy=policy)
         turn, leave = await session.open(self._context, question, id_prefix=id_prefix)
         add_end(request.scope, leave)
         return turn

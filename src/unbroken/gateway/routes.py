@@ -22,7 +22,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import json_response, negotiated_response, note_ignored
-from unbroken.server.wire.openai import SamplingFields
+from unbroken.server.wire.openai import SamplingFields, list_version_spans
 from unbroken.types import ImageSpan, KeptIds, TrainingSample, write_kept_ids
 
 router = Routes(Access.CLIENT)
@@ -54,7 +54,11 @@ class FinishSessionBody(StrictBody):
 async def create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs, which contains the key, to an agent."""
     settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
+    context = get_context(request)
     await _check_settings(request, settings)
+    policy = await context.policies.get(request, settings.policy)
+    name = (settings.policy or policy.name) if settings.follow else await context.policies.pin(request, policy)
+    settings = settings.model_copy(update={"policy": name})
     created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
     root = f"{str(request.base_url).rstrip('/')}/s/{created.api_key}"
     return json_response(
@@ -63,7 +67,7 @@ async def create_session(body: CreateBody, request: Request) -> Response:
             "api_key": created.api_key,
             "openai_base_url": f"{root}/v1",
             "anthropic_base_url": root,
-            "model": get_context(request).config.model_name,
+            "model": name,
             "expires_at": created.record.expires_s,
         }
     )
@@ -246,6 +250,9 @@ def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
         "finish_reason": turn.sequence.finish_reason.value,
         "answer_id": record.answer_id,
         "created_at": record.created_s,
+        "policy": record.policy,
+        "policy_versions": list_version_spans(turn.sequence),
+        "sampling": record.sampling,
     }
 
 

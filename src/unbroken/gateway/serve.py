@@ -29,6 +29,7 @@ from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.options import GatewayOptions, SessionOptions
+from unbroken.gateway.upstream import UpstreamPolicies
 from unbroken.ledger.store import is_postgres_url, open_store
 from unbroken.ledger.store.base import SessionStore
 from unbroken.rendering.encoding.text_codec import TextCodec
@@ -184,7 +185,9 @@ def _serve_here(options: GatewayOptions, **listening: Any) -> int:
     ) -> FastAPI:
         assert isinstance(engine, HttpEngine)
         config = replace(config, adapters=engine.adapters)
-        return create_gateway(engine, make_renderer, codec, config, store=store, gateway=options.gateway, **images)
+        source = UpstreamPolicies(engine, config.model_name)
+        options_of_app = {"store": store, "gateway": options.gateway, "policy_source": source}
+        return create_gateway(engine, make_renderer, codec, config, **options_of_app, **images)
 
     with _open_store(options.store, options.gateway, option="--store") as store:
         options = with_control_key(options, options.gateway, options.store)

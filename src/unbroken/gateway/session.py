@@ -76,6 +76,12 @@ class SessionSettings(StrictBody):
 
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Kept and returned as it is, such as the task and the number of the attempt."""
+    policy: str | None = None
+    """What answers its agent, whatever name the agent has for it: the served model, or any policy's name, also with
+    @VERSION. A name in a request that is a policy's own is answered by that one."""
+    follow: bool = True
+    """Answer with the policy's newest version; false for the one of the session's creation, and an error once there are
+    other weights."""
     sampling: SessionSampling = Field(default_factory=SessionSampling)
     template_options: dict[str, Any] | None = None
     """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
@@ -317,6 +323,8 @@ class Session:
                 options=_list_options(question),
                 settings=placed.settings,
                 retry=question.retry,
+                policy=(question.policy or context.policies.served).name,
+                sampling=turn.request.params.changes,
             )
             # An abort in between changes nothing: what is written is applied.
             written = asyncio.create_task(self._write(answered, attempt))

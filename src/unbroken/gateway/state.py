@@ -58,6 +58,8 @@ class Answered:
     settings: TurnSettings
     """Their digests."""
     retry: RetryHint
+    policy: str
+    sampling: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ class SessionState:
             idempotency_key=answered.retry.idempotency_key,
             answer_id=answered.answer_id,
             created_s=created_s,
+            policy=answered.policy,
+            sampling=answered.sampling,
         )
         commit = TurnCommit(
             session_id=session_id,

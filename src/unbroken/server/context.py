@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from unbroken.counters import Counters, Event
-from unbroken.engines.base import AdapterEngine
 from unbroken.images.lru_cache import LruCache
 from unbroken.messages import Message, ToolSchema, get_text
 from unbroken.rendering.base import Renderer
@@ -19,11 +18,11 @@ from unbroken.rendering.effects import find_unread_options, shows_tools
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.http.errors import HttpError, check_size, shorten
-from unbroken.server.http.guard import ANY_MODEL
+from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import encode_json
 from unbroken.server.images import ImageIntake
 from unbroken.server.metrics import Metrics
+from unbroken.server.policies import Policies, PolicySource
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import OpenTurn, Question, TurnOpener, open_reply
 from unbroken.server.weights import WeightLoader
@@ -67,16 +66,16 @@ class ServerContext:
         config: ServerConfig,
         metrics: Metrics,
         make_turns: Callable[[ServerContext], TurnOpener],
+        policy_source: PolicySource | None = None,
     ) -> None:
-        """`make_turns` makes the opener of this server's turns."""
+        """`make_turns` makes the opener of this server's turns; `policy_source` has policies besides the engine's."""
         self.service = service
         self.codec = codec
         self.images = images
         self.weights = weights
         self.config = config
         self.metrics = metrics
-        # Python looks through all methods of the protocol to see whether an object has them.
-        self._adapter_engine = service.engine if isinstance(service.engine, AdapterEngine) else None
+        self.policies = Policies(service.engine, config, policy_source)
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
@@ -202,29 +201,6 @@ class ServerContext:
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
         return self.get_renderer().get_stop_token_ids()
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that requests can give as `model`."""
-        engine = self._adapter_engine
-        return self.config.adapters if engine is None else tuple(engine.adapters)
-
-    def find_adapter(self, request: Request, model: str | None) -> str | None:
-        """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404.
-
-        In a session they are the served model too: its agent has a name of its own for what it talks to.
-        """
-        own_name = self.config.model_name
-        if model in self.adapters:
-            return model
-        if model is not None and model != own_name and not request.scope.get(ANY_MODEL):
-            raise HttpError(
-                404,
-                f"the model {shorten(model)} does not exist: this server has {[own_name, *self.adapters]}",
-                param="model",
-                code="model_not_found",
-            )
-        return None
 
     async def close(self) -> None:
         """End turns and threads; later calls start new ones."""

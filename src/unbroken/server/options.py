@@ -123,6 +123,7 @@ def add_app_arguments(parser: argparse.ArgumentParser) -> None:
     network.add("exit_with_parent", action="store_true")
     access = OptionGroup(parser, "access and images", ServerConfig)
     access.add("model_name", option="--served-model-name", default=None, metavar="NAME")
+    access.add("any_model_name", action="store_true")
     access.add_key("api_key")
     access.add_key("admin_key")
     access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
@@ -170,6 +171,7 @@ def read_app_options(
         model_name=arguments.served_model_name or model_name,
         api_key=read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        any_model_name=arguments.any_model_name,
         hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
         weights_dir=getattr(arguments, "weights_dir", None),

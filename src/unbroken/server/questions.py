@@ -71,7 +71,7 @@ async def make_question(
         HttpError: the model, an option or a choice is not one that this server has.
         UnbrokenError: an image cannot be used, or a key is not supported.
     """
-    adapter = context.find_adapter(request, body.model)
+    policy = await context.policies.find(request, body.model)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     loaded: Any = await context.images.load_messages(conversation.messages, settings, places=conversation.image_places)
     tools, structured_output = body.make_tools(), body.structured_output
@@ -98,7 +98,7 @@ async def make_question(
         template_options=options,
         image_settings=settings,
         structured_output=structured_output,
-        adapter=adapter,
+        policy=policy,
         session_id=get_session_id(request, None),
         retry=await read_retry_hint(request),
     )
@@ -191,7 +191,7 @@ async def continue_prompt(
     params = replace(sampling, return_kept_ids=question.returns_kept_ids)
     answer_id = f"{id_prefix}{uuid4().hex}"
     (request,) = context.service.make_requests(
-        [prompt], params, n=question.n, adapter=question.adapter, session_id=question.session_id, name=answer_id
+        [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
     return PlainTurn(service=context.service, answer_id=answer_id, renderer=renderer, request=request)
 

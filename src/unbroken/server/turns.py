@@ -21,6 +21,7 @@ from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.server.policies import Policy
 from unbroken.server.wire.openai import SamplingFields, choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
@@ -68,7 +69,8 @@ class Question:
     structured_output: StructuredOutput | None = None
     """The constraint of the dialect's response format; not together with `required_functions`."""
     n: int = 1
-    adapter: str | None = None
+    policy: Policy | None = None
+    """None if the asker names none: then it is the session's, or the served model."""
     session_id: str | None = None
     """Name of the conversation for affinity, as the client gives it."""
     returns_kept_ids: bool = False

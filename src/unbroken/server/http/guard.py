@@ -28,7 +28,7 @@ KNOWS_RETRIES = "unbroken.knows_retries"
 MAX_HEAD_BYTES = 2**16
 """Of headers and query, which are read before a key is checked."""
 ANY_MODEL = "unbroken.any_model"
-"""Where the scope says that every name of a model means the served one."""
+"""Where the scope has the session whose agent may call its policy what it likes (`server.policies`)."""
 
 
 class Guard:

@@ -174,7 +174,7 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
-    adapter = context.find_adapter(request, body.model)
+    policy = await context.policies.find(request, body.model)
     note_ignored(request, body.check_supported())
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     loaded: Any = await context.images.load_messages(body.messages, settings)
@@ -195,7 +195,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         structured_output=body.structured_output,
         n=body.num_choices,
-        adapter=adapter,
+        policy=policy,
         session_id=get_session_id(request, body.session_id),
         retry=await read_retry_hint(request),
     )
