@@ -29,7 +29,7 @@ class UpstreamPolicies:
         """The policy of a name; `UnknownPolicyError` with the upstream's list for one that claims to be a policy."""
         if (known := self._known.get(name)) is not None or len(name) > _MAX_NAME:
             return known
-        base, version = split_version(name)
+        _, version = split_version(name)
         try:
             entry = await self._engine.find_model(name)
         except UnknownPolicyError:

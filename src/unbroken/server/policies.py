@@ -7,7 +7,7 @@
     tinker://RUN@7, tinker://RUN@latest its run's checkpoint of this version, its newest one
     gpt-5                               in a session a habit of its agent's, which means the session's policy
 
-The lines but the last claim to be a policy: they are answered by these weights, or by an error that lists what there is.
+All but the last claim to be a policy: they are answered by these weights, or by an error that lists what there is.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ class SamplingService:
     ) -> list[SampleRequest]:
         """Make one request for each prompt. All are checked before one is run.
 
-        `policy` is by default the served model. `name` is what the caller calls them, for `Admission.abort`: by default the session's name.
+        `policy` is by default the served model.
+        `name` is what the caller calls them, for `Admission.abort`: by default the session's name.
 
         Raises:
             HttpError: there are more prompts or completions than the limits allow.
@@ -346,8 +347,8 @@ def _check_version(request: SampleRequest, *sampled: SampledSequence | SampleChu
     for span in (span for each in sampled for span in each.version_spans):
         if span.policy_version != request.policy_version:
             raise UnknownPolicyError(
-                f"the weights have no version {request.policy_version} any more: version {span.policy_version} answered, "
-                "whose ids were dropped"
+                f"the weights have no version {request.policy_version} any more: version {span.policy_version} "
+                "answered, whose ids were dropped"
             )
 
 

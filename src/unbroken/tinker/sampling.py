@@ -196,10 +196,13 @@ class SwitchedEngine:
 
     async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
         """Yield the completions in chunks as they are sampled."""
-        async with self._switch.use(self._switch.find_weights(request.adapter)):
-            async with aclosing(stream_request(self._engine, replace(request, adapter=None))) as chunks:
-                async for chunk in chunks:
-                    yield self._switch.name_versions(chunk)
+        asked = replace(request, adapter=None)
+        async with (
+            self._switch.use(self._switch.find_weights(request.adapter)),
+            aclosing(stream_request(self._engine, asked)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield self._switch.name_versions(chunk)
 
     async def score(self, token_ids: TokenIds, **options: Any) -> ScoredSequence:
         """Return the base model's logprob of each of T ids after the first; see `ScoringEngine`."""

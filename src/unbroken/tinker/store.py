@@ -95,7 +95,7 @@ class RecordedSequence:
     sampled: SampledSequence
     """Its versions are those of the model, which rise with each change of the weights."""
     sampling: Mapping[str, Any] | None = None
-    """`SamplingParams.changes`: by what its distribution is not the model's own; None if an earlier release sampled it."""
+    """`SamplingParams.changes`: by what its distribution is not the model's own; None if an earlier release sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

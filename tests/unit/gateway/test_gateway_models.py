@@ -1,4 +1,4 @@
-"""A name that claims to be a policy is answered by it or refused, at every door; in a session others mean its policy."""
+"""A name that claims to be a policy is answered by it or refused at every door; in a session others mean its own."""
 
 from __future__ import annotations
 

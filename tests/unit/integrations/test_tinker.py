@@ -179,9 +179,7 @@ async def test_a_row_of_another_distribution_is_refused_also_if_its_cuts_are_not
         rows, tree = await read_session(gateway, created)
     assert (rows[0].temperature, rows[0].kept_ids) == (1.0, None)
     ((name, value),) = sampling.items()
-    with pytest.raises(
-        InvalidInputError, match=rf"rows\[0\] must be sampled .* turn 0 was sampled with .*{name}.*{value}"
-    ):
+    with pytest.raises(InvalidInputError, match=rf"rows\[0\] must be .* turn 0 was sampled with .*{name}.*{value}"):
         make_data(created["session_id"], rows, tree)
 
 
