@@ -54,7 +54,7 @@ def split_sequence_name(sequence_id: str) -> tuple[str, int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedTurn:
+class ProvableTurn:
     """What a sampled node of a session has, and how it was sampled."""
 
     prompt_ids: TokenIds
@@ -65,12 +65,12 @@ class RecordedTurn:
     """`SamplingParams.changes`; None likewise."""
 
 
-def read_turns(stored: StoredSession) -> dict[int, RecordedTurn]:
+def read_turns(stored: StoredSession) -> dict[int, ProvableTurn]:
     """The turn of each sampled node of a session."""
     grown = StoredTree.grow(stored)
     turns = ((node, stored.turns[number]) for node, number in grown.turn_of_node.items())
     return {
-        node: RecordedTurn(
+        node: ProvableTurn(
             prompt_ids=grown.tree.token_ids(turn.parent),
             sampled=turn.sequence,
             policy=turn.policy,

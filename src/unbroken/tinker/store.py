@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.integrations.tinker import RecordedTurn, read_turns, split_sequence_name
+from unbroken.integrations.tinker import ProvableTurn, read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, is_storable, open_database, open_store_reader
 from unbroken.server.policies import CHECKPOINT
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
@@ -222,7 +222,7 @@ class TinkerStore:
         """
         self.keep_days = keep_days
         self._sessions = sessions
-        self._turns: dict[str, Mapping[int, RecordedTurn]] = {}
+        self._turns: dict[str, Mapping[int, ProvableTurn]] = {}
         """The turns of the gateway's session that was read last; turns never change."""
         try:
             self._database = open_database(str(location), TINKER_TABLES)

@@ -347,7 +347,7 @@ async def test_a_model_may_be_an_adapters_name() -> None:
                 assert (await client.post(path, json={**body, "model": model})).status_code == 200
         unknown = await client.post("/v1/completions", json={"prompt": [5], "model": "parrot"})
         assert unknown.status_code == 404
-        assert "['tiny', 'pirate']" in unknown.json()["error"]["message"]
+        assert "['tiny', 'tiny@0', 'pirate']" in unknown.json()["error"]["message"]
         named = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
     assert [request.adapter for request in engine.requests] == ["pirate", None] * 4
     assert named == [MODEL, "pirate"]
