@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +30,7 @@ pytestmark = [
         for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning")
     ),
 ]
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "tinker-agents.md"
 MAX_K3 = 1e-10
 
 
@@ -117,6 +122,36 @@ def test_the_turns_of_an_agent_are_of_the_trained_weights_after_each_update(
             training.optim_step(types.AdamParams(learning_rate=3e-2)).result(60)
     assert from_base[0] <= MAX_K3
     assert min(from_base[1:]) > 1e3 * MAX_K3, "the weights must have changed"
+
+
+CLAUDE = """#!{python}
+import os, sys
+import httpx
+key = {{"authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"]}}
+with httpx.Client(base_url=os.environ["ANTHROPIC_BASE_URL"], headers=key, timeout=60) as client:
+    for model in ("claude-haiku-4-5", "claude-sonnet-4-5"):
+        messages = [{{"role": "user", "content": sys.argv[-1]}}]
+        body = {{"model": model, "max_tokens": 6, "stream": True, "messages": messages}}
+        assert client.post("/v1/messages", json=body).status_code == 200
+print("391")
+"""
+
+
+def test_the_block_of_the_documentation_runs(
+    servers: tuple[Served, Served], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = re.findall(r"```python\n(import os.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    program = tmp_path / "claude"
+    program.write_text(CLAUDE.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("UNBROKEN_KEY", "any")
+    for written, here in (("8000", servers[0].url), ("8001", servers[1].url)):
+        text = text.replace(f"http://127.0.0.1:{written}", here)
+    exec(text.replace("path/to/model", "tiny").replace("tml-mine", KEY), {"__name__": "block"})
+    steps = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [step for step, *_ in steps] == ["0", "1", "2"]
+    assert all(float(proven) > 0 for *_, proven in steps)
 
 
 def test_names_mean_the_same_weights_at_the_gateway_and_at_the_server_or_are_refused(

@@ -48,7 +48,7 @@ class AppOptions:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     drain_s: int = 30
-    """Seconds that requests in flight have once the server is stopped; then their answer is 503."""
+    """Seconds that requests in flight have once the server is stopped; then they get a 503."""
     keep_alive_s: int = 125
     """Seconds after which an idle connection is closed: longer than clients keep one (httpx 5, aiohttp 15, Go 90), so
     that none sends a request while it closes."""
