@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from unbroken.counters import Event
-from unbroken.errors import StoreError
+from unbroken.errors import StoreError, TemplateError
 from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
@@ -292,7 +292,12 @@ class Session:
         renderer = context.get_renderer(question.template_options, question.image_settings)
         settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
         match = forest.match(messages, settings, known=known)
-        prompt = self._build_prompt(renderer, match, question)
+        try:
+            prompt = self._build_prompt(renderer, match, question)
+        except TemplateError:  # replies of other models come back with their reasoning in the text
+            if (unfolded := match.unfold()) == match:
+                raise
+            prompt = self._build_prompt(renderer, unfolded, question)
         return _Placed(renderer=renderer, settings=settings, match=match, prompt=prompt)
 
     def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:

@@ -17,10 +17,18 @@ Nodes are messages; the ids of all conversations are in one `TokenTree`, which h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, find_defaults, identify
+from unbroken.ledger.matching import (
+    MessageForm,
+    Place,
+    Tolerance,
+    compare_reply,
+    find_defaults,
+    identify,
+    unfold_reasoning,
+)
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message, ToolSchema
 
@@ -66,6 +74,13 @@ class Match:
     tolerances: frozenset[Tolerance]
     messages: tuple[Message, ...]
     """All its messages: as recorded, then the new ones, which answer calls under their recorded ids."""
+
+    def unfold(self) -> Match:
+        """The same with the reasoning of all replies in a field of its own, where a text has it.
+
+        Many templates cut a text at `</think>`, and such a text cannot be rendered as it is.
+        """
+        return replace(self, messages=tuple(map(unfold_reasoning, self.messages)))
 
     @property
     def continues(self) -> bool:
@@ -220,21 +235,35 @@ class Forest:
         """All paths that repeat the first messages, level by level as far as there are any."""
         levels = list(known)
         for form in forms[len(levels) - 1 :]:
-            deeper = [
-                Reached(
-                    node=child,
-                    turn=reached.turn if node.turn is None else node.turn,
-                    has_user=reached.has_user or node.form.role == "user",
-                    tolerances=reached.tolerances | tolerances,
-                )
-                for reached in levels[-1]
-                for child in self._children.get((reached.node, form.key), ())
-                if (tolerances := _compare(form, node := self._nodes[child])) is not None
-            ]
+            deeper = self._follow(form, levels[-1])
             if not deeper:
                 break
             levels.append(deeper)
         return levels
+
+    def _follow(self, form: MessageForm, level: Sequence[Reached]) -> list[Reached]:
+        """The paths of a level with one message more.
+
+        A reply that comes back without its text, or with its reasoning in it, has another key than it was delivered
+        with: it is looked for among all replies, if none has its key.
+        """
+        children = [(reached, child) for reached in level for child in self._children.get((reached.node, form.key), ())]
+        if not (found := self._compare_all(form, children)) and form.role == "assistant":
+            children = [(reached, child) for reached in level for child in self._children_of.get(reached.node, ())]
+            found = self._compare_all(form, [pair for pair in children if self._nodes[pair[1]].turn is not None])
+        return found
+
+    def _compare_all(self, form: MessageForm, children: Sequence[tuple[Reached, int]]) -> list[Reached]:
+        return [
+            Reached(
+                node=child,
+                turn=reached.turn if node.turn is None else node.turn,
+                has_user=reached.has_user or node.form.role == "user",
+                tolerances=reached.tolerances | tolerances,
+            )
+            for reached, child in children
+            if (tolerances := _compare(form, node := self._nodes[child])) is not None
+        ]
 
     def _rank(self, end: Reached, settings: TurnSettings) -> tuple[bool, int]:
         assert end.node is not None  # there is one empty path

@@ -84,6 +84,17 @@ def test_a_reply_sent_back_as_delivered_continues_its_turn(forest: Forest) -> No
             Tolerance.ARGUMENT_SPELLING,
         ),
         (changed(annotations=[], refusal=None, audio=None), Tolerance.EXTRA_FIELDS),
+        *[
+            (changed(reasoning_content=None, content=content), Tolerance.FOLDED_REASONING)
+            for content in (
+                "<think>\nCell 4 is behind the tool.\n</think>\n\nI will look.",
+                "<think>Cell 4 is behind the tool.</think>I will look.",
+                "Cell 4 is behind the tool.\n</think>\n\nI will look.",
+                "Cell 4 is behind the tool.\nI will look.",
+            )
+        ],
+        (changed(content=None), Tolerance.DROPPED_TEXT),
+        (changed(content=""), Tolerance.DROPPED_TEXT),
     ],
 )
 def test_each_tolerance_keeps_the_turn_and_is_named(forest: Forest, sent: Any, tolerance: Tolerance) -> None:
@@ -160,6 +171,11 @@ def test_a_result_without_an_id_answers_the_next_call() -> None:
     [
         changed(content="I will look!"),
         changed(reasoning_content="Cell 4 is somewhere else."),
+        changed(reasoning_content=None, content="<think>Cell 4 is elsewhere.</think>I will look."),
+        changed(reasoning_content=None, content="<think>Cell 4 is behind the tool.</think>I looked."),
+        changed(content="<think>Cell 4 is behind the tool.</think>I will look."),
+        changed(content=None, tool_calls=[]),
+        changed(content=[{"type": "image", "image": "x"}]),
         changed(tool_calls=[]),
         changed(tool_calls=call() + call(id="b")),
         changed(tool_calls=call(function={"name": "look", "arguments": '{"cell": 5, "deep": true}'})),
@@ -172,6 +188,15 @@ def test_a_changed_word_or_call_is_not_our_turn(forest: Forest, sent: Any) -> No
     found = match(forest, SYSTEM, USER, sent, {"role": "user", "content": "Go on."})
     assert found.fork is ForkReason.EDITED_REPLY
     assert (found.turn, found.num_matched) == (None, 2)
+
+
+def test_a_text_that_closes_reasoning_is_matched_as_it_is_before_it_is_taken_apart() -> None:
+    forest = Forest()
+    reply = {"role": "assistant", "content": "b</think>c", "reasoning_content": "a"}
+    record(forest, [USER], reply, turn=0)
+    record(forest, [USER], {"role": "assistant", "content": "c", "reasoning_content": "b"}, turn=1)
+    found = match(forest, USER, {"role": "assistant", "content": "b</think>c"}, USER)
+    assert (found.turn, found.tolerances) == (0, {Tolerance.DROPPED_REASONING})
 
 
 def test_reordered_calls_are_not_our_turn() -> None:
