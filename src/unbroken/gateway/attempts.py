@@ -47,6 +47,7 @@ class PendingTurn:
         self.request = request
         self.renderer = renderer
         self.answer_id = answer_id
+        self.is_recorded = True
         self.replies: dict[int, WholeReply] = {}
         self._sequences: dict[int, SampledSequence] = {}
         self._service = service
@@ -282,6 +283,7 @@ class RecordedAnswer:
     renderer: Renderer
     request: SampleRequest
     sequences: tuple[SampledSequence, ...]
+    is_recorded: bool = True
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:

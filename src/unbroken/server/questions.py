@@ -124,6 +124,7 @@ class PlainTurn:
     answer_id: str
     renderer: Renderer
     request: SampleRequest
+    is_recorded: bool = False
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:

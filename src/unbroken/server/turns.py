@@ -104,6 +104,11 @@ class OpenTurn(Protocol):
         ...
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the last chunk of a completion comes when it is on disk."""
+        ...
+
+    @property
     def replies(self) -> Mapping[int, WholeReply]:
         """The replies of completions that were read already, because they are recorded; once they are sampled."""
         ...
@@ -138,22 +143,37 @@ class TurnOpener(Protocol):
 
 
 class EventFormatter(Protocol):
-    """Formats the events of one streamed answer."""
+    """Formats the events of one streamed completion."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        ...
 
     def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """The events of one chunk."""
         ...
 
 
-async def stream_events(turn: OpenTurn, formatter: EventFormatter) -> AsyncGenerator[Sequence[dict[str, Any]]]:
-    """Yield the events of a turn as it is sampled."""
+async def stream_events(
+    turn: OpenTurn, formatters: Sequence[EventFormatter]
+) -> AsyncGenerator[Sequence[dict[str, Any]]]:
+    """Yield the events of a turn as it is sampled; `formatters` has one for each of its completions.
+
+    An agent acts on a call as soon as it has it, so that of a turn that is recorded a call leaves when it is on disk:
+    whatever is killed afterwards, the turn that acted is there.
+    """
+    held: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(turn.stream()) as chunks:
         async for chunk in chunks:
-            events: list[dict[str, Any]] = []
+            formatter = formatters[chunk.index]
+            events = held.pop(chunk.index, [])
             try:
                 events.extend(formatter.format_events(chunk))
             finally:  # also those before an error
-                if events:
+                if turn.is_recorded and formatter.has_calls and chunk.finish_reason is None:
+                    held[chunk.index] = events
+                elif events:
                     yield events
 
 

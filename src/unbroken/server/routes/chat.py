@@ -8,7 +8,7 @@ cannot be parsed: it is content, and listed in `malformed_tool_calls`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import continue_prompt, render_question
-from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint
+from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint, stream_events
 from unbroken.server.wire.conversation import Tools, get_name, require_tool
 from unbroken.server.wire.fields import CHAT
 from unbroken.server.wire.images import format_features
@@ -231,18 +231,15 @@ async def _stream(
     body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[ChoiceStream]
 ) -> AsyncGenerator[Events]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
-    request = turn.request
     head = writer.format_head("chat.completion.chunk")
-    num_sampled = 0
-    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
-    async with aclosing(turn.stream()) as chunks:
-        async for chunk in chunks:
-            num_sampled += len(chunk.completion_ids)
-            stream = streams[chunk.index]
-            yield [{**head, **prompt, "choices": [stream.format_event(chunk)]}]
+    prompt: dict[str, Any] = {"prompt_token_ids": turn.request.prompt_ids} if body.return_token_ids else {}
+    async with aclosing(stream_events(turn, streams)) as parts:
+        async for choices in parts:
+            yield [{**head, **(prompt if k == 0 else {}), "choices": [choice]} for k, choice in enumerate(choices)]
             prompt = {}
     if body.includes_usage:
-        yield [{**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}]
+        num_sampled = sum(stream.num_sampled for stream in streams)
+        yield [{**head, "choices": [], "usage": format_usage(len(turn.request.prompt_ids), num_sampled)}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,9 +297,16 @@ class ChoiceStream:
         self._index = index
         self._reply = reply
         self._is_first = True
+        self.num_sampled = 0
 
-    def format_event(self, chunk: SampleChunk) -> dict[str, Any]:
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
+
+    def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """Format the choice of one event. Text that is not certain yet comes with a later one."""
+        self.num_sampled += len(chunk.completion_ids)
         num_calls = len(self._reply.calls)
         pieces = self._reply.read(chunk)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
@@ -321,7 +325,7 @@ class ChoiceStream:
         if chunk.finish_reason is not None:
             choice["finish_reason"] = _format_finish_reason(chunk.finish_reason, has_calls=bool(self._reply.calls))
             choice |= self._writer.format_versions(chunk) | _format_malformed(self._reply)
-        return choice
+        yield choice
 
 
 def _format_call(call: ReplyCall) -> dict[str, Any]:

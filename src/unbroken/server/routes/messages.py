@@ -53,7 +53,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         path = request.url.path
         stream = MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(
-            stream_events(turn, stream), format_error=lambda error: error_object(error, path=path)
+            stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
         )
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_message(await context.read_reply(turn, question, sequence), sequence))
@@ -168,6 +168,11 @@ class MessageStream:
         self._blocks = BlockList(writer.shown)
         self._num_sampled = 0
         self._has_begun = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""

@@ -45,7 +45,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     )
     if body.stream:
         stream = ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
-        return await open_named_event_stream(stream_events(turn, stream), format_error=stream.format_failure)
+        return await open_named_event_stream(stream_events(turn, [stream]), format_error=stream.format_failure)
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
 
@@ -151,6 +151,11 @@ class ResponseStream:
         self._items = writer.make_items()
         self._num_sampled = 0
         self._num_events = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""
