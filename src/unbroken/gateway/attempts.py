@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.gateway.state import RecordedTurn
+from unbroken.ledger.forest import BrokenReply
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.idempotency import refuse_reused_key
@@ -41,9 +42,13 @@ class PendingTurn:
         answer_id: str,
         record: Record,
         on_start: Callable[[], None],
+        read_streamed: Callable[[Sequence[int]], BrokenReply],
         counts: bool,
     ) -> None:
-        """`on_start` is called when the work begins; `counts` keeps `num_unrecorded` also for whole answers."""
+        """`on_start` is called when the work begins; `read_streamed` reads the first ids of a completion.
+
+        `counts` keeps `num_unrecorded` also for whole answers.
+        """
         self.request = request
         self.renderer = renderer
         self.answer_id = answer_id
@@ -53,6 +58,7 @@ class PendingTurn:
         self._service = service
         self._record = record
         self._on_start = on_start
+        self._read_streamed = read_streamed
         self._counts = counts
         self._is_recording = False
         self._num_sampled: Counter[int] = Counter()
@@ -70,6 +76,11 @@ class PendingTurn:
     def num_unrecorded(self) -> int:
         """Number of ids that were sampled for completions which are not recorded."""
         return self._num_sampled.total()
+
+    def read_streamed(self) -> BrokenReply:
+        """What was handed out of the first completion."""
+        ids = [one for chunk in self._chunks if chunk.index == 0 for one in chunk.completion_ids.tolist()]
+        return self._read_streamed(ids)
 
     async def sample(self) -> SampleResult:
         """Sample the whole reply."""

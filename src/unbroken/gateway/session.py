@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import Field
 
-from unbroken.counters import Event
+from unbroken.counters import Counters, Event
 from unbroken.errors import StoreError, TemplateError
 from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
-from unbroken.ledger.forest import Match, TurnSettings
+from unbroken.ledger.forest import BrokenReply, Match, TurnSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
-from unbroken.messages import check_conversation
+from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
@@ -30,10 +30,12 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.questions import continue_prompt
 from unbroken.server.texts import check_conversation as check_length
-from unbroken.server.turns import OpenTurn, Question
+from unbroken.server.turns import OpenTurn, Question, open_reply
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
 
+_MAX_BROKEN = 4
+"""Broken streams whose text is kept for each session."""
 _ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
 
 
@@ -135,6 +137,8 @@ class Session:
         """How many turns each accepted question may still record: they count before they are sampled, and their ids."""
         self._storing: set[asyncio.Task[None]] = set()
         """Counts of aborted ids that are being written."""
+        self._broken: list[PendingTurn | BrokenReply] = []
+        """Of the last streams that broke: agents send back what they had of them."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
 
@@ -259,6 +263,8 @@ class Session:
 
         def end(is_delivered: bool) -> None:
             leave(is_delivered)
+            if attempt.pending is not None and not (is_delivered and len(attempt.numbers) == attempt.n):
+                self._broken = [*self._broken[1 - _MAX_BROKEN :], attempt.pending]
             if attempt.pending not in self._pending:  # it was never sampled, or has ended
                 self._unrecorded.pop(attempt, None)
             elif attempt.num_requests == 0 and self.settings.on_disconnect is OnDisconnect.ABORT:
@@ -291,7 +297,11 @@ class Session:
         check_conversation(messages, num_checked=len(known.messages))
         renderer = context.get_renderer(question.template_options, question.image_settings)
         settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
-        match = forest.match(messages, settings, known=known)
+        self._broken = [
+            one.read_streamed() if isinstance(one, PendingTurn) and one.is_over else one for one in self._broken
+        ]
+        broken = [one.read_streamed() if isinstance(one, PendingTurn) else one for one in self._broken]
+        match = forest.match(messages, settings, known=known, broken=broken)
         try:
             prompt = self._build_prompt(renderer, match, question)
         except TemplateError:  # replies of other models come back with their reasoning in the text
@@ -336,6 +346,12 @@ class Session:
             attempt.numbers.append(await asyncio.shield(written))
             return reply
 
+        def read_streamed(ids: Sequence[int]) -> BrokenReply:
+            reply = open_reply(turn, question, Counters())
+            reply.feed(ids)
+            message: Message = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
+            return BrokenReply(history=placed.match.history, message=message)
+
         return PendingTurn(
             context.service,
             turn.request,
@@ -343,6 +359,7 @@ class Session:
             answer_id=turn.answer_id,
             record=record,
             on_start=lambda: self._follow(attempt),
+            read_streamed=read_streamed,
             counts=self.settings.limits.tokens is not None,
         )
 

@@ -16,7 +16,7 @@ Nodes are messages; the ids of all conversations are in one `TokenTree`, which h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,8 +24,10 @@ from unbroken.ledger.matching import (
     MessageForm,
     Place,
     Tolerance,
+    begins_reply,
     compare_reply,
     find_defaults,
+    follows_beginning,
     identify,
     unfold_reasoning,
 )
@@ -75,6 +77,9 @@ class Match:
     messages: tuple[Message, ...]
     """All its messages: as recorded, then the new ones, which answer calls under their recorded ids."""
 
+    history: tuple[bytes, ...] = ()
+    """The keys of the request's messages; for a `BrokenReply` to it."""
+
     def unfold(self) -> Match:
         """The same with the reasoning of all replies in a field of its own, where a text has it.
 
@@ -86,6 +91,21 @@ class Match:
     def continues(self) -> bool:
         """Whether it continues `turn`: the same history, then messages that no assistant wrote."""
         return self.turn is not None and self.fork in (None, ForkReason.DROPPED_REPLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenReply:
+    """What was streamed of a reply that is not recorded: it failed, or is still sampled and nobody reads it."""
+
+    history: tuple[bytes, ...]
+    """`Match.history` of its request."""
+    message: Message
+    """Its text and reasoning so far."""
+
+    @property
+    def form(self) -> MessageForm:
+        """Its form."""
+        return identify(self.message, Place())[0]
 
 
 class Forest:
@@ -152,14 +172,25 @@ class Forest:
         found = self._walks.find(messages, num_learned=len(self._known_tools))
         return found or Walk(places=(self._get_place(None),), num_learned=len(self._known_tools))
 
-    def match(self, messages: Sequence[Message], settings: TurnSettings, *, known: Walk | None = None) -> Match:
+    def match(
+        self,
+        messages: Sequence[Message],
+        settings: TurnSettings,
+        *,
+        known: Walk | None = None,
+        broken: Sequence[BrokenReply] = (),
+    ) -> Match:
         """Find the longest recorded path that a conversation repeats. The messages are checked, and are kept.
 
         Of paths of one length, one whose last turn has the same settings is taken, then the newest. `known` is what
-        `recall` has found of the messages.
+        `recall` has found of the messages. A last message that is the beginning of a recorded or a `broken` reply is
+        left out: its agent asks again for what it did not get.
         """
         is_known = known is not None and known.num_learned == len(self._known_tools)
-        walk = self._walk(messages, known if known is not None and is_known else self.recall(messages))
+        walk = self._walk(messages, known if known is not None and is_known else self.recall(messages), broken)
+        if len(walk.levels) <= len(messages) and self._is_beginning(walk, broken):
+            again = self.match(messages[:-1], settings, broken=broken)
+            return replace(again, tolerances=again.tolerances | {Tolerance.DROPPED_TEXT})
         self._walks.keep(walk)
         ends = walk.levels[-1]
         end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
@@ -171,9 +202,10 @@ class Forest:
             fork=self._find_fork(end, walk.forms[len(path) :], settings),
             tolerances=end.tolerances | ({Tolerance.SEVERAL_MATCHES} if len(ends) > 1 else frozenset()),
             messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path)),
+            history=_list_keys(walk.forms),
         )
 
-    def _walk(self, messages: Sequence[Message], known: Walk) -> Walk:
+    def _walk(self, messages: Sequence[Message], known: Walk, broken: Sequence[BrokenReply]) -> Walk:
         """The way of these messages, of which the first are known."""
         num_nodes = self._num_linked
         new = messages[len(known.messages) :]
@@ -187,10 +219,19 @@ class Forest:
             has_one_spelling=(*known.has_one_spelling, *map(has_one_spelling, new)),
             forms=forms,
             places=places,
-            levels=self._find_levels(forms, self._check_levels(known)),
+            levels=self._find_levels(forms, self._check_levels(known), broken),
             num_nodes=num_nodes,
             num_learned=known.num_learned,
         )
+
+    def _is_beginning(self, walk: Walk, broken: Sequence[BrokenReply]) -> bool:
+        """Whether the last message of a request is the beginning of a reply to the messages before it."""
+        last = walk.forms[-1]
+        if last.role != "assistant":
+            return False
+        level = walk.levels[-1] if len(walk.levels) == len(walk.forms) else ()
+        replies = [node.form for _, node in self._list_replies(level)]
+        return any(begins_reply(last, one) for one in (*replies, *_list_broken(walk.forms[:-1], broken)))
 
     def _add(self, message: Message, parent: int | None, form: MessageForm, place: Place, *, turn: int | None) -> int:
         number = len(self._nodes)
@@ -230,40 +271,46 @@ class Forest:
         return levels
 
     def _find_levels(
-        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]]
+        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]], broken: Sequence[BrokenReply]
     ) -> Sequence[Sequence[Reached]]:
         """All paths that repeat the first messages, level by level as far as there are any."""
         levels = list(known)
-        for form in forms[len(levels) - 1 :]:
-            deeper = self._follow(form, levels[-1])
+        for position in range(len(levels) - 1, len(forms)):
+            form, level = forms[position], levels[-1]
+            deeper = [
+                _reach(reached, node, tolerances)
+                for reached in level
+                for child in self._children.get((reached.node, form.key), ())
+                if (tolerances := _compare(form, node := self._nodes[child])) is not None
+            ]
+            if not deeper and form.role == "assistant":
+                deeper = self._find_changed_replies(form, level, _list_broken(forms[:position], broken))
             if not deeper:
                 break
             levels.append(deeper)
         return levels
 
-    def _follow(self, form: MessageForm, level: Sequence[Reached]) -> list[Reached]:
-        """The paths of a level with one message more.
-
-        A reply that comes back without its text, or with its reasoning in it, has another key than it was delivered
-        with: it is looked for among all replies, if none has its key.
-        """
-        children = [(reached, child) for reached in level for child in self._children.get((reached.node, form.key), ())]
-        if not (found := self._compare_all(form, children)) and form.role == "assistant":
-            children = [(reached, child) for reached in level for child in self._children_of.get(reached.node, ())]
-            found = self._compare_all(form, [pair for pair in children if self._nodes[pair[1]].turn is not None])
-        return found
-
-    def _compare_all(self, form: MessageForm, children: Sequence[tuple[Reached, int]]) -> list[Reached]:
-        return [
-            Reached(
-                node=child,
-                turn=reached.turn if node.turn is None else node.turn,
-                has_user=reached.has_user or node.form.role == "user",
-                tolerances=reached.tolerances | tolerances,
-            )
-            for reached, child in children
-            if (tolerances := _compare(form, node := self._nodes[child])) is not None
+    def _find_changed_replies(
+        self, form: MessageForm, level: Sequence[Reached], broken: Sequence[MessageForm]
+    ) -> list[Reached]:
+        """The replies that a message is with another key than they were delivered with: its text is not the same."""
+        replies = self._list_replies(level)
+        found = [
+            _reach(reached, node, tolerances)
+            for reached, node in replies
+            if (tolerances := compare_reply(form, node.form)) is not None
         ]
+        streamed = [*broken, *(node.form for _, node in replies)]
+        return found or [
+            _reach(reached, node, {Tolerance.DROPPED_TEXT})
+            for reached, node in replies
+            if follows_beginning(form, node.form, streamed)
+        ]
+
+    def _list_replies(self, level: Sequence[Reached]) -> list[tuple[Reached, MessageNode]]:
+        """The replies after a level."""
+        children = [(reached, self._nodes[k]) for reached in level for k in self._children_of.get(reached.node, ())]
+        return [(reached, node) for reached, node in children if node.turn is not None]
 
     def _rank(self, end: Reached, settings: TurnSettings) -> tuple[bool, int]:
         assert end.node is not None  # there is one empty path
@@ -287,6 +334,26 @@ class Forest:
         if used.options != settings.options:
             return ForkReason.CHANGED_OPTIONS
         return ForkReason.DROPPED_REPLY if recorded else None
+
+
+def _reach(reached: Reached, node: MessageNode, tolerances: Set[Tolerance]) -> Reached:
+    """A path with one message more."""
+    return Reached(
+        node=node.number,
+        turn=reached.turn if node.turn is None else node.turn,
+        has_user=reached.has_user or node.form.role == "user",
+        tolerances=reached.tolerances | tolerances,
+    )
+
+
+def _list_keys(forms: Sequence[MessageForm]) -> tuple[bytes, ...]:
+    return tuple(form.key for form in forms)
+
+
+def _list_broken(history: Sequence[MessageForm], broken: Sequence[BrokenReply]) -> list[MessageForm]:
+    """The broken replies to these messages."""
+    keys = _list_keys(history) if broken else ()
+    return [one.form for one in broken if one.history == keys]
 
 
 def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:

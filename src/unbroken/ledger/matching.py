@@ -37,7 +37,8 @@ class Tolerance(StrEnum):
     FOLDED_REASONING = "folded_reasoning"
     """Reasoning that came back inside the content: as `<think>..</think>`, or just before it."""
     DROPPED_TEXT = "dropped_text"
-    """Calls that came back without the text beside them."""
+    """Calls that came back without the text beside them; or the beginning of a reply whose stream broke, which came
+    back alone or before the reply to the retry, and is left out."""
     WHITE_SPACE = "white_space"
     """At the ends of the content or the reasoning."""
     CONTENT_FORM = "content_form"
@@ -186,6 +187,32 @@ def _has_folded(sent: MessageForm, delivered: MessageForm) -> bool:
     text = sent.text.strip().removeprefix(_OPENING).lstrip()
     rest = text.removeprefix(reasoning).lstrip().removeprefix(_CLOSING)
     return text.startswith(reasoning) and rest.strip() == delivered.text.strip()
+
+
+def begins_reply(sent: MessageForm, streamed: MessageForm) -> bool:
+    """Whether a message is the beginning of a reply whose stream broke: what an agent had of it."""
+    return not sent.call_ids and sent.text is not None and _is_beginning(sent.text, sent.reasoning, streamed)
+
+
+def follows_beginning(sent: MessageForm, delivered: MessageForm, streamed: Sequence[MessageForm]) -> bool:
+    """Whether a message is the beginning of one of the `streamed` replies, and then the delivered one."""
+    if sent.calls_key != delivered.calls_key or sent.text is None or delivered.text is None:
+        return False
+    text, reasoning = sent.text.strip(), sent.reasoning.strip()
+    own_text, own_reasoning = delivered.text.strip(), delivered.reasoning.strip()
+    if not text.endswith(own_text) or (reasoning and not reasoning.endswith(own_reasoning)):
+        return False
+    begun = text.removesuffix(own_text), reasoning.removesuffix(own_reasoning)
+    return any(_is_beginning(*begun, one) for one in streamed)
+
+
+def _is_beginning(text: str, reasoning: str, streamed: MessageForm) -> bool:
+    text, reasoning = text.strip(), reasoning.strip()
+    return (
+        bool(text or reasoning)
+        and (streamed.text or "").lstrip().startswith(text)
+        and streamed.reasoning.lstrip().startswith(reasoning)
+    )
 
 
 def unfold_reasoning(message: Message) -> Message:

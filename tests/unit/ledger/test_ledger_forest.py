@@ -199,6 +199,36 @@ def test_a_text_that_closes_reasoning_is_matched_as_it_is_before_it_is_taken_apa
     assert (found.turn, found.tolerances) == (0, {Tolerance.DROPPED_REASONING})
 
 
+def test_the_beginning_of_a_reply_is_left_out_alone_and_before_the_reply_to_the_retry(forest: Forest) -> None:
+    again = {**DELIVERED, "content": "I look now.", "reasoning_content": "Again."}
+    record(forest, [SYSTEM, USER], again, turn=1)
+    begun = {"role": "assistant", "content": "I wi", "reasoning_content": "Cell 4 is behind the tool."}
+    found = match(forest, SYSTEM, USER, begun)
+    assert (found.messages, found.fork) == ((SYSTEM, USER), None)
+    assert found.tolerances == {Tolerance.DROPPED_TEXT}
+    joined = {**again, "content": "I wiI look now.", "reasoning_content": "Cell 4 is behind the tool.Again."}
+    found = match(forest, SYSTEM, USER, joined, RESULT)
+    assert (found.turn, found.fork, found.tolerances) == (1, None, {Tolerance.DROPPED_TEXT})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": "I won't"}],
+        [{"role": "assistant", "content": "will look."}],
+        [{"role": "assistant", "content": "I wi", "reasoning_content": "Cell 5"}],
+        [{"role": "assistant", "content": ""}],
+        [{"role": "assistant", "content": "I wi"}, USER],
+        [changed(content="You lI will look."), RESULT],
+        [changed(content="I will look. And I wi"), RESULT],
+    ],
+)
+def test_what_is_no_beginning_or_is_answered_is_not_left_out(forest: Forest, messages: list[Any]) -> None:
+    found = match(forest, SYSTEM, USER, *messages)
+    assert (found.fork, found.num_matched) == (ForkReason.EDITED_REPLY, 2)
+    assert len(found.messages) == 2 + len(messages)
+
+
 def test_reordered_calls_are_not_our_turn() -> None:
     forest = Forest()
     calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in ("a", "b")]
