@@ -188,10 +188,10 @@ class Forest:
         """
         is_known = known is not None and known.num_learned == len(self._known_tools)
         walk = self._walk(messages, known if known is not None and is_known else self.recall(messages), broken)
+        self._walks.keep(walk)
         if len(walk.levels) <= len(messages) and self._is_beginning(walk, broken):
             again = self.match(messages[:-1], settings, broken=broken)
             return replace(again, tolerances=again.tolerances | {Tolerance.DROPPED_TEXT})
-        self._walks.keep(walk)
         ends = walk.levels[-1]
         end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
         path = self.get_path(end.node)
