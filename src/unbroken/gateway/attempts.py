@@ -21,7 +21,7 @@ from unbroken.ledger.forest import BrokenReply
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.idempotency import refuse_reused_key
-from unbroken.server.service import SamplingService
+from unbroken.server.questions import TurnService
 from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
@@ -35,7 +35,7 @@ class PendingTurn:
 
     def __init__(
         self,
-        service: SamplingService,
+        service: TurnService,
         request: SampleRequest,
         renderer: Renderer,
         *,

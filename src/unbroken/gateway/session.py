@@ -28,7 +28,7 @@ from unbroken.server.context import ServerContext
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.server.questions import continue_prompt
+from unbroken.server.questions import PlainTurn, continue_prompt
 from unbroken.server.texts import check_conversation as check_length
 from unbroken.server.turns import OpenTurn, Question, open_reply
 from unbroken.server.wire.reply import WholeReply
@@ -323,7 +323,7 @@ class Session:
         return replace(prompt, fork=prompt.fork or match.fork)
 
     def _make_pending(
-        self, context: ServerContext, question: Question, turn: OpenTurn, placed: _Placed, attempt: Attempt
+        self, context: ServerContext, question: Question, turn: PlainTurn, placed: _Placed, attempt: Attempt
     ) -> PendingTurn:
         async def record(index: int, sequence: SampledSequence) -> WholeReply:
             reply = await context.read_reply(turn, question, sequence, index=index)
@@ -353,7 +353,7 @@ class Session:
             return BrokenReply(history=placed.match.history, message=message)
 
         return PendingTurn(
-            context.service,
+            turn.service,
             turn.request,
             turn.renderer,
             answer_id=turn.answer_id,

@@ -205,6 +205,10 @@ class TemplateRenderer:
         """Find the names of the variables that the template reads and does not set itself."""
         return self._template.find_variables()
 
+    def mentions(self, name: str) -> bool:
+        """Whether the template's source has this word: it reads no key of a message that it does not name."""
+        return name in self._template.source
+
     def writes_roles(self, roles: tuple[str, ...]) -> bool:
         """Whether the template writes the text of every message of a conversation with these roles."""
         texts = [f"Xq{number}Role" for number in range(len(roles))]

@@ -198,6 +198,11 @@ class ServerContext:
 
         return await self.run_in_text_thread(find)
 
+    def reads_key(self, name: str) -> bool:
+        """Whether the template may read this key of a message. Call this in a text thread."""
+        renderer = self.get_renderer()
+        return isinstance(renderer, TemplateRenderer) and renderer.mentions(name)
+
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
         return self.get_renderer().get_stop_token_ids()

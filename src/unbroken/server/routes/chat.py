@@ -28,8 +28,8 @@ from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import continue_prompt, render_question
 from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint, stream_events
-from unbroken.server.wire.conversation import Tools, get_name, require_tool
-from unbroken.server.wire.fields import CHAT
+from unbroken.server.wire.conversation import Tools, fill_arguments, get_name, require_tool
+from unbroken.server.wire.fields import CHAT, find_unknown_keys
 from unbroken.server.wire.images import format_features
 from unbroken.server.wire.openai import (
     OpenAIFields,
@@ -43,7 +43,8 @@ from unbroken.server.wire.openai import (
 from unbroken.server.wire.reply import ReplyCall, ReplyReader
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, token_ids
 
-_TEXT_KEYS = {PartKind.REASONING: "reasoning_content", PartKind.CONTENT: "content"}
+_TEXT_KEYS = {PartKind.REASONING: ("reasoning_content", "reasoning"), PartKind.CONTENT: ("content",)}
+"""Clients read reasoning under either name: vLLM had the first one before 0.32, and has the second."""
 _ID_PREFIX = "chatcmpl-"
 router = Routes(Access.CLIENT)
 
@@ -175,9 +176,14 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
     policy = await context.policies.find(request, body.model)
-    note_ignored(request, body.check_supported())
+    ignored, unknown = body.check_supported(), find_unknown_keys(body.messages)
+    if unknown:  # a template may read any key of a message
+        ignored += await context.run_in_text_thread(
+            lambda: [name for name in unknown if not context.reads_key(name.rpartition(".")[2])]
+        )
+    note_ignored(request, ignored)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    loaded: Any = await context.images.load_messages(body.messages, settings)
+    loaded: Any = await context.images.load_messages(fill_arguments(body.messages), settings)
     tools: Any = body.tools or ()
     options = body.chat_template_kwargs or {}
     note_ignored(request, await context.find_ineffective(tools, options))
@@ -259,7 +265,7 @@ class ChoiceWriter:
         """Format a whole choice, whose reply is closed. With logprobs, call this in a text thread."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
         if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+            message |= dict.fromkeys(_TEXT_KEYS[PartKind.REASONING], reply.reasoning)
         if reply.calls:
             message["tool_calls"] = [_format_call(call) for call in reply.calls]
         return {
@@ -311,9 +317,9 @@ class ChoiceStream:
         pieces = self._reply.read(chunk)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
-        for kind, key in _TEXT_KEYS.items():
+        for kind, keys in _TEXT_KEYS.items():
             if text := "".join(piece.text for piece in pieces if piece.kind is kind):
-                delta[key] = text
+                delta |= dict.fromkeys(keys, text)
         if calls := self._reply.calls[num_calls:]:
             delta["tool_calls"] = [{"index": k, **_format_call(call)} for k, call in enumerate(calls, num_calls)]
         choice: dict[str, Any] = {

@@ -70,8 +70,10 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
-    note_ignored(request, body.check_supported())
-    return await make_question(context, request, body, read_conversation(body), format_name="output_config.format")
+    ignored = body.check_supported()
+    conversation = read_conversation(body)
+    note_ignored(request, [*ignored, *conversation.ignored])
+    return await make_question(context, request, body, conversation, format_name="output_config.format")
 
 
 def _choose_shown(body: ConversationBody) -> ShownThinking:

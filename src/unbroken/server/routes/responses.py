@@ -51,8 +51,10 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ResponsesBody) -> Question:
-    note_ignored(request, body.check_supported())
-    return await make_question(context, request, body, read_conversation(body), format_name="text.format")
+    ignored = body.check_supported()
+    conversation = read_conversation(body)
+    note_ignored(request, [*ignored, *conversation.ignored])
+    return await make_question(context, request, body, conversation, format_name="text.format")
 
 
 Event = dict[str, Any]

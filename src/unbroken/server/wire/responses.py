@@ -88,8 +88,8 @@ class CallItem(_Item):
     call_id: str
     name: str = Field(min_length=1)
     namespace: str | None = None
-    arguments: str
-    """A JSON object as text."""
+    arguments: str | None = None
+    """A JSON object as text; null and blank for none."""
 
 
 class OutputItem(_Item):
@@ -331,10 +331,10 @@ def read_conversation(body: ResponsesBody) -> ConversationBuilder:
     reply: _Reply | None = None
     for k, item in enumerate(body.input):
         place = f"input.{k}"
-        item.refuse_extra(place)
+        conversation.check_extra(RESPONSES_ITEMS, item.model_extra, place)
         if isinstance(item, (CallItem, ReasoningItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
             reply = reply or _Reply()
-            _add_to_reply(reply, place, item)
+            _add_to_reply(conversation, reply, place, item)
             continue
         if reply is not None:
             conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
@@ -345,10 +345,13 @@ def read_conversation(body: ResponsesBody) -> ConversationBuilder:
     return conversation
 
 
-def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | ReasoningItem) -> None:
+def _add_to_reply(
+    conversation: ConversationBuilder, reply: _Reply, place: str, item: MessageItem | CallItem | ReasoningItem
+) -> None:
     if isinstance(item, CallItem):
-        _check_arguments(place, item.arguments)
-        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), item.arguments))
+        arguments = item.arguments if item.arguments and item.arguments.strip() else "{}"
+        _check_arguments(place, arguments)
+        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), arguments))
     elif isinstance(item, ReasoningItem):
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
@@ -357,7 +360,7 @@ def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | Reas
         for k, part in enumerate(item.content):
             if not isinstance(part, InputTextPart):
                 raise refuse_misplaced(f"{place}.content.{k}", part.type, item.role)
-            part.refuse_extra(f"{place}.content.{k}")
+            conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.content.{k}")
             reply.content += part.text
 
 
@@ -378,7 +381,7 @@ def _read_content(
         return content
     parts: list[dict[str, Any]] = []
     for k, part in enumerate(content):
-        part.refuse_extra(f"{place}.{k}")
+        conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.{k}")
         if isinstance(part, InputTextPart):
             parts.append({"type": "text", "text": part.text})
         else:
