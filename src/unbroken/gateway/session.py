@@ -188,6 +188,13 @@ class Session:
             self._unrecorded[attempt] = attempt.n
             return attempt.pending, self._enter(attempt)
 
+    def recall(self, answer_id: str) -> list[Message] | None:
+        """The recorded messages up to the reply of an answer; None for an answer that is not the session's."""
+        turns = (turn.record for turn in self.state.turns if turn.record.answer_id == answer_id)
+        if (turn := next(turns, None)) is None:
+            return None
+        return [node.message for node in self.state.forest.get_path(turn.reply_node)]
+
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
         for turn in list(self._pending):

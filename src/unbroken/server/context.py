@@ -26,6 +26,7 @@ from unbroken.server.policies import Policies, PolicySource
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import OpenTurn, Question, TurnOpener, open_reply
 from unbroken.server.weights import WeightLoader
+from unbroken.server.wire.answers import KeptAnswers
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence
 
@@ -81,6 +82,7 @@ class ServerContext:
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
         self._ineffective: LruCache[str, tuple[str, ...]] = LruCache(_MAX_INEFFECTIVE)
         self._threads: ThreadPoolExecutor | None = None
+        self.answers = KeptAnswers()
         self.turns = make_turns(self)
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:

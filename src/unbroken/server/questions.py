@@ -11,7 +11,7 @@ from uuid import uuid4
 from starlette.requests import Request
 
 from unbroken.counters import Event
-from unbroken.messages import ToolSchema
+from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
@@ -149,6 +149,10 @@ class PlainTurns:
         """Open the turn that answers a question; nothing is sampled yet."""
         renderer, prompt = await render_question(self._context, question)
         return await continue_prompt(self._context, question, renderer, prompt, id_prefix=id_prefix)
+
+    async def recall(self, request: Request, answer_id: str) -> Sequence[Message] | None:
+        """Nothing is recorded."""
+        return None
 
     async def close(self) -> None:
         """Nothing is kept."""

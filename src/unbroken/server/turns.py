@@ -137,6 +137,10 @@ class TurnOpener(Protocol):
         """
         ...
 
+    async def recall(self, request: Request, answer_id: str) -> Sequence[Message] | None:
+        """The messages up to the reply that had this id; None if it is not recorded."""
+        ...
+
     async def close(self) -> None:
         """End what is kept between turns, when the server stops."""
         ...

@@ -45,6 +45,11 @@ class ConversationBuilder:
         if given:
             self.ignored |= {_NUMBER.sub("", name): None for name in fields.check(given, place=place)}
 
+    def add_earlier(self, messages: Sequence[Message]) -> None:
+        """Add messages that are recorded."""
+        self.messages.extend(messages)
+        self.call_ids |= {call["id"] for message in messages for call in message.get("tool_calls") or ()}
+
     def make_image_part(self, url: str, *, place: str) -> dict[str, Any]:
         """Make the part of an image, and remember its place."""
         self.image_places.append(place)

@@ -68,6 +68,11 @@ class Fields:
         return [f"{prefix}{name}" for name in named][:_MAX_NAMED]
 
 
+def is_safe_name(name: str) -> bool:
+    """Whether a header can have this name of a field."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 _PART_KEYS = frozenset({"type", "text", "image", "image_url", "image_pil"})
 
@@ -147,8 +152,7 @@ CHAT = Fields(
 )
 RESPONSES = Fields(
     refused={
-        "this server keeps no answers: send the whole conversation as input": "conversation previous_response_id "
-        "previous_input_messages prompt",
+        "send the whole conversation as input": "previous_input_messages prompt",
         "an answer comes with its request": "background background_options",
         "the conversation is never edited": "context_management",
         "chat completions have it": "frequency_penalty ignore_eos include_stop_str_in_output logit_bias min_p "
@@ -160,8 +164,8 @@ RESPONSES = Fields(
     },
     ignored={
         _PLATFORM: "access_programs client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention "
-        "safety_identifier service_tier store user",
-        "it counts calls of OpenAI's own tools, which are refused": "max_tool_calls",
+        "safety_identifier service_tier user",
+        "it counts calls of OpenAI's own tools, which are left out": "max_tool_calls",
         "the events are what they are": "stream_options",
         _CACHE: "cache_salt",
         _ID: "request_id",
