@@ -354,7 +354,7 @@ class Session:
             return reply
 
         def read_streamed(ids: Sequence[int]) -> BrokenReply:
-            reply = open_reply(turn, question, Counters())
+            reply = open_reply(turn, question, context.codec, Counters())
             reply.feed(ids)
             message: Message = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
             return BrokenReply(history=placed.match.history, message=message)
