@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Protocol
 
 from unbroken.errors import InvariantError
@@ -19,8 +18,8 @@ from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartK
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, InnerDelimiter, Region
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder, TextPiece
 
-_MAX_STARTS_BEHIND_TEXT = 16
-"""Brackets in a text that may begin a call: each is tried."""
+_MAX_CHARS_BEHIND_TEXT = 200_000
+"""Each bracket in a text may begin a call that ends it: they are tried up to this many characters in all."""
 
 
 class ResponseParser(Protocol):
@@ -503,10 +502,13 @@ class FormatReader:
         if self._calls or not self._tools:
             return
         names = {tool["function"]["name"] for tool in self._tools}
-        text = self._content.text
+        text, num_chars = self._content.text, 0
         for region in self._start_regions:
-            for match in islice(re.finditer(re.escape(region.starts_with), text), _MAX_STARTS_BEHIND_TEXT):
+            for match in re.finditer(re.escape(region.starts_with), text):
                 raw = text[match.start() :]
+                num_chars += len(raw)
+                if num_chars > _MAX_CHARS_BEHIND_TEXT:
+                    return
                 attempts = self._read_attempts(region, CallBody(text=raw), is_closed=True)
                 if attempts and all(each.status is ToolCallStatus.OK and each.name in names for each in attempts):
                     end = (self._parts.num_ids, self._parts.num_ids)
