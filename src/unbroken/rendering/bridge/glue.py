@@ -458,7 +458,8 @@ class GlueFinder:
         A template that quotes such a message writes it without a mark. Another spelling must not change the glue.
         """
         tokens = {match.token for match in self._encoder.control.find(glue)}
-        spelled = {token for token in tokens if any(token in text for text in _iterate_texts(conversation.before))}
+        texts = "\n".join(_iterate_texts(conversation.before))
+        spelled = {token for token in tokens if token in texts}
         if not spelled:
             return
         word = _choose_word("X", glue)
