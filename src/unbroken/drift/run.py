@@ -22,9 +22,7 @@ from unbroken.drift.report import DriftExample, DriftReport, DriftSetup
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
-from unbroken.messages import ToolSchema
-from unbroken.rendering.base import Renderer
-from unbroken.rendering.effects import shows_tools
+from unbroken.rendering.effects import ToolsWarning
 from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, compare_trajectory, count_changed, count_compared
 from unbroken.retokenising.ratios import Ratios, score_rollouts
@@ -97,7 +95,7 @@ async def sample_conversations(
     """Sample all conversations; the same seed gives the same ones on the same engine."""
     limits = Limits(max_turns=config.max_turns, timeout_s=config.timeout_s)
     room = asyncio.Semaphore(_MAX_SAMPLING)
-    check_tools = _ToolsWarning(subject.renderer)
+    check_tools = ToolsWarning(subject.renderer)
 
     async def sample(number: int) -> Trajectory:
         async with room:
@@ -112,24 +110,6 @@ async def sample_conversations(
             )
 
     return list(await asyncio.gather(*map(sample, range(config.num_conversations))))
-
-
-class _ToolsWarning:
-    """Warns once, before anything is sampled, if prompts do not show the tools of the first conversation with some."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        self._is_done = False
-
-    def __call__(self, tools: Sequence[ToolSchema]) -> None:
-        if not tools or self._is_done:
-            return
-        self._is_done = True
-        if not shows_tools(self._renderer, tools):
-            _log.warning(
-                "the chat template does not show tools to the model: calls in these conversations are guesses, unless "
-                "their messages describe the tools"
-            )
 
 
 def _warn_of_options(subject: Subject) -> None:

@@ -5,6 +5,7 @@ A template that knows no tools renders the same text with and without them, and 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.template import TemplateRenderer
 
+_log = logging.getLogger(__name__)
 _USER: Message = {"role": "user", "content": "Zq8User"}
 _SYSTEM: Message = {"role": "system", "content": "Zq8System"}
 
@@ -30,6 +32,25 @@ def check_tools_shown(renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
     """Raise `ToolsNotShownError` if there are tools, and prompts do not show them."""
     if tools and not shows_tools(renderer, tools):
         raise ToolsNotShownError([tool["function"]["name"] for tool in tools])
+
+
+class ToolsWarning:
+    """Warns once, of the first tools that it gets, if prompts do not show them: `check_tools` of a rollout."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._is_done = False
+
+    def __call__(self, tools: Sequence[ToolSchema]) -> None:
+        """Look at these tools, unless there are none."""
+        if not tools or self._is_done:
+            return
+        self._is_done = True
+        if not shows_tools(self._renderer, tools):
+            _log.warning(
+                "the chat template does not show tools to the model: its calls are guesses, unless the messages "
+                "describe the tools"
+            )
 
 
 def find_unread_options(renderer: Renderer, options: Iterable[str]) -> tuple[str, ...]:

@@ -66,6 +66,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     settings = intake.encode_settings(body.mm_processor_kwargs)
     messages: Any = await intake.load_messages(body.messages or (), settings)
     if body.messages is not None:
+        tools: Any = body.tools or ()
+        note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
         messages = await context.adapt_roles(messages, body.chat_template_kwargs or {})
     ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
