@@ -1,5 +1,6 @@
 """What a dialect asks and gets: the question, the turn, and the reader of its reply."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -95,10 +96,15 @@ async def test_a_retry_is_told_by_its_bytes_its_path_and_its_headers() -> None:
     assert first.body_sha256 == retry.body_sha256 != other.body_sha256
 
 
+@functools.cache
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer(server_tokenizer())
+
+
 def open_reader(*stops: str, name: str = "answer/0") -> ReplyReader:
     return ReplyReader(
-        renderer=TemplateRenderer(server_tokenizer()),
-        prompt_ids=TemplateRenderer(server_tokenizer()).render(USER).token_ids,
+        renderer=renderer(),
+        prompt_ids=renderer().render(USER).token_ids,
         tools=TOOLS,
         reads_calls=True,
         codec=TextCodec(server_tokenizer()),
