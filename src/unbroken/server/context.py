@@ -178,7 +178,7 @@ class ServerContext:
 
     async def find_ineffective(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> tuple[str, ...]:
         """The fields of a question that do not change its prompt: `tools` that the template does not show, and options
-        that it does not read. The same tools and names of options are looked at once.
+        that it does not read. The same tools and options are looked at once.
 
         Raises:
             HttpError: an option is a variable that the server sets.
@@ -188,7 +188,10 @@ class ServerContext:
         self.check_options(options)
 
         def find() -> tuple[str, ...]:
-            key = hashlib.sha256(encode_json([tools, options])).hexdigest()
+            encoded = encode_json([tools, options])
+            if len(encoded) > 4 * self.service.engine.context_length * self.codec.longest_token:
+                return ()  # longer than the context (a character has 4 bytes at most): the prompt is refused
+            key = hashlib.sha256(encoded).hexdigest()
             found = self._ineffective.get(key)
             if found is None:
                 renderer = self.get_renderer(options)

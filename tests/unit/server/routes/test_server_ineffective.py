@@ -101,6 +101,17 @@ async def test_the_effect_of_tools_is_looked_at_once(monkeypatch: pytest.MonkeyP
     assert len(rendered) == 4
 
 
+async def test_tools_that_no_context_holds_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = plain_app()
+    app.state.context.get_renderer()
+    monkeypatch.setattr(TemplateRenderer, "render_text", lambda *_, **__: pytest.fail("it is rendered"))
+    function = {**FUNCTION, "description": "x" * 10**6}
+    async with asgi_client(app) as client:
+        body = {"messages": [USER], "tools": [{"type": "function", "function": function}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_malformed_tools_are_refused_as_before() -> None:
     async with asgi_client(plain_app()) as client:
         for tools in ([5], [{"type": "function"}], [{"type": "function", "function": {"name": 3}}]):
