@@ -120,7 +120,8 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 	else rm -rf $(@D); echo "Python 3.12 is not installed: Harbor is left out"; fi
 
 agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (2 GB)
-	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_terminal_tasks.py)
+	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_tinker_agents.py \
+		test_terminal_tasks.py)
 
 check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/ruff format --check src tests bench recipes tools

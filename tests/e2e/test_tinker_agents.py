@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import tinker
 from tinker import types
 
+from support.agent_programs import CLAUDE_CODE, CODEX, Program, make_environment
 from support.served import Served, gateway_over, save_tiny_model, served
 from support.tinker_loops import KEY
 from unbroken import Client
@@ -45,17 +48,22 @@ def no_leaks() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+@contextmanager
+def serving(folder: Path, **sizes: int) -> Iterator[tuple[Served, Served]]:
     """A server with the Tinker API that requires provenance, and a gateway over it with the client's key."""
-    model, folder = save_tiny_model(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("stores")
-    sessions = str(folder / "sessions")
+    model = save_tiny_model(folder / "model", **sizes)
     options = ("--tinker", "--tinker-store", str(folder / "tinker"), "--tinker-provenance", "require")
     with (
-        served(model, *options, "--tinker-sessions", sessions, engine="transformers") as server,
+        served(model, *options, "--tinker-sessions", str(folder / "sessions"), engine="transformers") as server,
         gateway_over(server, model, folder / "sessions", "--upstream-key", KEY) as gateway,
     ):
         yield server, gateway
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+    with serving(tmp_path_factory.mktemp("small")) as running:
+        yield running
 
 
 def train(servers: tuple[Served, Served], *, seed: int) -> tuple[tinker.ServiceClient, tinker.TrainingClient]:
@@ -122,6 +130,38 @@ def test_the_turns_of_an_agent_are_of_the_trained_weights_after_each_update(
             training.optim_step(types.AdamParams(learning_rate=3e-2)).result(60)
     assert from_base[0] <= MAX_K3
     assert min(from_base[1:]) > 1e3 * MAX_K3, "the weights must have changed"
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize(
+    ("program", "num_updates"), [(CODEX, 3), (CLAUDE_CODE, 1)], ids=lambda each: getattr(each, "name", None)
+)
+def test_the_turns_of_agents_that_others_wrote_are_of_the_trained_weights(
+    program: Program, num_updates: int, tmp_path: Path
+) -> None:
+    """Their prompts have 25,000 to 52,000 ids of this tokenizer, so Claude Code, which asks four times, makes one."""
+    with serving(tmp_path, max_position_embeddings=200_000) as both, Client(both[1].url) as client:
+        _, training = train(both, seed=1)
+        for step in range(num_updates + 1):
+            policy = training.save_weights_for_sampler(f"s{step}").result(60).path
+            created = client.sessions.create({"policy": policy, "sampling": {"temperature": 1.0, "max_tokens": 8}})
+            home, url = tmp_path / str(step), created["anthropic_base_url"]
+            home.mkdir()
+            subprocess.run(  # its status says that the answer, of 8 random ids, is no answer
+                program.command(url, home),
+                env=make_environment(program, url, home),
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=200,
+                check=False,
+            )
+            rows = client.sessions.samples(created["session_id"], advantage=1.0)
+            data = make_data(created["session_id"], rows, client.sessions.tree(created["session_id"]))
+            trained = training.forward_backward(data, "importance_sampling").result(300)
+            assert compute_k3(rows, [each["logprobs"].to_numpy() for each in trained.loss_fn_outputs]) <= MAX_K3
+            assert trained.metrics["provenance_proven:sum"] == sum(int(row.sampled_mask.sum()) for row in rows) > 0
+            training.optim_step(types.AdamParams(learning_rate=3e-2)).result(60)
 
 
 CLAUDE = """#!{python}

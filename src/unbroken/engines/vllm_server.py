@@ -9,6 +9,7 @@ It samples from text only. Its labels of weights count as policy versions where 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -165,11 +166,14 @@ class VllmServer:
         return await self._calls.is_ok("/health")
 
     async def model(self, name: str) -> dict[str, Any]:
-        """The entry of a model or an adapter, which has no versions to name; `UnknownPolicyError` for another name."""
+        """The entry of a model or an adapter, also with @VERSION; `UnknownPolicyError` for another name.
+
+        It has no `policy_version`: vLLM labels its weights, and tells it with what they sampled.
+        """
         models: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
         for entry in models:
-            if entry["id"] == name:
-                return {**entry, "policy": name}
+            if entry["id"] in (name, re.sub(r"@(latest|[0-9]{1,9})$", "", name)):
+                return {**entry, "policy": entry["id"]}
         raise UnknownPolicyError.of(repr(name[:100]), [entry["id"] for entry in models])
 
     async def pause(self) -> None:

@@ -237,8 +237,11 @@ class UpstreamPolicies:
             return None
         number = int(version) if version is not None and version != "latest" else None
         is_served = entry.get("parent") is None
+        asked = name if "policy_version" in entry else entry["id"]  # stock vLLM takes no name with a version
         found = Policy(
-            name=self._model_name if is_served else entry["policy"], adapter=None if is_served else name, version=number
+            name=self._model_name if is_served else entry["policy"],
+            adapter=None if is_served else asked,
+            version=number,
         )
         self._known.put(name, found)
         return found

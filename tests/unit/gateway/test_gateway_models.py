@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.gateways import CHAT, USER, ask, error, running_gateway, scripted
+from support.gateways import CHAT, USER, Gateway, ask, error, running_gateway, scripted
+from support.servers import listening, make_app
+from support.stock_server import StockServer
+from unbroken.engines.http import HttpEngine
+from unbroken.gateway.serve import UpstreamPolicies
 from unbroken.transfer.sources import TensorSource
 
 DOORS: dict[str, Any] = {
@@ -142,3 +149,78 @@ async def test_what_a_habit_means_stays_for_a_session_and_is_looked_up_by_the_ne
         await ask(agent, [USER], model="pirate")
         await ask(gateway.agent(await gateway.create()), [USER], model="pirate")
     assert [request.adapter for request in engine.requests] == [None, None, "pirate"]
+
+
+@asynccontextmanager
+async def over_upstream(app: Any, folder: Path) -> AsyncIterator[Gateway]:
+    """A gateway that calls the served model `tiny`, over an upstream."""
+    async with listening(app) as url:
+        engine = await HttpEngine.connect([url], vocab_size=591)
+        try:
+            async with running_gateway(engine, folder, source=UpstreamPolicies(engine, "tiny")) as gateway:
+                yield gateway
+        finally:
+            await engine.close()
+
+
+async def test_a_gateway_asks_its_upstream_what_a_name_means(tmp_path: Path) -> None:
+    inner = scripted("ok<|im_end|>")
+    inner.adapters = []
+    inner.load_adapter = inner.unload_adapter = lambda *_: None
+    async with over_upstream(make_app(inner, model_name="upstream"), tmp_path) as gateway:
+        habit = gateway.agent(await gateway.create(policy="tiny"))
+        await ask(habit, [USER], model="pirate")
+        inner.adapters.append("pirate")
+        await inner.update_weights(TensorSource([]), policy_version=2)
+        await ask(habit, [USER], model="pirate")
+        pinned = await gateway.create(policy="pirate", follow=False)
+        agent = gateway.agent(pinned)
+        for name in ("gpt-5", "pirate", "upstream", "tiny", "upstream@2", "tiny@2"):
+            await ask(agent, [USER], model=name)
+        turns = (await gateway.look(pinned, "/tree"))["turns"]
+        asked = [request.adapter for request in inner.requests]
+        for name in ("tinker://run/weights/a", "pirate@1", "upstream@1", "nobody@latest"):
+            refused = await agent.post(CHAT, json={"messages": [USER], "model": name})
+            assert error(refused) == (404, "model_not_found")
+            assert "this server has ['upstream', 'upstream@2', 'pirate']" in refused.text
+        assert len(inner.requests) == len(asked)
+        inner.adapters.clear()  # a name that meant something is passed on, and refused there
+        assert error(await agent.post(CHAT, json={"messages": [USER], "model": "gpt-5"})) == (404, "model_not_found")
+    assert pinned["model"] == "pirate@2"
+    assert asked == [None, None, "pirate", "pirate", None, None, None, None]
+    assert [turn["policy"] for turn in turns] == ["pirate", "pirate", "tiny", "tiny", "tiny", "tiny"]
+
+
+async def test_a_gateway_over_stock_vllm_knows_the_names_that_it_lists(tmp_path: Path) -> None:
+    stock = StockServer(scripted("ok<|im_end|>"), adapters=("pirate",))
+    async with over_upstream(stock.make_app(), tmp_path) as gateway:
+        agent = gateway.agent(await gateway.create(policy="pirate"))
+        num_probes = len(stock.bodies)
+        for name in ("gpt-5", stock.name, "pirate@latest", "pirate@0"):
+            await ask(agent, [USER], model=name)
+        refused = await gateway.client.post("/v1/sessions", json={"follow": False})
+        assert error(refused)[0] == 400
+        assert "the upstream does not say its version before it samples: name one, such as tiny@3" in refused.text
+        for name in ("tinker://run@latest", "nobody@latest", "pirate@1"):
+            answer = await agent.post(CHAT, json={"messages": [USER], "model": name})
+            assert error(answer) == (404, "model_not_found")
+    asked = [body.get("model") for body in stock.bodies[num_probes:]]
+    assert asked == ["pirate", None, "pirate", "pirate", "pirate"]  # the last one's ids, of version 0, were dropped
+
+
+async def test_ids_of_another_version_than_the_one_that_was_named_are_dropped(tmp_path: Path) -> None:
+    """The weights come after the question was taken, and between two ids of its answer."""
+    engine = scripted("ok<|im_end|>")
+    async with running_gateway(engine, tmp_path) as gateway:
+        for stream in (False, True):
+            agent = gateway.agent(await gateway.create(policy=f"tiny@{engine.policy_version}"))
+            await engine.pause()
+            body = {"messages": [USER], "stream": stream}
+            answering = asyncio.create_task(agent.post(CHAT, json=body))
+            while len(engine.requests) == int(stream):  # noqa: ASYNC110  # it is a turn of the loop
+                await asyncio.sleep(0)
+            await engine.update_weights(TensorSource([]), policy_version=engine.policy_version + 1)
+            await engine.resume()
+            assert "weights have no version" in (await answering).text
+        sessions = (await gateway.client.get("/v1/sessions")).json()["sessions"]
+        assert [(await gateway.look(each, ""))["num_turns"] for each in sessions] == [0, 0]
