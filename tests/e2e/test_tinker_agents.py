@@ -197,18 +197,21 @@ def test_the_block_of_the_documentation_runs(
 def test_names_mean_the_same_weights_at_the_gateway_and_at_the_server_or_are_refused(
     servers: tuple[Served, Served],
 ) -> None:
-    _, training = train(servers, seed=5)
-    paths = []
-    for step in range(2):
-        data = types.Datum(
-            model_input=types.ModelInput.from_ints([1, 2, 3]),
-            loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
-        )
-        if step:  # data without spans are refused here
-            with pytest.raises(tinker.RequestFailedError, match=r"data\[0\] must have spans"):
-                training.forward_backward([data], "cross_entropy").result(60)
-            training.optim_step(types.AdamParams(learning_rate=3e-2)).result(60)
-        paths.append(training.save_weights_for_sampler(f"a{step}").result(60).path)
+    service, training = train(servers, seed=5)
+    paths = [training.save_weights_for_sampler("a0").result(60).path]
+    spanless = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+    )
+    with pytest.raises(tinker.RequestFailedError, match=r"data\[0\] must have spans"):
+        training.forward_backward([spanless], "cross_entropy").result(60)
+    ids, params = types.ModelInput.from_ints([1, 2, 3, 4]), types.SamplingParams(max_tokens=8, stop=[])
+    sampled = service.create_sampling_client(model_path=paths[0]).result().sample(ids, 2, params).result(60)
+    data = make_data(ids, sampled.sequences, [1.0, -0.5])
+    metrics = training.forward_backward(data, "importance_sampling").result(60).metrics
+    assert metrics["provenance_proven:sum"] == 16
+    training.optim_step(types.AdamParams(learning_rate=3e-2)).result(60)
+    paths.append(training.save_weights_for_sampler("a1").result(60).path)
     run = paths[0].rpartition("/sampler_weights/")[0]
     body = {"messages": [{"role": "user", "content": "Say a word."}], "max_tokens": 4, "seed": 3}
     for door in (servers[0].url, servers[1].url):
@@ -228,6 +231,13 @@ def test_names_mean_the_same_weights_at_the_gateway_and_at_the_server_or_are_ref
                 refused = ask(name)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found"), name
             assert paths[1] in ask(f"{run}@2").json()["error"]["message"]
+    by_path, by_version, newest = (
+        service.create_sampling_client(model_path=name).result().compute_logprobs(ids).result(60)
+        for name in (paths[0], f"{run}@0", f"{run}@latest")
+    )
+    assert by_path == by_version != newest
+    with pytest.raises(tinker.NotFoundError, match="this key has no checkpoint"):
+        service.create_sampling_client(model_path=f"{run}@9").result()
     with httpx.Client(base_url=servers[0].url, headers={"authorization": "Bearer tml-other"}, timeout=60) as other:
         assert other.post("/v1/chat/completions", json={**body, "model": paths[0]}).status_code == 404
         assert other.post("/v1/weights", json={"policy_version": 5, "folder": "/tmp"}).status_code == 400

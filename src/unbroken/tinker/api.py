@@ -434,7 +434,9 @@ class TinkerApi:
         self._check_base(body.base_model, needed=body.model_path is None)
         weights = self._switch.base
         if body.model_path is not None:
-            checkpoint = await self._find(self._store.find_checkpoint, body.model_path, owner)
+            checkpoint = await self._find_checkpoint(body.model_path, owner)
+            if checkpoint is None:
+                raise HttpError(404, f"this key has no checkpoint {body.model_path[:300]!r}")
             self._check_kind(checkpoint.lora)
             _, weights = self._switch.name_weights(checkpoint, self._store.folder_of(checkpoint) / "sampler")
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
@@ -442,27 +444,27 @@ class TinkerApi:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def find_policy(self, owner: str, name: str) -> Policy | None:
-        """The checkpoint that a name at another door means: by its path, or of its run the newest or that of a version.
+        """What a name means at another door; None if it means nothing there."""
+        if (found := await self._find_checkpoint(name, owner)) is None:
+            return None
+        adapter, _ = self._switch.name_weights(found, self._store.folder_of(found) / "sampler")
+        return Policy(name=split_version(name)[0], adapter=adapter, version=found.version)
+
+    async def _find_checkpoint(self, name: str, owner: str) -> Checkpoint | None:
+        """The checkpoint of a name: of a path, or of a run the newest one or that of a version; None if there is none.
 
         tinker://RUN/sampler_weights/a    tinker://RUN/weights/b    tinker://RUN    tinker://RUN@latest    tinker://RUN@3
         """
         path, version = split_version(name)
-        rest = path.removeprefix(CHECKPOINT)
-        if rest == path:
-            return None
-        model_id = rest.partition("/")[0]
-        saved = await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
         wanted = None if version in (None, "latest") else int(version or 0)
-        found = [
-            each
-            for each in saved
-            if not each.is_over and (rest == model_id or each.path == path) and wanted in (None, each.version)
-        ]
-        if not found:
-            return None
-        newest = max(found, key=lambda each: (each.version, each.made))
-        adapter, _ = self._switch.name_weights(newest, self._store.folder_of(newest) / "sampler")
-        return Policy(name=path, adapter=adapter, version=newest.version)
+        model_id = path.removeprefix(CHECKPOINT)
+        if "/" in model_id:
+            named = await self._in_store(self._store.find_checkpoint, path, owner=owner)
+            saved = [] if named is None else [named]
+        else:
+            saved = await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
+        found = [each for each in saved if not each.is_over and wanted in (None, each.version)]
+        return max(found, key=lambda each: (each.version, each.made), default=None)
 
     def get_sampler(self, sampler_id: str, owner: str) -> SamplerWeights:
         """What a sampler of this owner samples from; otherwise `HttpError`."""
