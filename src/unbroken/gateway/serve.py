@@ -104,16 +104,30 @@ class Workers:
     async def _serve(self) -> int:
         first, line = await self._start()
         if not line:
-            return first.exitcode or 1
-        for process, _ in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
-            if process.exitcode is not None:
-                return process.exitcode or 1
+            return _report_end(first)
+        for process, its_line in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
+            if not its_line:
+                return _report_end(process)
         print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
         await asyncio.gather(*map(self._keep, list(self._processes)))
         raise AssertionError
 
     async def _start(self) -> tuple[SpawnProcess, str]:
-        """Start a worker; returns the line that says that it serves, nothing if it ended before."""
+        """Start a worker, and another one if a signal ends it before it serves, as for want of memory.
+
+        Also returns the line that says that it serves, nothing if it ended by itself before.
+        """
+        while True:
+            process, line = await self._start_once()
+            if line or (process.exitcode or 0) >= 0:
+                return process, line
+            _log.warning(
+                "worker %s ended with status %s while it started: starting another", process.pid, process.exitcode
+            )
+            self._processes.remove(process)
+            await asyncio.sleep(_RESTART_S)
+
+    async def _start_once(self) -> tuple[SpawnProcess, str]:
         receiving, sending = _SPAWN.Pipe(duplex=False)
         process = _SPAWN.Process(target=_work, args=(self._options, self._listener, sending))
         process.start()
@@ -148,6 +162,12 @@ class Workers:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def _report_end(process: SpawnProcess) -> int:
+    """Say that a worker ended before it served; returns the gateway's exit status."""
+    _log.error("worker %s ended with status %s before it served: the gateway ends", process.pid, process.exitcode)
+    return process.exitcode or 1
 
 
 async def _wait_until_readable(descriptor: int) -> None:
