@@ -692,11 +692,17 @@ class _HistoryEffects:
                 prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
             if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
                 return effect
-            if not writes_calls:
+            if not writes_calls or self._is_lost(messages[turn], sampled_text()):
                 return HistoryEffect.REWRITTEN
             return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
         except TemplateError:
             return None
+
+    def _is_lost(self, turn: Mapping[str, Any], sampled: str) -> bool:
+        """Whether the turn says nothing, though something was sampled: a call that failed is in no message."""
+        return not _says_something(turn) and bool(
+            self._end_pattern.sub("", self._empty_reasoning.sub("", sampled)).strip()
+        )
 
     def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
         """Compare the turn with its sampled text; None if they differ in more than reasoning."""

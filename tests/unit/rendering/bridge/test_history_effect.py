@@ -170,6 +170,24 @@ def test_a_call_that_the_template_does_not_render_is_not_kept(
     assert outcome.history is effect
 
 
+@pytest.mark.parametrize(
+    ("sampled", "effect"),
+    [("<tool_call>\n{bad\n</tool_call>", HistoryEffect.REWRITTEN), ("", KEPT), (" \n", KEPT)],
+    ids=["a call that failed", "nothing", "white space"],
+)
+def test_a_call_that_failed_and_is_in_no_message_is_not_kept(sampled: str, effect: HistoryEffect) -> None:
+    tokenizer = make_tokenizer(chatml_with(), eos_token="<|im_end|>")
+    renderer = TemplateRenderer(tokenizer)
+    completion_ids = token_ids(tokenizer(sampled + "<|im_end|>", add_special_tokens=False)["input_ids"])
+    parsed = renderer.parse_response(completion_ids)
+    message = parsed.to_message(["call00001"] * len(parsed.tool_calls))
+    outcome = renderer.bridge_to_next_turn(
+        renderer.render([USER]).token_ids, completion_ids, [USER], assistant=message, earlier=[USER]
+    )
+    assert isinstance(outcome, Bridge)
+    assert outcome.history is effect
+
+
 MOVES_SYSTEM = (
     "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list | last) -%}"
     "{%- for m in messages if m.role != 'system' -%}"
