@@ -16,10 +16,15 @@ all of this holds:
 - between the sentinels and it there is only white space, or what closes calls also where nothing follows the turn;
 - before it, the second text has as many ends of turns as the first, or more by at most those that A spells, and after
   the last of them it begins with the same word;
-- each text of M stands in it once, and they stand in order.
+- each text of M stands in it once, and they stand in order, or results of one turn in that of its calls;
+- no control token in it is one that a message of H spells.
 
 Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
-compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, for the third condition.
+compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, to see that each stands once.
+
+A sentinel changes what some templates write: a call without arguments gets one, reasoning alone gets an answer. Then S
+is tried that is *bare*: its sentinels stand at the ends of reasoning and of the names of such calls. This kind of turn
+was not probed for its end (`TurnEnds.endings`): it must end like that where nothing follows it.
 
 The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
 messages before the turn may have moved behind it: that is checked with sentinels in their texts. An exact bridge (P1)
