@@ -38,7 +38,8 @@ class Event(StrEnum):
     """A reply without a call that was required, of an engine that cannot be constrained: `sampled_again`, or `missing`
     from the answer."""
     ABORTED = "aborted"
-    """Ids of turns that were aborted and not recorded, in sessions with a limit of ids."""
+    """Ids of turns that were aborted and not recorded, or left out for a required call, in sessions with a limit of
+    ids."""
 
 
 class Counters:

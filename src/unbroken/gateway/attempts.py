@@ -21,7 +21,7 @@ from unbroken.ledger.forest import BrokenReply
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.idempotency import refuse_reused_key
-from unbroken.server.questions import TurnService
+from unbroken.server.questions import InsistingService, TurnService
 from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
@@ -75,7 +75,8 @@ class PendingTurn:
     @property
     def num_unrecorded(self) -> int:
         """Number of ids that were sampled for completions which are not recorded."""
-        return self._num_sampled.total()
+        left_out = self._service.num_left_out if isinstance(self._service, InsistingService) else 0
+        return self._num_sampled.total() + left_out
 
     def read_streamed(self) -> BrokenReply:
         """What was handed out of the first completion."""

@@ -205,7 +205,7 @@ async def continue_prompt(
 
 
 class TurnService(Protocol):
-    """What a turn needs of `SamplingService`."""
+    """What samples a turn: `SamplingService`, or one that insists on calls."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Sample the requests."""
@@ -231,6 +231,8 @@ class InsistingService:
         self._question = question
         self._renderer = renderer
         self._names = {get_name(tool) for tool in question.required_functions}
+        self.num_left_out = 0
+        """Ids of the replies that were left out."""
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """Sample the request."""
@@ -253,6 +255,7 @@ class InsistingService:
             if await self._has_calls(request, sequence):
                 return sequence
             events.count(Event.REQUIRED_CALL, "sampled_again")
+            self.num_left_out += len(sequence.completion_ids)
             seed = None if params.seed is None else (params.seed + number * request.n + index) % 2**31
             again = replace(request, n=1, params=replace(params, seed=seed))
             ((sequence,),) = [result.sequences for result in await self._context.service.sample([again])]

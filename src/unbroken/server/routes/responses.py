@@ -37,7 +37,7 @@ from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleReq
 router = Routes(Access.CLIENT)
 
 
-class CreateConversationBody(StrictBody):
+class NewConversation(StrictBody):
     """A conversation to begin."""
 
     items: Annotated[list[Item], Field(fail_fast=True)] | None = None
@@ -80,7 +80,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     summary="Begin a conversation of OpenAI's Responses",
     response_description="`id`, for the field `conversation` of `/v1/responses`",
 )
-async def create_conversation(body: CreateConversationBody, request: Request) -> Response:
+async def create_conversation(body: NewConversation, request: Request) -> Response:
     """Begin a conversation, which is kept in memory."""
     name = get_context(request).answers.open_conversation(request.scope.get(SESSION), body.items or ())
     made = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
