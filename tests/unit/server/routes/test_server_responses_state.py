@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai.types.responses import Response
 
-from support.dialects import RESPONSES, join_response, read_events
+from support.dialects import MESSAGES, RESPONSES, join_response, read_events
 from support.servers import asgi_client, encode, make_app, scripted_engine
 from unbroken.server.wire import answers
 
@@ -164,3 +164,19 @@ async def test_tools_that_openai_runs_are_left_out_and_a_header_says_so() -> Non
             assert answer.headers["x-unbroken-ignored"] == "tools.web_search, tools.image_generation"
         await ask(client, "x")
     assert len({tuple(request.prompt_ids.tolist()) for request in engine.requests}) == 1
+
+
+async def test_keys_inside_items_without_effect_are_named_unless_our_answers_have_them() -> None:
+    content = [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"a": 1}}]
+    items = [{"type": "message", "role": "user", "id": "m", "status": "completed", "phase": "p", "content": content}]
+    async with asgi_client(make_app(make_engine("ok<|im_end|>"))) as client:
+        answer = await client.post(RESPONSES, json={"input": items, "user": "u"})
+        assert answer.headers["x-unbroken-ignored"] == "user, input.phase, input.content.prompt_cache_breakpoint"
+        first = answer.json()
+        again = await client.post(RESPONSES, json={"input": [*first["output"], {"role": "user", "content": "y"}]})
+        assert again.status_code == 200
+        assert "x-unbroken-ignored" not in again.headers
+        block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+        body = {"max_tokens": 9, "system": [block], "messages": [{"role": "user", "content": [block]}]}
+        answer = await client.post(MESSAGES, json=body)
+        assert answer.headers["x-unbroken-ignored"] == "system.cache_control, messages.content.cache_control"
