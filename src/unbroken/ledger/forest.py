@@ -194,14 +194,14 @@ class Forest:
             return replace(again, tolerances=again.tolerances | {Tolerance.DROPPED_TEXT})
         ends = walk.levels[-1]
         end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
-        path = self.get_path(end.node)
+        path, num_sent = self.get_path(end.node), len(walk.levels) - 1
         return Match(
             node=end.node,
             num_matched=len(path),
             turn=end.turn,
-            fork=self._find_fork(end, walk.forms[len(path) :], settings),
+            fork=self._find_fork(end, walk.forms[num_sent:], settings),
             tolerances=end.tolerances | ({Tolerance.SEVERAL_MATCHES} if len(ends) > 1 else frozenset()),
-            messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path)),
+            messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path, num_sent)),
             history=_list_keys(walk.forms),
         )
 
@@ -264,10 +264,12 @@ class Forest:
     def _check_levels(self, walk: Walk) -> Sequence[Sequence[Reached]]:
         """The levels of a walk that still hold: those up to the first after which a message was recorded."""
         levels = walk.levels
+        num_joined = max((reached.num_joined for reached in levels[-1]), default=0)
         for node in self._nodes[walk.num_nodes :]:
-            depth = node.place.position - 1
-            if depth + 1 < len(levels) and any(reached.node == node.parent for reached in levels[depth]):
-                levels = levels[: depth + 1]
+            place = node.place.position - 1
+            for depth in range(max(place - num_joined, 0), place + 1):
+                if depth + 1 < len(levels) and any(reached.node == node.parent for reached in levels[depth]):
+                    levels = levels[: depth + 1]
         return levels
 
     def _find_levels(
@@ -301,10 +303,30 @@ class Forest:
             if (tolerances := compare_reply(form, node.form)) is not None
         ]
         streamed = [*broken, *(node.form for _, node in replies)]
-        return found or [
+        found = found or [
             _reach(reached, node, {Tolerance.DROPPED_TEXT})
             for reached, node in replies
             if follows_beginning(form, node.form, streamed)
+        ]
+        return found or self._find_joined_replies(form, level)
+
+    def _find_joined_replies(self, form: MessageForm, level: Sequence[Reached]) -> list[Reached]:
+        """The replies after a given one, with which a message is joined.
+
+        What an agent had of a reply that a killed gateway lost is given text in the request that follows; later it
+        comes in one message with the reply to that request.
+        """
+        given = [
+            (reached, self._nodes[child])
+            for reached in level
+            for child in self._children_of.get(reached.node, ())
+            if self._nodes[child].turn is None and self._nodes[child].form.role == "assistant"
+        ]
+        return [
+            _reach(reached, self._nodes[child], {Tolerance.CONTENT_FORM}, num_joined=1)
+            for reached, before in given
+            for child in self._children_of.get(before.number, ())
+            if self._nodes[child].turn is not None and follows_beginning(form, self._nodes[child].form, [before.form])
         ]
 
     def _list_replies(self, level: Sequence[Reached]) -> list[tuple[Reached, MessageNode]]:
@@ -336,13 +358,14 @@ class Forest:
         return ForkReason.DROPPED_REPLY if recorded else None
 
 
-def _reach(reached: Reached, node: MessageNode, tolerances: Set[Tolerance]) -> Reached:
-    """A path with one message more."""
+def _reach(reached: Reached, node: MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0) -> Reached:
+    """A path with one message more, which is `node`, and `num_joined` nodes before it."""
     return Reached(
         node=node.number,
         turn=reached.turn if node.turn is None else node.turn,
         has_user=reached.has_user or node.form.role == "user",
         tolerances=reached.tolerances | tolerances,
+        num_joined=reached.num_joined + num_joined,
     )
 
 
@@ -368,17 +391,27 @@ def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | Non
 
 
 def _restore_call_ids(
-    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode]
+    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode], num_sent: int
 ) -> list[Message]:
-    """The new messages; a tool message answers a recorded call under the id that is recorded."""
+    """The messages after the first `num_sent`; a tool message answers a recorded call under the id that is recorded."""
     restored: list[Message] = []
-    for number in range(len(path), len(messages)):
+    for number in range(num_sent, len(messages)):
         message, answers = messages[number], forms[number].answers
-        if answers is not None and number - answers[0] < len(path):
-            call = (path[number - answers[0]].message.get("tool_calls") or ())[answers[1]]
+        if answers is not None and number - answers[0] < num_sent:
+            caller = _find_caller(path, forms[:num_sent], number - answers[0])
+            call = (caller.message.get("tool_calls") or ())[answers[1]]
             message = cast(Message, {**cast(Mapping[str, object], message), "tool_call_id": call["id"]})
         restored.append(message)
     return restored
+
+
+def _find_caller(path: Sequence[MessageNode], forms: Sequence[MessageForm], number: int) -> MessageNode:
+    """The node of a message with calls, which is number `number` of those that were sent."""
+    if len(path) == len(forms):
+        return path[number]
+    # Two nodes came as one message, and the first of them has no calls.
+    num_callers = sum(bool(form.call_ids) for form in forms[number:])
+    return [node for node in path if node.message.get("tool_calls")][-num_callers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +424,8 @@ class Reached:
     """Its last sampled turn."""
     has_user: bool = False
     tolerances: frozenset[Tolerance] = frozenset()
+    num_joined: int = 0
+    """How many nodes it has more than messages: two came as one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

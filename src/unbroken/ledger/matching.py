@@ -42,7 +42,8 @@ class Tolerance(StrEnum):
     WHITE_SPACE = "white_space"
     """At the ends of the content or the reasoning."""
     CONTENT_FORM = "content_form"
-    """Text as a list of text parts; no content as an empty list. Null and empty text are one form."""
+    """Text as a list of text parts; no content as an empty list; a given reply and ours as one message. Null and empty
+    text are one form."""
     ARGUMENT_SPELLING = "argument_spelling"
     """Other JSON text of equal arguments."""
     ARGUMENT_DEFAULTS = "argument_defaults"

@@ -175,3 +175,25 @@ async def test_what_an_agent_had_of_a_broken_stream_is_ours(tmp_path: Path, brea
     trained = [[one for one, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used] for row in rows]
     assert encode(TEXTS[1]) + encode(TEXTS[2]) in trained
     assert len(rows) == (2 if breaks.endswith("finished") else 1)
+
+
+async def test_what_a_killed_gateway_lost_is_given_text_once(tmp_path: Path) -> None:
+    """Nothing of the first reply is on disk: what the agent had of it is a given message before the second one."""
+    engine = SlowEngine(replies(*TEXTS), vocab_size=5000, context_length=4096, allow_forks=True)
+    body: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "stream": True}
+    async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
+        created = await gateway.create(on_disconnect="abort")
+        key = created["api_key"]
+        begun = await read_until(url, key, body, 4)
+    async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
+        assert (await gateway.look(created))["num_turns"] == 0
+        retried = await read_until(url, key, {**body, "messages": [USER, begun]}, None)
+        joined = {name: begun[name] + retried[name] for name in ("content", "reasoning_content")}
+        history = [USER, {**retried, **joined}, result(retried)]
+        assert (await read_until(url, key, {**body, "messages": history}, None))["content"] == "It is 17."
+        found = await gateway.look(created)
+        (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+    assert (found["num_turns"], found["forks"]) == (2, [])
+    assert found["counters"]["bridges/derived"] == 1
+    trained = [one for one, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used]
+    assert trained == encode(TEXTS[1]) + encode(TEXTS[2])

@@ -229,6 +229,31 @@ def test_what_is_no_beginning_or_is_answered_is_not_left_out(forest: Forest, mes
     assert len(found.messages) == 2 + len(messages)
 
 
+def test_the_lost_beginning_of_a_reply_and_the_reply_to_the_retry_may_come_as_one_message() -> None:
+    """The gateway was killed while it streamed the first: nothing of it is recorded."""
+    forest = Forest()
+    begun = {"role": "assistant", "content": "I wi", "reasoning_content": "Hm."}
+    record(forest, [SYSTEM, USER, begun], REPLY, DELIVERED, turn=0)
+    joined = {**DELIVERED, "content": "I wiI will look.", "reasoning_content": "Hm.Cell 4 is behind the tool."}
+    call_ids = [{**DELIVERED["tool_calls"][0], "id": "other"}]
+    for sent, answered in ((joined, RESULT), ({**joined, "tool_calls": call_ids}, {**RESULT, "tool_call_id": "other"})):
+        found = match(forest, SYSTEM, USER, sent, answered)
+        assert (found.turn, found.fork, found.continues) == (0, None, True)
+        assert found.tolerances == {Tolerance.CONTENT_FORM}
+        assert found.messages == (SYSTEM, USER, begun, REPLY, RESULT)
+        assert (found.num_matched, found.node) == (4, 3)
+    answer = {"role": "assistant", "content": "It is 17."}
+    record(forest, [RESULT], answer, turn=1, after=3)
+    found = match(forest, SYSTEM, USER, joined, RESULT, answer, USER)
+    assert (found.turn, found.fork, found.num_matched) == (1, None, 6)
+    found = match(forest, SYSTEM, USER, {**joined, "content": "I woI will look."}, RESULT)
+    assert (found.turn, found.fork, found.num_matched) == (None, ForkReason.FOREIGN_REPLY, 2)
+    record(forest, [RESULT], answer, turn=2, after=3)  # the walk before knows of one such answer
+    found = match(forest, SYSTEM, USER, joined, RESULT, answer, USER)
+    assert found.turn == 2
+    assert Tolerance.SEVERAL_MATCHES in found.tolerances
+
+
 def test_reordered_calls_are_not_our_turn() -> None:
     forest = Forest()
     calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in ("a", "b")]
