@@ -57,8 +57,10 @@ async def create_session(body: CreateBody, request: Request) -> Response:
     context = get_context(request)
     await _check_settings(request, settings)
     policy = await context.policies.get(request, settings.policy)
-    name = (settings.policy or policy.name) if settings.follow else await context.policies.pin(request, policy)
-    settings = settings.model_copy(update={"policy": name})
+    name = settings.policy or policy.name
+    if not settings.follow:
+        name = await context.policies.pin(request, policy)
+        settings = settings.model_copy(update={"policy": name})
     created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
     root = f"{str(request.base_url).rstrip('/')}/s/{created.api_key}"
     return json_response(
