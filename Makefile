@@ -86,6 +86,11 @@ $(VENV)/clients/tinker-cookbook/.installed: tests/e2e/clients/requirements/tinke
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
+# Its own requirements are CUDA's: its readers of calls, which are all that is used, need what vLLM has.
+$(VENV)/clients/sglang/.installed: tests/e2e/clients/requirements/sglang.txt
+	$(PIP) --no-deps --upgrade --target $(@D) --requirement $<
+	touch $@
+
 # Installs each of $(1), then runs each file of $(2); goes on after a failure, and names all of them at the end.
 define TRY_EACH
 @failed=; \
@@ -99,8 +104,8 @@ done; \
 endef
 
 clients: $(ALL)  ## agents, trainers and environments of PyPI, in environments of their own (3.6 GB); names what failed
-	$(call TRY_EACH,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym tinker-cookbook,test_clients.py \
-		test_train_verifiers.py test_train_other_environments.py test_tinker_cookbook.py)
+	$(call TRY_EACH,agents openai-agents verifiers-0.1 verifiers-0.4 environments nemo-gym tinker-cookbook sglang,\
+		test_field_readers.py test_clients.py test_train_verifiers.py test_train_other_environments.py test_tinker_cookbook.py)
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)
@@ -116,7 +121,7 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 
 agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (3 GB)
 	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_known_agents.py \
-		test_terminal_tasks.py)
+		test_tinker_agents.py test_terminal_tasks.py)
 
 check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/ruff format --check src tests bench recipes tools
@@ -131,9 +136,10 @@ extras:  ## install each extra alone in a fresh environment and start what it is
 bench: $(ALL)  ## side-by-side measurements; their numbers go into docs/lab-notes/
 	for file in bench/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done
 
-templates: $(ALL)  ## write docs/templates.md: what we do with each chat template that trl and vllm ship
+templates: $(ALL) $(VENV)/clients/sglang/.installed  ## write docs/templates.md: chat templates, and other readers of calls
 	$(BIN)/unbroken audit --output docs/templates.md --table $(VENV)/lib/python3*/site-packages/trl/chat_templates \
 		$(VENV)/lib/python3*/site-packages/vllm/transformers_utils/chat_templates
+	$(BIN)/python tools/write_reader_table.py
 
 fields: $(ALL)  ## write the tables of fields in docs/protocols.md: what is followed, refused, or ignored, and why
 	$(BIN)/python tools/write_field_tables.py

@@ -34,8 +34,12 @@ class Event(StrEnum):
     """A message of a server's client in a role that the template does not write (`server.roles`)."""
     TOLERANCE = "tolerances"
     """A difference between a reply and what an agent sent back for it, which was tolerated (`ledger.matching`)."""
+    REQUIRED_CALL = "required_calls"
+    """A reply without a call that was required, of an engine that cannot be constrained: `sampled_again`, or `missing`
+    from the answer."""
     ABORTED = "aborted"
-    """Ids of turns that were aborted and not recorded, in sessions with a limit of ids."""
+    """Ids of turns that were aborted and not recorded, or left out for a required call, in sessions with a limit of
+    ids."""
 
 
 class Counters:

@@ -4,8 +4,10 @@
     ├── InvalidInputError        a value from outside breaks a stated rule (also a ValueError)
     │   ├── MessagesError        messages that cannot be rendered as they are
     │   ├── ToolDefinitionError  a function that cannot be described as a tool
+    │   ├── ToolsNotShownError   tools that the chat template does not show to the model
     │   ├── SamplingError        sampling parameters or a request that the engine does not support
-    │   │   └── ContextOverflowError   the prompt leaves no room in the context
+    │   │   ├── ContextOverflowError   the prompt leaves no room in the context
+    │   │   └── UnknownPolicyError     no weights of this name, or not of this version
     │   ├── ImageError           an image that is broken, exceeds a limit or does not match its prompt
     │   │   └── UnknownImageError      a reference to an image that is not stored
     │   └── RewardError          a reward that is not one finite number per trajectory
@@ -39,6 +41,7 @@ A message says what was expected, what came (with values) and what to do.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 
 class UnbrokenError(Exception):
@@ -94,6 +97,15 @@ class ContextOverflowError(SamplingError):
         return error
 
 
+class UnknownPolicyError(SamplingError):
+    """A name that claims to be a policy, and there are no such weights, or their version is another one."""
+
+    @classmethod
+    def of(cls, name: str, known: Sequence[str]) -> UnknownPolicyError:
+        """The error for a name, with those that there are."""
+        return cls(f"the model {name} does not exist: this server has {list(known)}")
+
+
 class ImageError(InvalidInputError):
     """An image that is broken, exceeds a limit or does not match the placeholders of its prompt."""
 
@@ -114,6 +126,22 @@ class RewardError(InvalidInputError):
 
 class TemplateError(UnbrokenError):
     """The tokenizer has no chat template, it does not compile, or it refuses these messages."""
+
+
+class ToolsNotShownError(InvalidInputError):
+    """A chat template does not show tools to the model, which would have to guess that there are any."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"the chat template does not show tools to the model: prompts are the same with and without "
+            f"{', '.join(names)}. Take a model whose template shows them; or describe them in a system message of the "
+            "task's own, and say so: rollouts.tools_in_messages = true"
+        )
+        self.names = tuple(names)
+
+    def __reduce__(self) -> tuple[type[ToolsNotShownError], tuple[Sequence[str]]]:
+        """A sampler passes it from one process to another."""
+        return ToolsNotShownError, (self.names,)
 
 
 class StopTokenError(TemplateError):

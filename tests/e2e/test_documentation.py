@@ -128,6 +128,9 @@ NOT_RUN = {
     ("docs/gateway.md", "from langchain_openai"): OWN_SDK,
     ("docs/gateway.md", "OPENAI_API_BASE=$URL"): OWN_SDK,
     ("docs/tinker.md", "import tinker"): "tests/e2e/test_tinker.py runs it",
+    ("docs/tinker-agents.md", " your loop ──"): DIAGRAM,
+    ("docs/tinker-agents.md", "unbroken serve"): "tests/e2e/test_tinker_agents.py starts both",
+    ("docs/tinker-agents.md", "import os"): "tests/e2e/test_tinker_agents.py runs it",
     (
         "docs/protocols.md",
         "unbroken serve path/to/model --served-model-name tiny",

@@ -305,7 +305,8 @@ def test_in_flight_weights_have_a_version_for_each_id(server):
 def test_a_key_sees_its_own_models_alone(model, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("tml-one\ntml-two\n")
-    with start(model, tmp_path / "store", "--tinker-keys", str(keys), "--tinker-max-models", "1") as server:
+    options = ("--tinker-keys", str(keys), "--tinker-max-models", "1", "--api-key", "operator")
+    with start(model, tmp_path / "store", *options) as server:
         mine = connect(server)
         client = mine.create_lora_training_client(base_model="tiny", rank=4).result()
         (sequence,) = sample(client.save_weights_and_get_sampling_client().result())
@@ -327,6 +328,13 @@ def test_a_key_sees_its_own_models_alone(model, tmp_path):
         with pytest.raises(tinker.RequestFailedError, match="has sampled no sequence"):
             other.forward_backward([make_datum(PROMPT, sequence)], "importance_sampling").result(60)
         assert RawClient(server.url, "tml-three").http.get("training_runs").status_code == 401
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": path}
+        for key, status in (("tml-one", 200), ("tml-two", 404), ("operator", 404), ("tml-three", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+            assert answer.status_code == status, (key, answer.text)
+            paused = httpx.post(f"{server.url}/resume", headers=headers, timeout=60)
+            assert paused.status_code == (200 if key == "operator" else 401), key
 
 
 def test_calls_run_once_and_in_order_however_they_arrive(server):
@@ -375,7 +383,7 @@ def test_a_killed_server_goes_on_from_the_last_save_state(model, tmp_path, datab
         with pytest.raises(tinker.APIStatusError, match="is gone: its session has ended, or the server started again"):
             sample(sampler)
         loaded = connect(server).create_training_client_from_state_with_optimizer(path).result()
-        assert step(loaded, data)["provenance_proven:sum"] > 0  # of sequences that were sampled before
+        assert step(loaded, data)["provenance_other_model:sum"] > 0  # of sequences that were sampled before
         found = loaded.forward(data, "importance_sampling").result(60).loss_fn_outputs
         assert [each["logprobs"].tolist() for each in found] == [each["logprobs"].tolist() for each in wanted]
 

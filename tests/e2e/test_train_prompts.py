@@ -30,14 +30,15 @@ SMALL = {
 }
 WAITS = """
 from asyncio import Event
+from pathlib import Path
 share, problems = digits, []
 async def digits(completions: list[str]) -> list[float]:
     problems.append(completions)
-    if len(problems) > 6:
+    if len(problems) > 6 and Path(__file__).with_name("waits").exists():
         await Event().wait()
     return share(completions)
 """
-"""A reward that waits for ever in the third step: two problems are evaluated before, and two trained on in a step."""
+"""A reward that waits in the third step: two problems are evaluated before, and two trained on in a step."""
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -77,19 +78,25 @@ def sums(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
-def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, model, whole, number, status, word):
+def test_a_run_that_is_ended_goes_on_as_one_that_is_not(tmp_path, capsys, model, whole, number, status, word):
     recipe, log = sums(tmp_path), tmp_path / "log"
     words, rewards = command(recipe, tmp_path / "run", model), recipe.with_name("rewards.py")
     rewards.write_text(rewards.read_text() + WAITS)
+    rewards.with_name("waits").touch()
     process = ForkedPython("unbroken", *words, output=log)
     while not (tmp_path / "run" / "checkpoints" / "step-00000001").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    shutil.copy(SUMS.with_name("rewards.py"), rewards)
+    rewards.with_name("waits").unlink()
     assert process.wait(timeout=60) == status, log.read_text()
     assert f"{word}; the same command continues from the last checkpoint" in log.read_text()
     assert len(lines(tmp_path / "run")) < 4
+    code = rewards.read_text()
+    rewards.write_text(code.replace("share(completions)", "[1 - each for each in share(completions)]"))
+    assert main(words) == 1
+    assert f"the SHA-256 of {rewards} must be '" in capsys.readouterr().err
+    rewards.write_text(code)
     assert main(words) == 0
     assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2, 3]
     # The same ids are sampled; in batches of another make-up, the last bits of their logprobs differ.

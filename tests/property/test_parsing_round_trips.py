@@ -102,6 +102,12 @@ FORM_LOSSES: dict[str, tuple[Loss, ...]] = {
     "seed": (),
     "solar": (),
     "pythonic": (Loss.REASONING, Loss.CONTENT_BESIDE_CALLS),
+    "tool_code": (Loss.REASONING,),
+    "olmo3": (),
+    "xlam": (Loss.REASONING, Loss.CONTENT_BESIDE_CALLS),
+    "granite": (Loss.REASONING,),
+    "granite, a token before each": (Loss.REASONING,),
+    "internlm": (Loss.REASONING,),
 }
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,13 +44,25 @@ def test_the_audit_bridges_all_turns_and_finds_what_the_template_lacks_and_what_
     assert 0.6 < lost["num_sequences_changed"] / lost["num_sequences"] < 0.9
 
 
-def test_retokenising_its_own_conversations_changes_ids_and_only_then_the_policy(model, capsys):
+def test_retokenising_its_own_conversations_changes_ids_and_only_then_the_policy(model, capsys, caplog):
     sizes = ("--conversations", 6, "--max-turns", 3, "--max-tokens", 48)
     status, report = run(capsys, "drift", "--model", model, *sizes)
     assert status == 0
     assert report["changed"]["num_ids"] > 0
     assert report["exact"]["k3"] < 1e-8
     assert report["retokenised"]["k3"] > 1e-4
+    assert sum("does not show tools" in message for message in caplog.messages) == 1
+
+
+def test_training_with_a_tool_that_the_template_does_not_show_is_refused(model, tmp_path, capsys):
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        'from unbroken import tool\n\n\n@tool\ndef now() -> str:\n    """Say the time."""\n    return "12"\n'
+    )
+    task = Path(__file__).with_name("task.toml")
+    arguments = ["--model", str(model), "--output", str(tmp_path / "run"), "--tools", f"{tools}:now"]
+    assert main(["train", str(task), *arguments]) != 0
+    assert "prompts are the same with and without now" in capsys.readouterr().err
 
 
 def test_exact_numerics_have_no_difference_at_all_and_take_time_and_memory_within_bounds(model, tmp_path):

@@ -97,6 +97,10 @@ def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
                 item["arguments"] += event["delta"]
             case "function_call_arguments.done":
                 assert event["arguments"] == item["arguments"]
+            case "custom_tool_call_input.delta":
+                item["input"] += event["delta"]
+            case "custom_tool_call_input.done":
+                assert event["input"] == item["input"]
             case "content_part.done":
                 assert event["part"] == item["content"][-1]
             case "output_item.done":

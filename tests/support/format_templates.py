@@ -102,6 +102,10 @@ _TYPE_OF_K3 = """
 {%- elif v is string -%}string{%- elif v is mapping -%}object{%- else -%}array{%- endif -%}
 {%- endmacro -%}
 """
+_PYTHON_CALL = (
+    "{{- call.function.name + '(' -}}{%- for k, v in call.function.arguments | items -%}"
+    "{{- k + '=' + (v | tojson) + (', ' if not loop.last else '') -}}{%- endfor -%}{{- ')' -}}"
+)
 _OF_M5 = "('<' in v or '&' in v or '\\n' in v)"
 _MISTRAL = {"assistant": " [/INST]", "user": "[INST]", "tool": "[TOOL_RESULTS]", "end": "</s>"}
 
@@ -301,11 +305,42 @@ FORMAT_TEMPLATES = {
     ),
     "pythonic": _template(
         calls="[",
-        call="{{- call.function.name + '(' -}}{%- for k, v in call.function.arguments | items -%}"
-        "{{- k + '=' + (v | tojson) + (', ' if not loop.last else '') -}}{%- endfor -%}{{- ')' -}}",
+        call=_PYTHON_CALL,
         between=", ",
         end_of_calls="]",
     ),
+    "tool_code": _template(
+        calls="```tool_code\\n[",
+        call=_PYTHON_CALL,
+        between=", ",
+        end_of_calls="]\\n```",
+    ),
+    "olmo3": _template(
+        think="<think>",
+        end_of_think="</think>",
+        calls="<function_calls>",
+        call=_PYTHON_CALL,
+        between="\\n",
+        end_of_calls="</function_calls>",
+    ),
+    "granite": _template(
+        calls="<|tool_call|>[",
+        call=_json_call("name", "arguments"),
+        between=", ",
+        end_of_calls="]",
+    ),
+    "granite, a token before each": _template(
+        calls="<|tool_call|> ",
+        call=_json_call("name", "arguments"),
+        between="\\n<|tool_call|> ",
+    ),
+    "internlm": _template(
+        calls="<|action_start|><|plugin|>\\n",
+        call=_json_call("name", "arguments"),
+        between="<|action_end|><|action_start|><|plugin|>\\n",
+        end_of_calls="<|action_end|>",
+    ),
+    "xlam": _template(calls="[", call=_json_call("name", "arguments"), between=", ", end_of_calls="]"),
 }
 """By the format's name; several templates of one format have a comma and more words after it."""
 

@@ -77,7 +77,7 @@ class Gateway:
 
 
 def make_gateway(
-    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, **config: Any
+    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, source: Any = None, **config: Any
 ) -> Any:
     """The application of a gateway over a store, or over the one in a folder or at a URL."""
     return create_gateway(
@@ -87,15 +87,16 @@ def make_gateway(
         ServerConfig(model_name="tiny", **config),
         store=open_store(str(store)) if isinstance(store, Path | str) else store,
         gateway=gateway,
+        policy_source=source,
     )
 
 
 @asynccontextmanager
 async def running_gateway(
-    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, **config: Any
+    engine: Engine, store: Path | str | Any, *, gateway: GatewayConfig | None = None, source: Any = None, **config: Any
 ) -> AsyncIterator[Gateway]:
     """Run a gateway over a store, or over the one in a folder or at a URL."""
-    app = make_gateway(engine, store, gateway=gateway, **config)
+    app = make_gateway(engine, store, gateway=gateway, source=source, **config)
     key = config.get("api_key")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with app.router.lifespan_context(app), asgi_client(app, **headers) as client:

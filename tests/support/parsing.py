@@ -99,6 +99,11 @@ WRITTEN = {
     "<start_function_call>call:now{}<end_function_call>",
     "lfm2": "<|tool_call_start|>[add(a=1), now()]<|tool_call_end|>",
     "pythonic": "[add(a=1), now()]",
+    "tool_code": "```tool_code\n[add(a=1), now()]\n```",
+    "olmo3": "<function_calls>\nadd(a=1)\nnow()\n</function_calls>",
+    "xlam": f"[{_JSON}, {_NOW}]",
+    "granite": f"<|tool_call|>[{_JSON}, {_NOW}]",
+    "internlm": f"<|action_start|><|plugin|>\n{_JSON}<|action_end|><|action_start|><|plugin|>\n{_NOW}<|action_end|>",
     "llama3": '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}',
     "cohere2": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}},\n'

@@ -68,6 +68,20 @@ def served(folder: Path, *options: str, engine: str = "vllm", as_command: bool =
     arguments = [
         "serve", str(folder), "--served-model-name", "tiny", "--engine", engine, "--port", "0", *own, *options
     ]  # fmt: skip
+    with _running(arguments, as_command=as_command) as server:
+        yield server
+
+
+@contextmanager
+def gateway_over(server: Served, folder: Path, store: Path, *options: str) -> Iterator[Served]:
+    """Start `unbroken gateway` over a server, with the tokenizer in a model folder, and stop it as `served` does."""
+    own = ["--tokenizer", str(folder), "--store", str(store), "--served-model-name", "tiny", "--no-control-key"]
+    with _running(["gateway", "--upstream", server.url, "--port", "0", *own, *options]) as gateway:
+        yield gateway
+
+
+@contextmanager
+def _running(arguments: Sequence[str], *, as_command: bool = False) -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as logs:
         output, errors = Path(logs, "output"), Path(logs, "errors")
         if as_command:

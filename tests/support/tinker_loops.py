@@ -69,7 +69,7 @@ def record(
             finish_reason=finish,
             version_spans=tuple(VersionSpan(start=a, stop=b, policy_version=version) for a, b, version in spans),
         ),
-        **options,
+        **{"sampling": {}, **options},
     )
 
 

@@ -176,6 +176,8 @@ def _describe_round_trip(report: AuditReport) -> Iterator[str]:
     if found.differences:
         yield "differ in " + ", ".join(f"{part} ({num})" for part, num in found.differences.items())
         yield make_printable(shorten(found.example, 200))
+    if found.unread_calls:
+        yield f"warning: {make_printable(found.unread_calls)}"
 
 
 def _describe_bridges(report: AuditReport) -> Iterator[str]:

@@ -230,6 +230,8 @@ class RoundTripFinding:
     differences: Mapping[str, int]
     """The number of turns by the part that differs: `content`, `reasoning`, `calls`."""
     example: str = ""
+    unread_calls: str = ""
+    """What is wrong, if no format reads back the calls that the template renders: `TemplateRenderer.unread_calls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from unbroken.audit.stand_in import BEGIN, END, make_stand_in
 from unbroken.errors import InvalidInputError, TemplateError
 from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import find_unread_options
 from unbroken.rendering.loader import load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import TemplateTexts
@@ -41,7 +42,7 @@ class Subject(TemplateTexts):
 
     def find_unread_options(self) -> tuple[str, ...]:
         """Find the options that the template never reads: misspelled, or meant for another model."""
-        return tuple(sorted(set(self.options) - self.template_renderer.find_variables()))
+        return find_unread_options(self.template_renderer, self.options)
 
     def get_tokens(self, token_ids: Sequence[int]) -> tuple[Token, ...]:
         """The ids, each with its text."""

@@ -24,6 +24,9 @@ Of {accepted} conversations that the templates themselves accept, {exact} were b
 {refused} were refused with a reason, and {wrong} were wrong. Exact means: the template's own rendering of the whole
 conversation, character for character and id for id.
 
+Templates that move the system text to the last question (Mistral's) are refused at each question (`drops_message`),
+because the model would read it twice; `history="repeat_system"` bridges them ([history.md](history.md)).
+
 | template | class | limits | turns end with | parser | read back | exact | refused, by reason |
 |---|---|---|---|---|---|---|---|
 """

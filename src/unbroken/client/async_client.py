@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -308,6 +309,13 @@ class AsyncClient:
         if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
             raise unexpected_answer(self.base_url, "/v1/models", {"data": models})
         return models
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """What a name of a model means: `policy`, its name without a version, and the `policy_version` that would
+        answer; `UnknownPolicyError` if it means nothing.
+        """
+        entry: dict[str, Any] = await self._calls.get(f"/v1/models/{quote(name, safe='')}")
+        return entry
 
     async def _read(self, path: str, field: str) -> Any:
         """Read a field of a path's answer; raises `ServerError` if it lacks it."""

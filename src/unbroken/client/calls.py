@@ -31,6 +31,7 @@ from unbroken.errors import (
     ServerUnreachableError,
     SessionEndedError,
     UnknownImageError,
+    UnknownPolicyError,
     UnknownSessionError,
 )
 from unbroken.types import EncodedImage, TokenIds
@@ -443,8 +444,9 @@ def to_error(response: httpx.Response) -> Exception:
     try:
         body = response.json()["error"]
         message, code, sha256 = str(body["message"]), body.get("code"), str(body.get("sha256"))
+        param = body.get("param")
     except (ValueError, KeyError, TypeError):
-        message, code, sha256 = response.text[:500], None, ""
+        message, code, param, sha256 = response.text[:500], None, None, ""
     if code == "context_length_exceeded":
         return ContextOverflowError.from_message(message)
     if code == "unknown_image":
@@ -453,6 +455,9 @@ def to_error(response: httpx.Response) -> Exception:
         return _with_message(SessionEndedError("", ""), message)
     if code == "session_not_found":
         return _with_message(UnknownSessionError(""), message)
+    # vLLM gives the status as the code.
+    if code == "model_not_found" or (response.status_code == 404 and param == "model"):
+        return UnknownPolicyError(message)
     if code == "invalid_image":
         return ImageError(message)
     if response.status_code == 429:

@@ -93,7 +93,8 @@ class SessionCalls:
     async def create(self, settings: Mapping[str, Any] | None = None) -> CreatedSession:
         """Create a session.
 
-        `settings` may have `metadata`, `sampling`, `limits`, `template_options`, `on_disconnect` and `ttl_s`.
+        `settings` may have `metadata`, `policy`, `follow`, `sampling`, `limits`, `template_options`, `on_disconnect`
+        and `ttl_s`.
         """
         answer: CreatedSession = await self._calls.post("/v1/sessions", settings or {})
         return answer

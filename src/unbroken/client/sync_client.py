@@ -80,6 +80,12 @@ class Client:
         """The server's models, at least one; `max_model_len` is the context length."""
         return self._run(self._client.models)
 
+    def model(self, name: str) -> dict[str, Any]:
+        """What a name of a model means: `policy`, its name without a version, and the `policy_version` that would
+        answer; `UnknownPolicyError` if it means nothing.
+        """
+        return self._run(lambda: self._client.model(name))
+
     def _run(self, call: Callable[[], Awaitable[_T]]) -> _T:
         return self._portal.call(call)
 

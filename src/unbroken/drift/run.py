@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from unbroken.drift.report import DriftExample, DriftReport, DriftSetup
 from unbroken.engines.base import Engine
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
+from unbroken.rendering.effects import ToolsWarning
 from unbroken.retokenising.changes import Cause
 from unbroken.retokenising.comparison import Retokenised, compare_trajectory, count_changed, count_compared
 from unbroken.retokenising.ratios import Ratios, score_rollouts
@@ -32,6 +34,7 @@ from unbroken.runs.config import read_key
 from unbroken.runs.models import load_model
 from unbroken.viewer.reports import show_side_by_side
 
+_log = logging.getLogger(__name__)
 _MAX_SAMPLING = 64
 """Conversations at a time."""
 _WARM_UP = WarmUpConfig(num_demo_steps=700)
@@ -48,6 +51,7 @@ async def run_drift(
         EngineError: the engine failed while it scored.
     """
     started = time.perf_counter()
+    _warn_of_options(subject)
     trajectories = await sample_conversations(subject, engine, make_env, config)
     with_turns = [trajectory for trajectory in trajectories if trajectory.turns]
     if not with_turns:
@@ -91,6 +95,7 @@ async def sample_conversations(
     """Sample all conversations; the same seed gives the same ones on the same engine."""
     limits = Limits(max_turns=config.max_turns, timeout_s=config.timeout_s)
     room = asyncio.Semaphore(_MAX_SAMPLING)
+    check_tools = ToolsWarning(subject.renderer)
 
     async def sample(number: int) -> Trajectory:
         async with room:
@@ -101,9 +106,15 @@ async def sample_conversations(
                 sampling=replace(config.sampling, seed=derive_seed(config.seed, number)),
                 limits=limits,
                 trajectory_id=f"drift-{config.seed}-{number}",
+                check_tools=check_tools,
             )
 
     return list(await asyncio.gather(*map(sample, range(config.num_conversations))))
+
+
+def _warn_of_options(subject: Subject) -> None:
+    if unread := subject.find_unread_options():
+        _log.warning("the chat template does not read the options %s: they have no effect", ", ".join(unread))
 
 
 def _explain(trajectory: Trajectory) -> UnbrokenError:

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from unbroken.client import AsyncClient
 from unbroken.engines.checks import check_images, check_request, check_scorable, check_unused
@@ -117,6 +118,25 @@ class HttpEngine:
     def urls(self) -> tuple[str, ...]:
         """The servers that are there now."""
         return tuple(self._failover.members)
+
+    @property
+    def model_name(self) -> str:
+        """What the servers call their model."""
+        return self._failover.facts.model
+
+    async def find_model(self, name: str) -> dict[str, Any]:
+        """What a server says of a name: `policy` and, if it is one of ours, `policy_version`; `parent` unless it is the
+        served model. `UnknownPolicyError` if it means nothing there.
+        """
+        self._check_open()
+        last: ServerError | None = None
+        for client in self._failover.candidates(name):
+            try:
+                async with self._failover.while_there(client):
+                    return await client.model(name)
+            except ServerError as error:
+                last = await self._failover.avoid(client, error)
+        raise self._failover.to_error(last)
 
     def require_version(self, policy_version: int) -> None:
         """From now on, refuse samples of older weights, and send the request to another server."""

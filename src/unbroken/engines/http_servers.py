@@ -58,6 +58,10 @@ class EngineServer(Protocol):
         """Compute the logprobs of sequences, their images expanded."""
         ...
 
+    async def model(self, name: str) -> dict[str, Any]:
+        """What a name of a model means, as `/v1/models/NAME` says it; `UnknownPolicyError` if nothing."""
+        ...
+
     async def health(self) -> bool:
         """Whether the server answers and its engine works; never retried."""
         ...

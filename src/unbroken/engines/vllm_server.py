@@ -9,6 +9,7 @@ It samples from text only. Its labels of weights count as policy versions where 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -24,6 +25,7 @@ from unbroken.errors import (
     SamplingError,
     ServerError,
     ServerUnreachableError,
+    UnknownPolicyError,
 )
 from unbroken.types import (
     FinishReason,
@@ -162,6 +164,17 @@ class VllmServer:
     async def health(self) -> bool:
         """Whether the server answers and its engine works."""
         return await self._calls.is_ok("/health")
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The entry of a model or an adapter, also with @VERSION; `UnknownPolicyError` for another name.
+
+        It has no `policy_version`: vLLM labels its weights, and tells it with what they sampled.
+        """
+        models: list[dict[str, Any]] = (await self._calls.get("/v1/models"))["data"]
+        for entry in models:
+            if entry["id"] in (name, re.sub(r"@(latest|[0-9]{1,9})$", "", name)):
+                return {**entry, "policy": entry["id"]}
+        raise UnknownPolicyError.of(repr(name[:100]), [entry["id"] for entry in models])
 
     async def pause(self) -> None:
         """Stop sampling: requests wait. `EngineError` unless the server has the path."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -31,19 +32,19 @@ from unbroken.engines.base import Engine
 from unbroken.errors import StoreError
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.routes import router
+from unbroken.gateway.session import Session
 from unbroken.gateway.sessions import KEY_PREFIX, Sessions
 from unbroken.ledger.store.base import SessionStore
+from unbroken.messages import Message as ChatMessage
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.app import create_app
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
 from unbroken.server.http.errors import HttpError, error_response
-from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES, ReplayBody
+from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES, SESSION, ReplayBody
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener
 
-SESSION = "unbroken.session"
-"""Where the scope has the id of the session that a request belongs to."""
 _KEY_OF_PATH = "unbroken.key_of_path"
 """Where it has the session's key, if that was in the path."""
 _ELSEWHERE = "unbroken.elsewhere"
@@ -66,6 +67,7 @@ _AGENT_PATHS = frozenset(
     {
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/conversations"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
         ("GET", "/v1/models"),
@@ -171,7 +173,8 @@ class SessionGate:
                 code="path_not_allowed",
             )
         scope[SESSION] = session_id
-        scope[AUTHORIZED] = scope[ANY_MODEL] = scope[KNOWS_RETRIES] = True
+        scope[ANY_MODEL] = session_id
+        scope[AUTHORIZED] = scope[KNOWS_RETRIES] = True
 
 
 class Forwarding:
@@ -305,14 +308,25 @@ class SessionTurns:
         session_id = request.scope.get(SESSION)
         if session_id is None:
             return await self._plain.open(request, question, id_prefix=id_prefix)
-        try:
-            session = await self.sessions.get_live(session_id)
-        except HttpError as error:
-            request.scope[_ELSEWHERE] = error.code == "session_elsewhere"
-            raise
+        session = await self._get_live(request, session_id)
+        if question.policy is None:
+            policy = await self._context.policies.get(request, session.settings.policy)
+            question = replace(question, policy=policy)
         turn, leave = await session.open(self._context, question, id_prefix=id_prefix)
         add_end(request.scope, leave)
         return turn
+
+    async def recall(self, request: Request, answer_id: str) -> Sequence[ChatMessage] | None:
+        """The messages up to the reply that had this id, if the request's session has recorded it."""
+        session_id = request.scope.get(SESSION)
+        return None if session_id is None else (await self._get_live(request, session_id)).recall(answer_id)
+
+    async def _get_live(self, request: Request, session_id: str) -> Session:
+        try:
+            return await self.sessions.get_live(session_id)
+        except HttpError as error:
+            request.scope[_ELSEWHERE] = error.code == "session_elsewhere"
+            raise
 
     async def close(self) -> None:
         """End what is kept between turns, when the server stops."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unbroken.gateway.state import RecordedTurn
+from unbroken.ledger.forest import BrokenReply
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
-from unbroken.server.service import SamplingService
+from unbroken.server.http.idempotency import refuse_reused_key
+from unbroken.server.questions import InsistingService, TurnService
 from unbroken.server.turns import RetryHint
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
@@ -33,24 +35,30 @@ class PendingTurn:
 
     def __init__(
         self,
-        service: SamplingService,
+        service: TurnService,
         request: SampleRequest,
         renderer: Renderer,
         *,
         answer_id: str,
         record: Record,
         on_start: Callable[[], None],
+        read_streamed: Callable[[Sequence[int]], BrokenReply],
         counts: bool,
     ) -> None:
-        """`on_start` is called when the work begins; `counts` keeps `num_unrecorded` also for whole answers."""
+        """`on_start` is called when the work begins; `read_streamed` reads the first ids of a completion.
+
+        `counts` keeps `num_unrecorded` also for whole answers.
+        """
         self.request = request
         self.renderer = renderer
         self.answer_id = answer_id
+        self.is_recorded = True
         self.replies: dict[int, WholeReply] = {}
         self._sequences: dict[int, SampledSequence] = {}
         self._service = service
         self._record = record
         self._on_start = on_start
+        self._read_streamed = read_streamed
         self._counts = counts
         self._is_recording = False
         self._num_sampled: Counter[int] = Counter()
@@ -67,7 +75,13 @@ class PendingTurn:
     @property
     def num_unrecorded(self) -> int:
         """Number of ids that were sampled for completions which are not recorded."""
-        return self._num_sampled.total()
+        left_out = self._service.num_left_out if isinstance(self._service, InsistingService) else 0
+        return self._num_sampled.total() + left_out
+
+    def read_streamed(self) -> BrokenReply:
+        """What was handed out of the first completion."""
+        ids = [one for chunk in self._chunks if chunk.index == 0 for one in chunk.completion_ids.tolist()]
+        return self._read_streamed(ids)
 
     async def sample(self) -> SampleResult:
         """Sample the whole reply."""
@@ -218,10 +232,14 @@ class Attempts:
     def __init__(self) -> None:
         self._by_body: dict[str, list[Attempt]] = {}
         """By the digest of the request."""
+        self._by_key: dict[str, Attempt] = {}
+        """By the idempotency key; the newest."""
 
     def add(self, attempt: Attempt) -> None:
-        """Remember an attempt whose work begins now."""
+        """Remember an attempt, whose work begins now or has ended."""
         self._by_body.setdefault(attempt.retry.body_sha256, []).append(attempt)
+        if attempt.retry.idempotency_key is not None:
+            self._by_key[attempt.retry.idempotency_key] = attempt
 
     def add_recorded(self, turns: Sequence[RecordedTurn]) -> None:
         """Remember turns from the store; nobody knows whether their answers arrived."""
@@ -231,33 +249,42 @@ class Attempts:
         for choices in by_answer.values():
             first = choices[0].record
             retry = RetryHint(body_sha256=first.request_digest.hex(), idempotency_key=first.idempotency_key)
-            attempt = Attempt(retry, len(choices), numbers=[recorded.record.number for recorded in choices])
-            self._by_body.setdefault(retry.body_sha256, []).append(attempt)
+            self.add(Attempt(retry, len(choices), numbers=[recorded.record.number for recorded in choices]))
 
     def end(self, attempt: Attempt) -> None:
         """Forget what nobody needs of an attempt whose work has ended: a session would hold every prompt twice."""
         assert attempt.pending is not None
         if not attempt.can_answer:
             self._by_body[attempt.retry.body_sha256].remove(attempt)
+            key = attempt.retry.idempotency_key
+            if key is not None and self._by_key.get(key) is attempt:
+                del self._by_key[key]
         elif attempt.pending.request.params.num_top_logprobs == 0:  # these are not recorded
             attempt.pending = None
 
     def find(self, retry: RetryHint, *, n: int) -> Attempt | None:
         """The attempt that a retry asks for; None for a new question.
 
-        A retry says so (an idempotency key, the retry count of an SDK), or has the same body as a request whose answer
-        was not delivered. The same body while a request is being answered is a sibling if it comes from an SDK
-        that counts its retries: it would have said so.
+        A key says which one. Without a key, the same body is a retry if all readers of its answer went away before its
+        end, or if it says so (the retry count of an SDK). Else it is a further sample: a vote asks five times at once.
+
+        Raises:
+            HttpError: the key came with another body.
         """
-        for attempt in reversed(self._by_body.get(retry.body_sha256, [])):
-            if not attempt.can_answer or attempt.n != n:
-                continue
-            has_key = retry.idempotency_key is not None and retry.idempotency_key == attempt.retry.idempotency_key
-            if has_key or retry.retry_count:
-                return attempt
-            if not attempt.is_delivered and (attempt.num_requests == 0 or retry.retry_count is None):
-                return attempt
-        return None
+        if retry.idempotency_key is not None:
+            keyed = self._by_key.get(retry.idempotency_key)
+            if keyed is not None and keyed.retry.body_sha256 != retry.body_sha256:
+                raise refuse_reused_key()
+        attempts = [
+            attempt
+            for attempt in self._by_body.get(retry.body_sha256, ())
+            if attempt.can_answer and attempt.n == n and attempt.retry.idempotency_key == retry.idempotency_key
+        ]
+        # Of equal requests, the one whose reader went away is the one that is asked again.
+        left = [attempt for attempt in attempts if not attempt.is_delivered and attempt.num_requests == 0]
+        says_so = retry.idempotency_key is not None or bool(retry.retry_count)
+        found = left or (attempts if says_so else [])
+        return found[-1] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +295,7 @@ class RecordedAnswer:
     renderer: Renderer
     request: SampleRequest
     sequences: tuple[SampledSequence, ...]
+    is_recorded: bool = True
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:

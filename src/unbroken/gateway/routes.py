@@ -17,12 +17,12 @@ from unbroken.ledger.export import export_samples
 from unbroken.ledger.nodes import Node
 from unbroken.ledger.records import ImageRecord, SessionRecord, SessionStatus
 from unbroken.rollout.trajectory import sum_queue_s
-from unbroken.server.context import ServerContext, get_context
+from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError, check_size
-from unbroken.server.http.json import json_response, negotiated_response
-from unbroken.server.wire.openai import SamplingFields
+from unbroken.server.http.json import json_response, negotiated_response, note_ignored
+from unbroken.server.wire.openai import SamplingFields, list_version_spans
 from unbroken.types import ImageSpan, KeptIds, TrainingSample, write_kept_ids
 
 router = Routes(Access.CLIENT)
@@ -54,7 +54,13 @@ class FinishSessionBody(StrictBody):
 async def create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs, which contains the key, to an agent."""
     settings = SessionSettings.model_validate(body.model_dump(exclude={"ttl_s"}))
-    await _check_settings(get_context(request), settings)
+    context = get_context(request)
+    await _check_settings(request, settings)
+    policy = await context.policies.get(request, settings.policy)
+    name = settings.policy or policy.name
+    if not settings.follow:
+        name = await context.policies.pin(request, policy)
+        settings = settings.model_copy(update={"policy": name})
     created = await _get_sessions(request).create(settings, ttl_s=body.ttl_s)
     root = f"{str(request.base_url).rstrip('/')}/s/{created.api_key}"
     return json_response(
@@ -63,7 +69,7 @@ async def create_session(body: CreateBody, request: Request) -> Response:
             "api_key": created.api_key,
             "openai_base_url": f"{root}/v1",
             "anthropic_base_url": root,
-            "model": get_context(request).config.model_name,
+            "model": name,
             "expires_at": created.record.expires_s,
         }
     )
@@ -167,8 +173,12 @@ async def delete_session(session_id: str, request: Request) -> Response:
     return json_response({"session_id": session_id, "deleted": True})
 
 
-async def _check_settings(context: ServerContext, settings: SessionSettings) -> None:
-    """Raise `HttpError` for settings with which every turn would be refused, and for metadata that are too long."""
+async def _check_settings(request: Request, settings: SessionSettings) -> None:
+    """Raise `HttpError` for settings with which every turn would be refused, and for metadata that are too long.
+
+    Options that the template does not read are named in the header of the answer.
+    """
+    context = get_context(request)
     check_size(settings.metadata, name="metadata")
     sampling = SamplingFields(**settings.sampling.model_dump(exclude={"max_tokens", "return_kept_ids"}))
     try:
@@ -178,6 +188,8 @@ async def _check_settings(context: ServerContext, settings: SessionSettings) -> 
     if (options := settings.template_options) is not None:
         context.check_options(options, name="template_options")
         await context.run_in_text_thread(lambda: context.get_renderer(options))
+        ineffective = await context.find_ineffective((), options)
+        note_ignored(request, [name.replace("chat_template_kwargs", "template_options") for name in ineffective])
 
 
 def _get_sessions(request: Request) -> Sessions:
@@ -240,6 +252,9 @@ def _format_turn(recorded: RecordedTurn) -> dict[str, Any]:
         "finish_reason": turn.sequence.finish_reason.value,
         "answer_id": record.answer_id,
         "created_at": record.created_s,
+        "policy": record.policy,
+        "policy_versions": list_version_spans(turn.sequence),
+        "sampling": record.sampling,
     }
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,20 +21,24 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from fastapi import FastAPI
+from starlette.requests import Request
 
 from unbroken.engines.base import Engine
 from unbroken.engines.directory import FileDirectory
 from unbroken.engines.http import HttpEngine
-from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.errors import InvalidInputError, UnbrokenError, UnknownPolicyError
 from unbroken.gateway.app import create_gateway
 from unbroken.gateway.config import GatewayConfig
 from unbroken.gateway.options import GatewayOptions, SessionOptions
+from unbroken.images.lru_cache import LruCache
 from unbroken.ledger.store import is_postgres_url, open_store
 from unbroken.ledger.store.base import SessionStore
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
+from unbroken.server.http.errors import HttpError
 from unbroken.server.options import AppOptions, ServeOptions
+from unbroken.server.policies import CHECKPOINT, Policy, split_version
 from unbroken.server.process import listen, run_loop, run_server, serve
 
 T = TypeVar("T", bound=AppOptions)
@@ -42,6 +46,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 _RESTART_S = 1.0
 _END_S = 10.0
 """Beyond the time that turns in flight have to end: for connections, and the store."""
+_MAX_KNOWN = 2**12
+_MAX_NAME = 1000
+"""Characters of a name that an upstream is asked for."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,16 +104,30 @@ class Workers:
     async def _serve(self) -> int:
         first, line = await self._start()
         if not line:
-            return first.exitcode or 1
-        for process, _ in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
-            if process.exitcode is not None:
-                return process.exitcode or 1
+            return _report_end(first)
+        for process, its_line in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
+            if not its_line:
+                return _report_end(process)
         print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
         await asyncio.gather(*map(self._keep, list(self._processes)))
         raise AssertionError
 
     async def _start(self) -> tuple[SpawnProcess, str]:
-        """Start a worker; returns the line that says that it serves, nothing if it ended before."""
+        """Start a worker, and another one if a signal ends it before it serves, as for want of memory.
+
+        Also returns the line that says that it serves, nothing if it ended by itself before.
+        """
+        while True:
+            process, line = await self._start_once()
+            if line or (process.exitcode or 0) >= 0:
+                return process, line
+            _log.warning(
+                "worker %s ended with status %s while it started: starting another", process.pid, process.exitcode
+            )
+            self._processes.remove(process)
+            await asyncio.sleep(_RESTART_S)
+
+    async def _start_once(self) -> tuple[SpawnProcess, str]:
         receiving, sending = _SPAWN.Pipe(duplex=False)
         process = _SPAWN.Process(target=_work, args=(self._options, self._listener, sending))
         process.start()
@@ -141,6 +162,12 @@ class Workers:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def _report_end(process: SpawnProcess) -> int:
+    """Say that a worker ended before it served; returns the gateway's exit status."""
+    _log.error("worker %s ended with status %s before it served: the gateway ends", process.pid, process.exitcode)
+    return process.exitcode or 1
 
 
 async def _wait_until_readable(descriptor: int) -> None:
@@ -184,7 +211,10 @@ def _serve_here(options: GatewayOptions, **listening: Any) -> int:
     ) -> FastAPI:
         assert isinstance(engine, HttpEngine)
         config = replace(config, adapters=engine.adapters)
-        return create_gateway(engine, make_renderer, codec, config, store=store, gateway=options.gateway, **images)
+        source = UpstreamPolicies(engine, config.model_name)
+        return create_gateway(
+            engine, make_renderer, codec, config, store=store, gateway=options.gateway, policy_source=source, **images
+        )
 
     with _open_store(options.store, options.gateway, option="--store") as store:
         options = with_control_key(options, options.gateway, options.store)
@@ -199,6 +229,55 @@ def _serve_here(options: GatewayOptions, **listening: Any) -> int:
                 **listening,
             )
         )
+
+
+class UpstreamPolicies:
+    """A `PolicySource`: upstreams are asked what a name means, and get it with each request.
+
+    What a name means, once it means something, stays: the upstream refuses what it has no more.
+    """
+
+    def __init__(self, engine: HttpEngine, model_name: str) -> None:
+        """`model_name` is what the gateway calls the served model, which may have another name at its upstream."""
+        self._engine, self._model_name = engine, model_name
+        self._known: LruCache[str, Policy] = LruCache(_MAX_KNOWN)
+
+    async def find(self, request: Request, name: str) -> Policy | None:
+        """The policy of a name; `UnknownPolicyError` with the upstream's list for one that claims to be a policy."""
+        if (known := self._known.get(name)) is not None or len(name) > _MAX_NAME:
+            return known
+        _, version = split_version(name)
+        try:
+            entry = await self._engine.find_model(name)
+        except UnknownPolicyError:
+            if version is not None or name.startswith(CHECKPOINT):
+                raise
+            return None
+        if "policy" not in entry:  # the upstream takes any name, and this one is not a policy's
+            return None
+        number = int(version) if version is not None and version != "latest" else None
+        is_served = entry.get("parent") is None
+        asked = name if "policy_version" in entry else entry["id"]  # stock vLLM takes no name with a version
+        found = Policy(
+            name=self._model_name if is_served else entry["policy"],
+            adapter=None if is_served else asked,
+            version=number,
+        )
+        self._known.put(name, found)
+        return found
+
+    async def find_version(self, request: Request, policy: Policy) -> int:
+        """The version that the upstream would answer with."""
+        name = policy.adapter or self._engine.model_name
+        entry = await self._engine.find_model(name)
+        if "policy_version" not in entry:
+            rule = "the upstream does not say its version before it samples"
+            raise HttpError(400, f"{rule}: name one, such as {policy.name}@3, or leave follow true", param="follow")
+        return int(entry["policy_version"])
+
+    async def list_names(self, request: Request) -> Sequence[str]:
+        """None: an upstream lists them when it refuses a name."""
+        return ()
 
 
 def serve_with_sessions(options: ServeOptions, sessions: SessionOptions) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import Field
 
-from unbroken.counters import Event
-from unbroken.errors import StoreError
+from unbroken.counters import Counters, Event
+from unbroken.errors import StoreError, TemplateError
 from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
-from unbroken.ledger.forest import Match, TurnSettings
+from unbroken.ledger.forest import BrokenReply, Match, TurnSettings
 from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
-from unbroken.messages import check_conversation
+from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
 from unbroken.rollout.prompts import Prompt, PromptBuilder
 from unbroken.rollout.seeds import derive_seed
@@ -28,12 +28,14 @@ from unbroken.server.context import ServerContext
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
-from unbroken.server.questions import continue_prompt
+from unbroken.server.questions import PlainTurn, continue_prompt
 from unbroken.server.texts import check_conversation as check_length
-from unbroken.server.turns import OpenTurn, Question
+from unbroken.server.turns import OpenTurn, Question, open_reply
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
 
+_MAX_BROKEN = 4
+"""Broken streams whose text is kept for each session."""
 _ABORTED_IDS = f"{Event.ABORTED}/sampled_ids"
 
 
@@ -76,6 +78,12 @@ class SessionSettings(StrictBody):
 
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Kept and returned as it is, such as the task and the number of the attempt."""
+    policy: str | None = None
+    """What answers its agent, whatever name the agent has for it: the served model, or any policy's name, also with
+    @VERSION. A name in a request that is a policy's own is answered by that one."""
+    follow: bool = True
+    """Answer with the policy's newest version; false for the one of the session's creation, and an error once there are
+    other weights."""
     sampling: SessionSampling = Field(default_factory=SessionSampling)
     template_options: dict[str, Any] | None = None
     """`chat_template_kwargs` of all its requests; null leaves them to the agent."""
@@ -129,6 +137,8 @@ class Session:
         """How many turns each accepted question may still record: they count before they are sampled, and their ids."""
         self._storing: set[asyncio.Task[None]] = set()
         """Counts of aborted ids that are being written."""
+        self._broken: list[PendingTurn | BrokenReply] = []
+        """Of the last streams that broke: agents send back what they had of them."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
 
@@ -177,6 +187,13 @@ class Session:
             attempt.pending = self._make_pending(context, question, turn, placed, attempt)
             self._unrecorded[attempt] = attempt.n
             return attempt.pending, self._enter(attempt)
+
+    def recall(self, answer_id: str) -> list[Message] | None:
+        """The recorded messages up to the reply of an answer; None for an answer that is not the session's."""
+        turns = (turn.record for turn in self.state.turns if turn.record.answer_id == answer_id)
+        if (turn := next(turns, None)) is None:
+            return None
+        return [node.message for node in self.state.forest.get_path(turn.reply_node)]
 
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
@@ -253,6 +270,8 @@ class Session:
 
         def end(is_delivered: bool) -> None:
             leave(is_delivered)
+            if attempt.pending is not None and not (is_delivered and len(attempt.numbers) == attempt.n):
+                self._broken = [*self._broken[1 - _MAX_BROKEN :], attempt.pending]
             if attempt.pending not in self._pending:  # it was never sampled, or has ended
                 self._unrecorded.pop(attempt, None)
             elif attempt.num_requests == 0 and self.settings.on_disconnect is OnDisconnect.ABORT:
@@ -285,8 +304,17 @@ class Session:
         check_conversation(messages, num_checked=len(known.messages))
         renderer = context.get_renderer(question.template_options, question.image_settings)
         settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
-        match = forest.match(messages, settings, known=known)
-        prompt = self._build_prompt(renderer, match, question)
+        self._broken = [
+            one.read_streamed() if isinstance(one, PendingTurn) and one.is_over else one for one in self._broken
+        ]
+        broken = [one.read_streamed() if isinstance(one, PendingTurn) else one for one in self._broken]
+        match = forest.match(messages, settings, known=known, broken=broken)
+        try:
+            prompt = self._build_prompt(renderer, match, question)
+        except TemplateError:  # replies of other models come back with their reasoning in the text
+            if (unfolded := match.unfold()) == match:
+                raise
+            prompt = self._build_prompt(renderer, unfolded, question)
         return _Placed(renderer=renderer, settings=settings, match=match, prompt=prompt)
 
     def _build_prompt(self, renderer: Renderer, match: Match, question: Question) -> Prompt:
@@ -302,7 +330,7 @@ class Session:
         return replace(prompt, fork=prompt.fork or match.fork)
 
     def _make_pending(
-        self, context: ServerContext, question: Question, turn: OpenTurn, placed: _Placed, attempt: Attempt
+        self, context: ServerContext, question: Question, turn: PlainTurn, placed: _Placed, attempt: Attempt
     ) -> PendingTurn:
         async def record(index: int, sequence: SampledSequence) -> WholeReply:
             reply = await context.read_reply(turn, question, sequence, index=index)
@@ -317,19 +345,28 @@ class Session:
                 options=_list_options(question),
                 settings=placed.settings,
                 retry=question.retry,
+                policy=(question.policy or context.policies.served).name,
+                sampling=turn.request.params.changes,
             )
             # An abort in between changes nothing: what is written is applied.
             written = asyncio.create_task(self._write(answered, attempt))
             attempt.numbers.append(await asyncio.shield(written))
             return reply
 
+        def read_streamed(ids: Sequence[int]) -> BrokenReply:
+            reply = open_reply(turn, question, context.codec, Counters())
+            reply.feed(ids)
+            message: Message = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
+            return BrokenReply(history=placed.match.history, message=message)
+
         return PendingTurn(
-            context.service,
+            turn.service,
             turn.request,
             turn.renderer,
             answer_id=turn.answer_id,
             record=record,
             on_start=lambda: self._follow(attempt),
+            read_streamed=read_streamed,
             counts=self.settings.limits.tokens is not None,
         )
 

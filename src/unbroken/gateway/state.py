@@ -58,6 +58,8 @@ class Answered:
     settings: TurnSettings
     """Their digests."""
     retry: RetryHint
+    policy: str
+    sampling: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,8 @@ class SessionState:
             idempotency_key=answered.retry.idempotency_key,
             answer_id=answered.answer_id,
             created_s=created_s,
+            policy=answered.policy,
+            sampling=answered.sampling,
         )
         commit = TurnCommit(
             session_id=session_id,
@@ -303,7 +307,8 @@ LoadImage = Callable[[str], EncodedImage]
 def make_messages(parsed: ParsedResponse, reply: ReplyReader) -> tuple[Message, Message]:
     """The reply as it is rendered, and as it was delivered, with the same call ids."""
     delivered_ids = iter([call.call_id for call in reply.calls])
-    call_ids = [next(delivered_ids) if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
+    # A call within a stop string is not delivered.
+    call_ids = [next(delivered_ids, "") if call.status is ToolCallStatus.OK else "" for call in parsed.tool_calls]
     delivered: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         delivered["reasoning_content"] = reply.reasoning

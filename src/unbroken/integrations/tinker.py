@@ -1,7 +1,11 @@
-"""Rows of a gateway's session as data of the Tinker SDK, with provenance spans: agents by URL feed a user's own loop.
+"""Data of the Tinker SDK with provenance spans, of a gateway's session or of what the SDK itself sampled.
 
-    rows = client.sessions.samples(session_id, advantage=0.5)
+    rows = client.sessions.samples(session_id, advantage=0.5)                    agents by URL feed a user's own loop
     data = make_data(session_id, rows, client.sessions.tree(session_id))
+
+    sampled = sampling_client.sample(prompt, num_samples=2, sampling_params=params).result()
+    data = make_data(prompt, sampled.sequences, [0.5, -0.5])                     an advantage for each sequence
+
     training_client.forward_backward(data, "importance_sampling")
 
 Each sampled node of the session's tree is a sequence, named `SESSION/NODE`. Worked example, a row of two turns:
@@ -18,7 +22,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -49,32 +53,93 @@ def split_sequence_name(sequence_id: str) -> tuple[str, int] | None:
     return (session_id, int(node)) if slash and session_id and node.isascii() and node.isdecimal() else None
 
 
-def read_turns(stored: StoredSession) -> dict[int, tuple[TokenIds, SampledSequence]]:
-    """The prompt and the completion of each sampled node of a session."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvableTurn:
+    """What a sampled node of a session has, and how it was sampled."""
+
+    prompt_ids: TokenIds
+    sampled: SampledSequence
+    policy: str | None
+    """Which policy answered, whose versions `sampled` has; None in turns of earlier releases."""
+    sampling: Mapping[str, Any] | None
+    """`SamplingParams.changes`; None likewise."""
+
+
+def read_turns(stored: StoredSession) -> dict[int, ProvableTurn]:
+    """The turn of each sampled node of a session."""
     grown = StoredTree.grow(stored)
     turns = ((node, stored.turns[number]) for node, number in grown.turn_of_node.items())
-    return {node: (grown.tree.token_ids(turn.parent), turn.sequence) for node, turn in turns}
+    return {
+        node: ProvableTurn(
+            prompt_ids=grown.tree.token_ids(turn.parent),
+            sampled=turn.sequence,
+            policy=turn.policy,
+            sampling=turn.sampling,
+        )
+        for node, turn in turns
+    }
 
 
-def make_data(session_id: str, rows: Sequence[TrainingSample], tree: Mapping[str, Any]) -> list[Any]:
-    """One `tinker.Datum` for each row of a session, with `target_tokens`, `logprobs` and `advantages`; `tree` is the
-    answer of `client.sessions.tree`. What is not trained has the advantage 0, and what was not sampled the logprob 0.
+@overload
+def make_data(source: str, samples: Sequence[TrainingSample], more: Mapping[str, Any]) -> list[Any]: ...
+@overload
+def make_data(source: Any, samples: Sequence[Any], more: Sequence[float]) -> list[Any]: ...
+def make_data(source: Any, samples: Sequence[Any], more: Any) -> list[Any]:
+    """One `tinker.Datum` for each sample, with `target_tokens`, `logprobs` and `advantages`. What is not trained has
+    the advantage 0, and what was not sampled the logprob 0.
+
+    Args:
+        source: the id of a gateway's session; or the prompt of sequences, a `tinker.ModelInput` of text or ids [T].
+        samples: the session's rows; or the `tinker.SampledSequence`s that the SDK sampled after the prompt.
+        more: of a session the answer of `client.sessions.tree`; or an advantage for each sequence.
 
     Raises:
-        InvalidInputError: the SDK is not installed, a row has images or is not of this session, or it has logprobs that
-            no loss of the API computes: at another temperature than 1, or over ids that top-k or top-p kept.
+        InvalidInputError: the SDK is not installed, a row has images or is not of this session, a sequence has no name
+            or no logprobs, or a row's logprobs are those of no loss of the API: at another temperature than 1, over ids
+            that top-k or top-p kept, with penalties or a format. The server checks that of sequences.
     """
     try:
         sdk: Any = importlib.import_module("tinker")
     except ImportError as error:
         raise missing_extra(error, "data of the Tinker SDK need it", "tinker") from error
+    if isinstance(source, str):
+        return [_make_datum(sdk, source, row, more, number=number) for number, row in enumerate(samples)]
+    if len(more) != len(samples):
+        raise InvalidInputError(f"there must be one advantage for each sequence, got {len(more)} for {len(samples)}")
+    prompt = [int(each) for each in (source.to_ints() if isinstance(source, sdk.ModelInput) else source)]
+    if not prompt:
+        raise InvalidInputError("the prompt must have at least one id, got none")
+    pairs = enumerate(zip(samples, more, strict=True))
+    return [_make_sampled(sdk, prompt, each, float(advantage), number=n) for n, (each, advantage) in pairs]
+
+
+def _make_sampled(sdk: Any, prompt: list[int], sequence: Any, advantage: float, *, number: int) -> Any:
+    """The datum of a sequence that the SDK sampled after a prompt."""
+    ids, logprobs, name = list(sequence.tokens), sequence.logprobs, sequence.sequence_id
+    if name is None or logprobs is None or not ids:
+        rule = "must have a sequence_id, ids and their logprobs, by which the server knows it (SDK >= 0.38)"
+        raise InvalidInputError(f"sequences[{number}] {rule}, got {name!r}, {len(ids)} ids, {type(logprobs).__name__}")
+    given, sampled = len(prompt) - 1, len(ids)
+    full = [*prompt, *ids]
+    datum = sdk.Datum(
+        model_input=sdk.ModelInput.from_ints(full[:-1]),
+        loss_fn_inputs={
+            "target_tokens": sdk.TensorData.from_numpy(np.array(full[1:], np.int64)),
+            "logprobs": sdk.TensorData.from_numpy(np.array([0.0] * given + list(logprobs), np.float32)),
+            "advantages": sdk.TensorData.from_numpy(np.array([0.0] * given + [advantage] * sampled, np.float32)),
+        },
+    )
+    of_prompt, of_sampled = sdk.PromptProvenanceSpan, sdk.SampledProvenanceSpan
+    spans = (
+        (of_prompt(sequence_id=name, length=given + 1), of_sampled(sequence_id=name, length=sampled - 1)),
+        (of_prompt(sequence_id=name, offset=1, length=given), of_sampled(sequence_id=name, length=sampled)),
+    )
+    of_input, of_targets = ([span for span in field if span.length] for field in spans)
+    return datum.with_provenance(model_input=of_input, loss_fn_inputs=of_targets)
+
+
+def _make_datum(sdk: Any, session_id: str, row: TrainingSample, tree: Mapping[str, Any], *, number: int) -> Any:
     nodes: Sequence[Mapping[str, Any]] = tree["nodes"]
-    return [_make_datum(sdk, session_id, row, nodes, number=number) for number, row in enumerate(rows)]
-
-
-def _make_datum(
-    sdk: Any, session_id: str, row: TrainingSample, nodes: Sequence[Mapping[str, Any]], *, number: int
-) -> Any:
     if row.temperature != 1:
         raise InvalidInputError(
             f"rows[{number}] must be sampled at temperature 1, as the API's losses compute logprobs, got "
@@ -89,6 +154,7 @@ def _make_datum(
     runs = _find_runs(row, nodes)
     if runs is None:
         raise InvalidInputError(f"rows[{number}] is not a row of session {session_id!r}: its tree has no such path")
+    _check_sampling(row, runs, tree.get("turns", ()), number=number)
     arrays = {
         "target_tokens": row.token_ids[1:].astype(np.int64),
         "logprobs": np.where(row.sampled_mask, row.rollout_logprobs, np.float32(0))[1:],
@@ -101,6 +167,20 @@ def _make_datum(
         model_input=list(_make_spans(sdk, session_id, runs, range(end - 1))),
         loss_fn_inputs=list(_make_spans(sdk, session_id, runs, range(1, end))),
     )
+
+
+def _check_sampling(
+    row: TrainingSample, runs: Sequence[_Run], turns: Sequence[Mapping[str, Any]], *, number: int
+) -> None:
+    """Raise `InvalidInputError` for trained ids of a turn whose distribution was not the model's own."""
+    by_node = {turn["end"]["node"]: turn for turn in turns}
+    for run in runs:
+        turn = by_node.get(run.node)
+        if turn is not None and turn.get("sampling") and row.loss_mask[run.start : run.stop].any():
+            raise InvalidInputError(
+                f"rows[{number}] must be sampled as the API's losses compute logprobs, at temperature 1 of the whole "
+                f"vocabulary, and turn {turn['number']} was sampled with {dict(turn['sampling'])}"
+            )
 
 
 def _make_spans(sdk: Any, session_id: str, runs: Sequence[_Run], covered: range) -> Iterator[Any]:

@@ -16,11 +16,21 @@ Nodes are messages; the ids of all conversations are in one `TokenTree`, which h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from unbroken.ledger.matching import MessageForm, Place, Tolerance, compare_reply, find_defaults, identify
+from unbroken.ledger.matching import (
+    MessageForm,
+    Place,
+    Tolerance,
+    begins_reply,
+    compare_reply,
+    find_defaults,
+    follows_beginning,
+    identify,
+    unfold_reasoning,
+)
 from unbroken.ledger.nodes import ForkReason
 from unbroken.messages import Message, ToolSchema
 
@@ -67,10 +77,35 @@ class Match:
     messages: tuple[Message, ...]
     """All its messages: as recorded, then the new ones, which answer calls under their recorded ids."""
 
+    history: tuple[bytes, ...] = ()
+    """The keys of the request's messages; for a `BrokenReply` to it."""
+
+    def unfold(self) -> Match:
+        """The same with the reasoning of all replies in a field of its own, where a text has it.
+
+        Many templates cut a text at `</think>`, and such a text cannot be rendered as it is.
+        """
+        return replace(self, messages=tuple(map(unfold_reasoning, self.messages)))
+
     @property
     def continues(self) -> bool:
         """Whether it continues `turn`: the same history, then messages that no assistant wrote."""
         return self.turn is not None and self.fork in (None, ForkReason.DROPPED_REPLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenReply:
+    """What was streamed of a reply that is not recorded: it failed, or is still sampled and nobody reads it."""
+
+    history: tuple[bytes, ...]
+    """`Match.history` of its request."""
+    message: Message
+    """Its text and reasoning so far."""
+
+    @property
+    def form(self) -> MessageForm:
+        """Its form."""
+        return identify(self.message, Place())[0]
 
 
 class Forest:
@@ -137,28 +172,40 @@ class Forest:
         found = self._walks.find(messages, num_learned=len(self._known_tools))
         return found or Walk(places=(self._get_place(None),), num_learned=len(self._known_tools))
 
-    def match(self, messages: Sequence[Message], settings: TurnSettings, *, known: Walk | None = None) -> Match:
+    def match(
+        self,
+        messages: Sequence[Message],
+        settings: TurnSettings,
+        *,
+        known: Walk | None = None,
+        broken: Sequence[BrokenReply] = (),
+    ) -> Match:
         """Find the longest recorded path that a conversation repeats. The messages are checked, and are kept.
 
         Of paths of one length, one whose last turn has the same settings is taken, then the newest. `known` is what
-        `recall` has found of the messages.
+        `recall` has found of the messages. A last message that is the beginning of a recorded or a `broken` reply is
+        left out: its agent asks again for what it did not get.
         """
         is_known = known is not None and known.num_learned == len(self._known_tools)
-        walk = self._walk(messages, known if known is not None and is_known else self.recall(messages))
+        walk = self._walk(messages, known if known is not None and is_known else self.recall(messages), broken)
         self._walks.keep(walk)
+        if len(walk.levels) <= len(messages) and self._is_beginning(walk, broken):
+            again = self.match(messages[:-1], settings, broken=broken)
+            return replace(again, tolerances=again.tolerances | {Tolerance.DROPPED_TEXT})
         ends = walk.levels[-1]
         end = ends[0] if len(ends) == 1 else max(ends, key=lambda end: self._rank(end, settings))
-        path = self.get_path(end.node)
+        path, num_sent = self.get_path(end.node), len(walk.levels) - 1
         return Match(
             node=end.node,
             num_matched=len(path),
             turn=end.turn,
-            fork=self._find_fork(end, walk.forms[len(path) :], settings),
+            fork=self._find_fork(end, walk.forms[num_sent:], settings),
             tolerances=end.tolerances | ({Tolerance.SEVERAL_MATCHES} if len(ends) > 1 else frozenset()),
-            messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path)),
+            messages=(*(node.message for node in path), *_restore_call_ids(messages, walk.forms, path, num_sent)),
+            history=_list_keys(walk.forms),
         )
 
-    def _walk(self, messages: Sequence[Message], known: Walk) -> Walk:
+    def _walk(self, messages: Sequence[Message], known: Walk, broken: Sequence[BrokenReply]) -> Walk:
         """The way of these messages, of which the first are known."""
         num_nodes = self._num_linked
         new = messages[len(known.messages) :]
@@ -172,10 +219,19 @@ class Forest:
             has_one_spelling=(*known.has_one_spelling, *map(has_one_spelling, new)),
             forms=forms,
             places=places,
-            levels=self._find_levels(forms, self._check_levels(known)),
+            levels=self._find_levels(forms, self._check_levels(known), broken),
             num_nodes=num_nodes,
             num_learned=known.num_learned,
         )
+
+    def _is_beginning(self, walk: Walk, broken: Sequence[BrokenReply]) -> bool:
+        """Whether the last message of a request is the beginning of a reply to the messages before it."""
+        last = walk.forms[-1]
+        if last.role != "assistant":
+            return False
+        level = walk.levels[-1] if len(walk.levels) == len(walk.forms) else ()
+        replies = [node.form for _, node in self._list_replies(level)]
+        return any(begins_reply(last, one) for one in (*replies, *_list_broken(walk.forms[:-1], broken)))
 
     def _add(self, message: Message, parent: int | None, form: MessageForm, place: Place, *, turn: int | None) -> int:
         number = len(self._nodes)
@@ -208,33 +264,75 @@ class Forest:
     def _check_levels(self, walk: Walk) -> Sequence[Sequence[Reached]]:
         """The levels of a walk that still hold: those up to the first after which a message was recorded."""
         levels = walk.levels
+        num_joined = max((reached.num_joined for reached in levels[-1]), default=0)
         for node in self._nodes[walk.num_nodes :]:
-            depth = node.place.position - 1
-            if depth + 1 < len(levels) and any(reached.node == node.parent for reached in levels[depth]):
-                levels = levels[: depth + 1]
+            place = node.place.position - 1
+            for depth in range(max(place - num_joined, 0), place + 1):
+                if depth + 1 < len(levels) and any(reached.node == node.parent for reached in levels[depth]):
+                    levels = levels[: depth + 1]
         return levels
 
     def _find_levels(
-        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]]
+        self, forms: Sequence[MessageForm], known: Sequence[Sequence[Reached]], broken: Sequence[BrokenReply]
     ) -> Sequence[Sequence[Reached]]:
         """All paths that repeat the first messages, level by level as far as there are any."""
         levels = list(known)
-        for form in forms[len(levels) - 1 :]:
+        for position in range(len(levels) - 1, len(forms)):
+            form, level = forms[position], levels[-1]
             deeper = [
-                Reached(
-                    node=child,
-                    turn=reached.turn if node.turn is None else node.turn,
-                    has_user=reached.has_user or node.form.role == "user",
-                    tolerances=reached.tolerances | tolerances,
-                )
-                for reached in levels[-1]
+                _reach(reached, node, tolerances)
+                for reached in level
                 for child in self._children.get((reached.node, form.key), ())
                 if (tolerances := _compare(form, node := self._nodes[child])) is not None
             ]
+            if not deeper and form.role == "assistant":
+                deeper = self._find_changed_replies(form, level, _list_broken(forms[:position], broken))
             if not deeper:
                 break
             levels.append(deeper)
         return levels
+
+    def _find_changed_replies(
+        self, form: MessageForm, level: Sequence[Reached], broken: Sequence[MessageForm]
+    ) -> list[Reached]:
+        """The replies that a message is with another key than they were delivered with: its text is not the same."""
+        replies = self._list_replies(level)
+        found = [
+            _reach(reached, node, tolerances)
+            for reached, node in replies
+            if (tolerances := compare_reply(form, node.form)) is not None
+        ]
+        streamed = [*broken, *(node.form for _, node in replies)]
+        found = found or [
+            _reach(reached, node, {Tolerance.DROPPED_TEXT})
+            for reached, node in replies
+            if follows_beginning(form, node.form, streamed)
+        ]
+        return found or self._find_joined_replies(form, level)
+
+    def _find_joined_replies(self, form: MessageForm, level: Sequence[Reached]) -> list[Reached]:
+        """The replies after a given one, with which a message is joined.
+
+        What an agent had of a reply that a killed gateway lost is given text in the request that follows; later it
+        comes in one message with the reply to that request.
+        """
+        given = [
+            (reached, self._nodes[child])
+            for reached in level
+            for child in self._children_of.get(reached.node, ())
+            if self._nodes[child].turn is None and self._nodes[child].form.role == "assistant"
+        ]
+        return [
+            _reach(reached, self._nodes[child], {Tolerance.CONTENT_FORM}, num_joined=1)
+            for reached, before in given
+            for child in self._children_of.get(before.number, ())
+            if self._nodes[child].turn is not None and follows_beginning(form, self._nodes[child].form, [before.form])
+        ]
+
+    def _list_replies(self, level: Sequence[Reached]) -> list[tuple[Reached, MessageNode]]:
+        """The replies after a level."""
+        children = [(reached, self._nodes[k]) for reached in level for k in self._children_of.get(reached.node, ())]
+        return [(reached, node) for reached, node in children if node.turn is not None]
 
     def _rank(self, end: Reached, settings: TurnSettings) -> tuple[bool, int]:
         assert end.node is not None  # there is one empty path
@@ -260,6 +358,27 @@ class Forest:
         return ForkReason.DROPPED_REPLY if recorded else None
 
 
+def _reach(reached: Reached, node: MessageNode, tolerances: Set[Tolerance], *, num_joined: int = 0) -> Reached:
+    """A path with one message more, which is `node`, and `num_joined` nodes before it."""
+    return Reached(
+        node=node.number,
+        turn=reached.turn if node.turn is None else node.turn,
+        has_user=reached.has_user or node.form.role == "user",
+        tolerances=reached.tolerances | tolerances,
+        num_joined=reached.num_joined + num_joined,
+    )
+
+
+def _list_keys(forms: Sequence[MessageForm]) -> tuple[bytes, ...]:
+    return tuple(form.key for form in forms)
+
+
+def _list_broken(history: Sequence[MessageForm], broken: Sequence[BrokenReply]) -> list[MessageForm]:
+    """The broken replies to these messages."""
+    keys = _list_keys(history) if broken else ()
+    return [one.form for one in broken if one.history == keys]
+
+
 def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:
     """The tolerances under which a message with the key of a node is that node's; None if it is another message."""
     if node.turn is not None:
@@ -272,17 +391,27 @@ def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | Non
 
 
 def _restore_call_ids(
-    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode]
+    messages: Sequence[Message], forms: Sequence[MessageForm], path: Sequence[MessageNode], num_sent: int
 ) -> list[Message]:
-    """The new messages; a tool message answers a recorded call under the id that is recorded."""
+    """The messages after the first `num_sent`; a tool message answers a recorded call under the id that is recorded."""
     restored: list[Message] = []
-    for number in range(len(path), len(messages)):
+    for number in range(num_sent, len(messages)):
         message, answers = messages[number], forms[number].answers
-        if answers is not None and number - answers[0] < len(path):
-            call = (path[number - answers[0]].message.get("tool_calls") or ())[answers[1]]
+        if answers is not None and number - answers[0] < num_sent:
+            caller = _find_caller(path, forms[:num_sent], number - answers[0])
+            call = (caller.message.get("tool_calls") or ())[answers[1]]
             message = cast(Message, {**cast(Mapping[str, object], message), "tool_call_id": call["id"]})
         restored.append(message)
     return restored
+
+
+def _find_caller(path: Sequence[MessageNode], forms: Sequence[MessageForm], number: int) -> MessageNode:
+    """The node of a message with calls, which is number `number` of those that were sent."""
+    if len(path) == len(forms):
+        return path[number]
+    # Two nodes came as one message, and the first of them has no calls.
+    num_callers = sum(bool(form.call_ids) for form in forms[number:])
+    return [node for node in path if node.message.get("tool_calls")][-num_callers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +424,8 @@ class Reached:
     """Its last sampled turn."""
     has_user: bool = False
     tolerances: frozenset[Tolerance] = frozenset()
+    num_joined: int = 0
+    """How many nodes it has more than messages: two came as one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,18 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
-from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source, get_reasoning
+from unbroken.messages import (
+    IMAGE_TYPES,
+    REASONING_KEYS,
+    Message,
+    ToolSchema,
+    get_image_source,
+    get_reasoning,
+    get_text,
+    has_images,
+)
 from unbroken.types import EncodedImage
 
 
@@ -25,10 +34,16 @@ class Tolerance(StrEnum):
     """A difference between a reply that was delivered and the same reply in a later request. The names are metrics."""
 
     DROPPED_REASONING = "dropped_reasoning"
+    FOLDED_REASONING = "folded_reasoning"
+    """Reasoning that came back inside the content: as `<think>..</think>`, or just before it."""
+    DROPPED_TEXT = "dropped_text"
+    """Calls that came back without the text beside them; or the beginning of a reply whose stream broke, which came
+    back alone or before the reply to the retry, and is left out."""
     WHITE_SPACE = "white_space"
     """At the ends of the content or the reasoning."""
     CONTENT_FORM = "content_form"
-    """Text as a list of text parts; no content as an empty list. Null and empty text are one form."""
+    """Text as a list of text parts; no content as an empty list; a given reply and ours as one message. Null and empty
+    text are one form."""
     ARGUMENT_SPELLING = "argument_spelling"
     """Other JSON text of equal arguments."""
     ARGUMENT_DEFAULTS = "argument_defaults"
@@ -60,10 +75,12 @@ class MessageForm:
     key: bytes
     """Digest of everything that must be equal. For assistant messages: without reasoning and outer white space, and
     without arguments that are the default."""
+    calls_key: bytes
+    """The same without the content."""
     exact_key: bytes
-    """The same with arguments that are the default."""
-    text: str
-    """The content, if it is only text; for `Tolerance.WHITE_SPACE`."""
+    """The same without the content, with arguments that are the default."""
+    text: str | None
+    """The content, if it is only text."""
     reasoning: str
     is_plain: bool
     """The content is not a list."""
@@ -135,13 +152,20 @@ def identify(message: Message, place: Place) -> tuple[MessageForm, Place]:
 
 def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolerance] | None:
     """The tolerances under which a message is a delivered reply; None if it is another message."""
-    if sent.key != delivered.key:
+    if sent.calls_key != delivered.calls_key:
+        return None
+    has_text = sent.key == delivered.key
+    is_folded = not has_text and _has_folded(sent, delivered)
+    is_bare = not has_text and sent.text is not None and not sent.text.strip() and bool(sent.call_ids)
+    if not (has_text or is_folded or is_bare):
         return None
     if sent.reasoning and sent.reasoning.strip() != delivered.reasoning.strip():
         return None
     differences = {
-        Tolerance.DROPPED_REASONING: bool(delivered.reasoning.strip()) and not sent.reasoning,
-        Tolerance.WHITE_SPACE: sent.text != delivered.text
+        Tolerance.DROPPED_REASONING: bool(delivered.reasoning.strip()) and not sent.reasoning and not is_folded,
+        Tolerance.FOLDED_REASONING: is_folded,
+        Tolerance.DROPPED_TEXT: is_bare,
+        Tolerance.WHITE_SPACE: (has_text and sent.text != delivered.text)
         or (bool(sent.reasoning) and sent.reasoning != delivered.reasoning),
         Tolerance.CONTENT_FORM: sent.is_plain != delivered.is_plain,
         Tolerance.ARGUMENT_SPELLING: sent.arguments != delivered.arguments and sent.exact_key == delivered.exact_key,
@@ -150,6 +174,57 @@ def compare_reply(sent: MessageForm, delivered: MessageForm) -> frozenset[Tolera
         Tolerance.EXTRA_FIELDS: sent.has_extra_fields,
     }
     return frozenset(tolerance for tolerance, is_used in differences.items() if is_used)
+
+
+_OPENING, _CLOSING = "<think>", "</think>"
+"""How agents fold reasoning into the content, whatever tokens the model has for it."""
+
+
+def _has_folded(sent: MessageForm, delivered: MessageForm) -> bool:
+    """Whether the text sent is the reasoning delivered, between `<think>` and `</think>` or not, and then its text."""
+    reasoning = delivered.reasoning.strip()
+    if sent.text is None or delivered.text is None or sent.reasoning or not reasoning:
+        return False
+    text = sent.text.strip().removeprefix(_OPENING).lstrip()
+    rest = text.removeprefix(reasoning).lstrip().removeprefix(_CLOSING)
+    return text.startswith(reasoning) and rest.strip() == delivered.text.strip()
+
+
+def begins_reply(sent: MessageForm, streamed: MessageForm) -> bool:
+    """Whether a message is the beginning of a reply whose stream broke: what an agent had of it."""
+    return not sent.call_ids and sent.text is not None and _is_beginning(sent.text, sent.reasoning, streamed)
+
+
+def follows_beginning(sent: MessageForm, delivered: MessageForm, streamed: Sequence[MessageForm]) -> bool:
+    """Whether a message is the beginning of one of the `streamed` replies, and then the delivered one."""
+    if sent.calls_key != delivered.calls_key or sent.text is None or delivered.text is None:
+        return False
+    text, reasoning = sent.text.strip(), sent.reasoning.strip()
+    own_text, own_reasoning = delivered.text.strip(), delivered.reasoning.strip()
+    if not text.endswith(own_text) or (reasoning and not reasoning.endswith(own_reasoning)):
+        return False
+    begun = text.removesuffix(own_text), reasoning.removesuffix(own_reasoning)
+    return any(_is_beginning(*begun, one) for one in streamed)
+
+
+def _is_beginning(text: str, reasoning: str, streamed: MessageForm) -> bool:
+    text, reasoning = text.strip(), reasoning.strip()
+    return (
+        bool(text or reasoning)
+        and (streamed.text or "").lstrip().startswith(text)
+        and streamed.reasoning.lstrip().startswith(reasoning)
+    )
+
+
+def unfold_reasoning(message: Message) -> Message:
+    """A message whose reasoning is a field of its own; the same message if its text has none."""
+    content = message.get("content")
+    if message["role"] != "assistant" or has_images(content) or _CLOSING not in get_text(content):
+        return message
+    before, _, after = get_text(content).rpartition(_CLOSING)
+    reasoning = "\n".join(filter(None, (get_reasoning(message), before.strip().removeprefix(_OPENING).strip())))
+    others = {name: value for name, value in message.items() if name not in REASONING_KEYS}
+    return cast(Message, {**others, "content": after.lstrip("\n"), "reasoning_content": reasoning})
 
 
 def digest_json(value: Any) -> str:
@@ -179,26 +254,21 @@ def _make_form(
     made: Sequence[Any] = message.get("tool_calls") or ()
     extra = {name: value for name, value in message.items() if name not in _MESSAGE_FIELDS}
     calls = [(call["function"]["name"], _decode_arguments(call["function"].get("arguments"))) for call in made]
-    parts: list[Any] = [
-        calls,
-        role,
-        content.strip() if role == "assistant" and isinstance(content, str) else content,
-        message.get("name"),
-        answers,
-        message.get("tool_call_id") if answers is None else None,
-    ]
+    others: list[Any] = [role, message.get("name"), answers, message.get("tool_call_id") if answers is None else None]
     if role != "assistant":
-        parts.append(get_reasoning(message))
-        parts.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
-    exact_key = key = _digest(parts)
+        others.append(get_reasoning(message))
+        others.append({name: value for name, value in extra.items() if name not in _NO_CONTENT_FIELDS})
+    exact_key = calls_key = _digest([calls, *others])
     shortened = [(name, _leave_out_defaults(name, arguments, defaults)) for name, arguments in calls]
     if shortened != calls:
-        key = _digest([shortened, *parts[1:]])
+        calls_key = _digest([shortened, *others])
+    is_text = isinstance(content, str)
     return MessageForm(
         role=role,
-        key=key,
+        key=_digest([calls_key.hex(), content.strip() if role == "assistant" and is_text else content]),
+        calls_key=calls_key,
         exact_key=exact_key,
-        text=content if isinstance(content, str) else "",
+        text=content if is_text else None,
         reasoning=get_reasoning(message) or "",
         is_plain=not isinstance(message.get("content"), list),
         arguments=tuple(

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import Node, Origin, Path, Position, Segment
 from unbroken.ledger.records import ImageRecord, StoredSession
+from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import (
     NO_VERSION,
@@ -453,6 +454,15 @@ class StoredTree:
             found.append(node)
             node = self.stored.messages[node].parent
         return found[::-1]
+
+    def find_turns(self, path: Path) -> list[int]:
+        """The turns of a branch, as places in the session's list: those that sampled ids of its path."""
+        return [self.turn_of_node[each.node] for each in path.segments if each.origin is Origin.SAMPLED]
+
+    def find_tools(self, path: Path) -> tuple[ToolSchema, ...]:
+        """The tools of a branch: those of its last turn, as a request with other tools begins another branch."""
+        turns = self.find_turns(path)
+        return self.stored.tools.get(self.stored.turns[turns[-1]].tools_key, ()) if turns else ()
 
     def find_images(self, path: Path) -> list[dict[str, Any]]:
         """The images of a path, as records of rows have them."""

@@ -75,6 +75,9 @@ class HistoryPolicy(StrEnum):
     """Append only: the model keeps seeing what it sampled, and one rollout stays one sequence."""
     TEMPLATE = "template"
     """Follow the template: such a bridge is refused, so the conversation is rendered afresh and forks."""
+    REPEAT_SYSTEM = "repeat_system"
+    """As `EXACT`, also where the template moves a system text behind the turn, as Mistral's do with each question: the
+    bridge repeats it, and the model reads it in both places."""
 
 
 def parse_history_policy(value: HistoryPolicy | str) -> HistoryPolicy:
@@ -146,6 +149,8 @@ class ToolCallStatus(StrEnum):
     """The arguments are not an object."""
     IN_REASONING = "in_reasoning"
     """A call begins in reasoning that is never closed, and could not be told from text about calls."""
+    BEHIND_TEXT = "behind_text"
+    """A call of one of the tools ends the turn behind text, in a format whose calls are the whole turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +161,8 @@ class ParsedToolCall:
     """The text between the delimiters."""
     status: ToolCallStatus
     span: tuple[int, int]
-    """Half-open range of completion ids, delimiters included; empty if `IN_REASONING`: the ids are the reasoning's."""
+    """Half-open range of completion ids, delimiters included; empty if `IN_REASONING` or `BEHIND_TEXT`: the ids are the
+    reasoning's, or the content's."""
     name: str = ""
     """Of a failed call too, where it could be read; else empty."""
     arguments: dict[str, Any] = field(default_factory=dict)

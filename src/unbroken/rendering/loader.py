@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import stat
 import subprocess
@@ -26,6 +27,8 @@ from unbroken.images.processor import ImageInputs, find_model_file, load_image_p
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.template import TemplateRenderer
+
+_logger = logging.getLogger(__name__)
 
 
 def load_template_renderer(
@@ -50,6 +53,8 @@ def load_template_renderer(
         parser: the call format of completions, instead of the detected one.
         images: how images are loaded and expanded; by default with the model's own processor, if it can be loaded.
 
+    A warning is logged if calls that the template renders are not read back (`TemplateRenderer.unread_calls`).
+
     Raises:
         InvalidInputError: the model has no fast tokenizer, or an option is unknown.
         TemplateError: the model has no chat template, or it does not compile.
@@ -61,7 +66,7 @@ def load_template_renderer(
             images = load_image_inputs(tokenizer.model)
         except InvalidInputError as error:  # text works without it; an image raises this reason
             no_images_because = str(error)
-    return TemplateRenderer(
+    renderer = TemplateRenderer(
         tokenizer,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
@@ -71,6 +76,9 @@ def load_template_renderer(
         images=images,
         no_images_because=no_images_because,
     )
+    if renderer.unread_calls:
+        _logger.warning("%s", renderer.unread_calls)
+    return renderer
 
 
 def load_image_inputs(model: str | Path | None) -> ImageInputs | None:
@@ -84,27 +92,59 @@ def load_image_inputs(model: str | Path | None) -> ImageInputs | None:
 
 
 def load_tokenizer(model_or_tokenizer: Any) -> Any:
-    """Load the transformers tokenizer of a model's folder or hub name; one that is given is returned as it is.
+    """Load the transformers tokenizer of a model's folder or hub name; a fast one that is given is returned as it is.
 
     Raises:
-        InvalidInputError: there is no fast tokenizer.
+        InvalidInputError: there is no fast tokenizer, or a package that it needs is missing.
     """
     tokenizer = model_or_tokenizer
     if isinstance(tokenizer, TokenizerFacts) and tokenizer.model is not None:
-        tokenizer = tokenizer.model
+        tokenizer = model_or_tokenizer = tokenizer.model
     if isinstance(tokenizer, (str, Path)):
         from transformers import AutoTokenizer
 
         try:
             # False, not None: transformers would ask on the terminal whether to run code of the folder.
             tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            if (
+                type(tokenizer).__name__ == _MISTRAL
+                and find_model_file(model_or_tokenizer, "tokenizer.json") is not None
+            ):
+                # transformers prefers mistral_common's where it is installed, whatever else the model has.
+                tokenizer = AutoTokenizer.from_pretrained(
+                    model_or_tokenizer, trust_remote_code=False, mistral_format=False
+                )
+        except (OSError, ValueError, ImportError) as error:
             raise InvalidInputError(
                 f"model must be a folder or hub name of a model with a tokenizer, got "
                 f"{str(model_or_tokenizer)!r}: {error}"
             ) from None
+    tokenizer = _convert_tekken(tokenizer)
     TokenizerFacts.of(tokenizer)  # raises if it is not a fast one
     return tokenizer
+
+
+_MISTRAL = "MistralCommonBackend"
+"""transformers' class for models with a `tekken.json`, which has no fast tokenizer: mistral_common makes its ids."""
+
+
+def _convert_tekken(tokenizer: Any) -> Any:
+    """The fast tokenizer of one of mistral_common; any other is returned as it is.
+
+    It is transformers' own conversion of `tekken.json`: it has the same ids, and the chat template that the model has
+    or that mistral_common writes for its version.
+    """
+    if type(tokenizer).__name__ != _MISTRAL:
+        return tokenizer
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    file = tokenizer.tokenizer.instruct_tokenizer.tokenizer.file_path
+    if file.suffix != ".json":
+        raise InvalidInputError(
+            f"model must have a tekken.json or a tokenizer.json, got {file.name}: convert it with transformers, and "
+            "save that (tokenizer.json)"
+        )
+    return convert_tekken_tokenizer(str(file))
 
 
 def load_stop_token_ids(model: str | Path | None) -> tuple[int, ...]:
@@ -136,7 +176,7 @@ def load_tokenizer_facts(model_or_tokenizer: Any) -> TokenizerFacts:
         InvalidInputError: there is no fast tokenizer.
     """
     if not isinstance(model_or_tokenizer, (str, Path)):
-        return TokenizerFacts.of(model_or_tokenizer)
+        return TokenizerFacts.of(_convert_tekken(model_or_tokenizer))
     facts = None if "transformers" in sys.modules else _load_elsewhere(model_or_tokenizer)
     if facts is None:
         facts = TokenizerFacts.of(load_tokenizer(model_or_tokenizer), model=model_or_tokenizer)

@@ -37,9 +37,8 @@ from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.facts import TemplateFacts, probe_template
 from unbroken.rendering.images import find_placeholder, load_images, replace_images_by_files
 from unbroken.rendering.parsing.call_grammar import CallConstraint
-from unbroken.rendering.parsing.detection import choose_parser
+from unbroken.rendering.parsing.detection import ParserChoice, choose_parser
 from unbroken.rendering.parsing.id_stream import CompletionTokens
-from unbroken.rendering.parsing.parser import ResponseParser
 from unbroken.rendering.prompt import PromptRenderer, RecentPrompts
 from unbroken.threads import DaemonThreads, RendererLock
 from unbroken.types import TokenIds
@@ -78,7 +77,7 @@ class TemplateRenderer:
             stop_token_ids: ids that end a turn in addition to the template's, such as those of a generation config.
                 Those that the template writes inside a turn are left out.
             history: "exact" bridges wherever the bridge is exact; "template" only where the template keeps the history
-                as it is.
+                as it is; "repeat_system" also where a bridge repeats a system text that the template moves.
             parser: the name of the format that the model writes reasoning and calls in (`parsing.formats`), or
                 `response_template` for the tokenizer's own; by default found as described in `parsing.detection`.
             limits: on the template and each rendering.
@@ -110,7 +109,8 @@ class TemplateRenderer:
             self._template, self._facts.message_format, self._encoder, self._lock, self._recent
         )
         self._bridges = self._make_bridge_builder(policy)
-        self._parser = self._choose_parser(parser, tokenizer.response_template)
+        choice = self._choose_parser(parser, tokenizer.response_template)
+        self._parser, self._unread_calls = choice.parser, choice.unread_calls
         self._constraint = self._make_constraint()
         self._num_generation_ids = len(self._encoder.encode_plain(self._facts.generation_prompt))
 
@@ -126,6 +126,7 @@ class TemplateRenderer:
             self._lock,
             reasoning_markup=facts.reasoning_markup,
             prompts=self._recent,
+            repeats_system=policy is HistoryPolicy.REPEAT_SYSTEM,
         )
         return BridgeBuilder(
             glue,
@@ -137,7 +138,7 @@ class TemplateRenderer:
             policy=policy,
         )
 
-    def _choose_parser(self, name: str | None, response_template: Any) -> ResponseParser:
+    def _choose_parser(self, name: str | None, response_template: Any) -> ParserChoice:
         facts = self._facts
         return choose_parser(
             name,
@@ -204,6 +205,10 @@ class TemplateRenderer:
         """Find the names of the variables that the template reads and does not set itself."""
         return self._template.find_variables()
 
+    def mentions(self, name: str) -> bool:
+        """Whether the template's source has this word: it reads no key of a message that it does not name."""
+        return name in self._template.source
+
     def writes_roles(self, roles: tuple[str, ...]) -> bool:
         """Whether the template writes the text of every message of a conversation with these roles."""
         texts = [f"Xq{number}Role" for number in range(len(roles))]
@@ -247,6 +252,11 @@ class TemplateRenderer:
     def parser_name(self) -> str:
         """The format of completions."""
         return self._parser.name
+
+    @property
+    def unread_calls(self) -> str:
+        """What is wrong, if the calls that the template renders are not read back; empty otherwise."""
+        return self._unread_calls
 
     def parse_response(
         self, completion_ids: TokenIds, *, prompt_ids: TokenIds | None = None, tools: Sequence[ToolSchema] = ()

@@ -13,11 +13,11 @@ import typing
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from unbroken.counters import Counters, Event, add_effort
 from unbroken.engines.base import Engine
-from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, RewardError
+from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, RewardError, ToolsNotShownError
 from unbroken.ledger.nodes import ForkReason
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.tree import TokenTree
@@ -43,6 +43,8 @@ from unbroken.threads import DaemonThreads, run_in_daemon_thread
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams
 
 _T = TypeVar("_T")
+CheckTools: TypeAlias = Callable[[Sequence[ToolSchema]], None]
+"""Raises `ToolsNotShownError` for tools that the model would not see."""
 
 _STATUS_BY_LIMIT = {
     Limit.TURN: TrajectoryStatus.TRUNCATED,
@@ -61,6 +63,7 @@ async def run_rollout(
     sampling: SamplingParams,
     limits: Limits,
     trajectory_id: str | None = None,
+    check_tools: CheckTools | None = None,
 ) -> Trajectory:
     """Run one episode and return its record.
 
@@ -74,13 +77,15 @@ async def run_rollout(
 
     `sampling.max_tokens` limits one turn; the renderer's stop ids are added to `sampling.stop_token_ids`; with
     `sampling.seed`, each turn gets a seed derived from it. `trajectory_id` names the requests to the engine and must be
-    unique among the running rollouts; by default it is random.
+    unique among the running rollouts; by default it is random. `check_tools` gets the environment's tools before
+    anything is sampled; its `ToolsNotShownError` is raised (`rendering.effects.check_tools_shown`).
 
     Raises:
         StopTokenError: no id would end a turn.
+        ToolsNotShownError: raised by `check_tools`.
     """
     policy = _Policy(engine, renderer, sampling, trajectory_id or uuid.uuid4().hex)
-    return await _run_episode(lambda: env, policy, limits)
+    return await _run_episode(lambda: env, policy, limits, check_tools)
 
 
 async def run_group(
@@ -92,15 +97,17 @@ async def run_group(
     sampling: SamplingParams,
     limits: Limits,
     group_id: str | None = None,
+    check_tools: CheckTools | None = None,
 ) -> TrajectoryGroup:
     """Run n episodes of one problem concurrently, each with its own environment.
 
     An exception in `make_env` ends that trajectory as FAILED, like all other errors (`run_rollout`). With
-    `sampling.seed`, each sibling gets a seed derived from it.
+    `sampling.seed`, each sibling gets a seed derived from it. `check_tools` is as in `run_rollout`.
 
     Raises:
         InvalidInputError: `n` is less than 1.
         StopTokenError: no id would end a turn.
+        ToolsNotShownError: raised by `check_tools`.
     """
     if n < 1:
         raise InvalidInputError(f"n must be >= 1 trajectories in a group, got {n}")
@@ -109,12 +116,20 @@ async def run_group(
         _Policy(engine, renderer, replace(sampling, seed=derive_seed(sampling.seed, k)), f"{name}/{k}")
         for k in range(n)
     ]
-    async with asyncio.TaskGroup() as tasks:
-        siblings = [tasks.create_task(_run_episode(make_env, policy, limits)) for policy in policies]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            siblings = [tasks.create_task(_run_episode(make_env, policy, limits, check_tools)) for policy in policies]
+    except BaseExceptionGroup as failed:
+        refused, others = failed.split(ToolsNotShownError)
+        if refused is None or others is not None:
+            raise
+        raise refused.exceptions[0] from None
     return TrajectoryGroup(group_id=name, trajectories=tuple(task.result() for task in siblings))
 
 
-async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Limits) -> Trajectory:
+async def _run_episode(
+    make_env: Callable[[], Env], policy: _Policy, limits: Limits, check_tools: CheckTools | None
+) -> Trajectory:
     clock = _Stopwatch()
     counters = Counters()
     conversation = _Conversation(policy.renderer, counters, max_result_chars=limits.max_result_chars)
@@ -125,7 +140,14 @@ async def _run_episode(make_env: Callable[[], Env], policy: _Policy, limits: Lim
         ending = _make_failed_ending(raised)
     else:
         try:
-            episode = _Episode(env=env, policy=policy, limits=limits, conversation=conversation, clock=clock)
+            episode = _Episode(
+                env=env,
+                policy=policy,
+                limits=limits,
+                conversation=conversation,
+                clock=clock,
+                check_tools=check_tools,
+            )
             ending = await episode.play_to_end()
         finally:
             close_error = await _close(env, limits.close_timeout_s, counters)
@@ -189,6 +211,7 @@ class _Episode:
     limits: Limits
     conversation: _Conversation
     clock: _Stopwatch
+    check_tools: CheckTools | None
     env_s: float = 0.0
     """How long the environment, its tools and its reward have taken."""
 
@@ -214,7 +237,10 @@ class _Episode:
         """Let environment and policy take turns, and return the limit or status that ended the episode."""
         env, turns, name = self.env, self.conversation.turns, type(self.env).__name__
         started = await self._wait_for_env(env.start())
-        outcome: EnvStart | Outcome = _check_type(started, EnvStart, f"{name}.start must return")
+        first = _check_type(started, EnvStart, f"{name}.start must return")
+        if self.check_tools is not None:
+            self.check_tools(first.tools)
+        outcome: EnvStart | Outcome = first
         while not isinstance(outcome, Done):
             reply = await self._wait_for_turn(self._take_turn(outcome))
             if not isinstance(reply, Reply):
@@ -291,7 +317,7 @@ async def _wait_for(work: Awaitable[_T], seconds: float, late: Exception) -> _T:
 
 def _make_failed_ending(raised: BaseException) -> _Ending:
     """Make the ending for an exception, or raise it again if it must propagate."""
-    if must_propagate(raised):
+    if must_propagate(raised) or isinstance(raised, ToolsNotShownError):
         raise raised
     return _Ending(cause=TrajectoryStatus.FAILED, error=unwrap_group(raised))
 

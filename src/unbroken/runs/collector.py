@@ -17,8 +17,9 @@ if it is cancelled, lost or killed, it is sampled again of the same problem.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.images.processor import ImageInputs
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import check_tools_shown
 from unbroken.rollout.agents.runner import SessionGateway, run_agent_group
 from unbroken.rollout.agents.session import AgentTask
 from unbroken.rollout.env import Env
@@ -69,6 +71,8 @@ class Problems:
     """Whether first messages of environments have images; for images of tools alone there is `RunConfig.images`."""
     first_messages: Callable[[int], tuple[Sequence[Message], Sequence[ToolSchema]]] | None = None
     """The first messages and the tools of a problem, if they are known without its environment."""
+    tools: Sequence[ToolSchema] = ()
+    """Tools that are known before any episode begins."""
     check_prompts: Callable[[Renderer, int, ImageInputs | None], None] | None = None
     """Raises `InvalidInputError` if prompts leave no room in a context of this length, before a model is loaded."""
 
@@ -125,6 +129,8 @@ class Sampler:
     """Whether the engine returns the experts of each id, for a trainer that replays them."""
     elsewhere: SamplesElsewhere | None = None
     """What samples instead; then there are no `sessions` here."""
+    _shown: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Tools that prompts show, as JSON."""
 
     async def sample_groups(
         self, numbers: Sequence[int], *, size: int, keep: Keep | None = None
@@ -205,7 +211,15 @@ class Sampler:
             sampling=sampling,
             limits=self.config.limits,
             group_id=group_id,
+            check_tools=None if self.config.tools_in_messages else self._check_tools,
         )
+
+    def _check_tools(self, tools: Sequence[ToolSchema]) -> None:
+        """Raise `ToolsNotShownError` for tools that prompts do not show; the same tools are checked once."""
+        key = json.dumps(tools, sort_keys=True, default=str)
+        if key not in self._shown:
+            check_tools_shown(self.renderer, tools)
+            self._shown.add(key)
 
 
 class Collector:

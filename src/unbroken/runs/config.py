@@ -395,6 +395,9 @@ class RolloutConfig:
     trainer's distribution is over these. Penalties and structured output are refused, because the trainer computes
     logprobs without them."""
     limits: Limits = field(default_factory=Limits)
+    tools_in_messages: bool = False
+    """Whether the tasks' own messages describe their tools, so that the chat template need not show them. Otherwise
+    a run with tools and a template that leaves them out is refused: the model would not know that there are any."""
     samplers: int = 0
     """Processes that sample for each trainer process, started and replaced by it; 0: it samples itself. The Python of
     rollouts (environments, tools, rewards, templates) then takes no time from the trainer's. Each opens the recipe

@@ -39,7 +39,16 @@ from unbroken.runs.collector import EvaluationSet
 from unbroken.runs.config import EngineKind, RunConfig, read_key
 from unbroken.runs.evaluation.evaluator import FOLDER, Evaluation, Evaluator, Sample, choose_ks, pass_at_k, read_samples
 from unbroken.runs.evaluation.schedule import make_evaluators
-from unbroken.runs.folder import TASK_FILE, TRACEBACK, claim_folder, lock_folder, may_change
+from unbroken.runs.folder import (
+    COMPRESSED,
+    DATA_FILES,
+    TASK_FILE,
+    TRACEBACK,
+    claim_folder,
+    digest_files,
+    lock_folder,
+    may_change,
+)
 from unbroken.runs.processes import Rank, join_processes
 from unbroken.runs.recipe import OpenRecipe, Recipe, load_recipe, run_without_training
 from unbroken.runs.records.files import MAX_LINES, find_records
@@ -55,8 +64,6 @@ INTERVALS = (
 NUM_PROBLEMS = 100
 """Of an environment that has no end."""
 _NUM_DRAWS, _NUM_TOGETHER = 10_000, 1000
-_DATA = (".jsonl", ".json", ".parquet", ".csv")
-_COMPRESSED = ".gz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +119,8 @@ def evaluate_task(
     own = {"--model": list(models), "--tokenizer": tokenizer, "--problems": num_problems, "--samples": num_samples}
     settings = {"TASK": task, **own, **describe(config)}
     weights = {f"the weights of {each.name}": _digest_weights(each.folder) for each in found if each.folder}
-    report = _begin_report(config.output, task, settings | _digest_files(settings) | weights)
+    files = digest_files(settings, code=recipe.code)
+    report = _begin_report(config.output, task, settings | files | weights)
 
     async def evaluate(config: RunConfig, *, model: str | Path, sets: Sequence[EvaluationSet]) -> None:
         sized = [_size(each, config, num_problems, num_samples) for each in sets]
@@ -128,28 +136,16 @@ def evaluate_task(
 
 def open_task(task: str) -> tuple[Recipe, list[str]]:
     """The recipe of a task, and options that make it this task's."""
-    if task.removesuffix(_COMPRESSED).endswith(_DATA):
+    if task.removesuffix(COMPRESSED).endswith(DATA_FILES) or Path(task).is_dir():
         return load_recipe(None), ["--data.file", task]
     if ":" in task:
         return load_recipe(None), ["--environment", task]
     if Path(task).suffix not in (".py", ".toml"):
         raise InvalidInputError(
-            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(_DATA)}), or an environment "
-            f"(file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
+            f"TASK must be a recipe (.py, .toml), a data set's file ({', '.join(DATA_FILES)}), or folder, or an "
+            f"environment (file.py:Class, module:Class, verifiers:NAME, harbor:FOLDER), got {task!r}"
         )
     return load_recipe(Path(task)), []
-
-
-def _digest_files(settings: Any) -> dict[str, str]:
-    """The digest of each data file that settings name."""
-    if isinstance(settings, str) and settings.removesuffix(_COMPRESSED).endswith(_DATA):
-        try:
-            with Path(settings).open("rb") as file:
-                return {f"the SHA-256 of {settings}": hashlib.file_digest(file, "sha256").hexdigest()}
-        except OSError:  # the recipe says what is wrong with it
-            return {}
-    inner = settings.values() if isinstance(settings, dict) else settings if isinstance(settings, list) else ()
-    return {name: digest for each in inner for name, digest in _digest_files(each).items()}
 
 
 def _digest_weights(folder: Path) -> str:

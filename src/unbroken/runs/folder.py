@@ -7,6 +7,7 @@ ends, however it ends. Processes that it forks do not hold the lock.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -68,6 +69,18 @@ _MAY_CHANGE = (
     "profile_steps",
 )
 """Fields, and parts of the config (with a dot), that do not affect what a step trains on."""
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+COMPRESSED = ".gz"
+_CODE_FILES = (".py", ".sh", ".js", ".mjs", ".ts", ".jinja")
+_FOLDER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+    "data-*.arrow",
+    "*/data-*.arrow",
+)
+"""Of a model's folder what makes ids of messages, and of one of `save_to_disk` the rows."""
 _logger = logging.getLogger(__name__)
 
 
@@ -93,23 +106,34 @@ def lock_folder(folder: Path) -> Iterator[None]:
         _close(held)
 
 
-def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew: bool = False) -> bool:
+def claim_folder(
+    folder: Path,
+    recipe: str,
+    settings: Mapping[str, Any],
+    *,
+    files: Mapping[str, str] | None = None,
+    anew: bool = False,
+) -> bool:
     """Write the recipe's name and settings into `folder`; returns whether the folder holds a run already.
+
+    `files` are digests of the files that the settings name (`digest_files`).
 
     A run that trained no step begins anew with any config; without an evaluation, its folder is any recipe's. With
     `anew`, an earlier run of the recipe is removed, and any config accepted.
 
     Raises:
-        InvalidInputError: the folder holds the run of another recipe or config, or other files.
+        InvalidInputError: the folder holds the run of another recipe or config or with other contents of its files, or
+            other files.
     """
-    path = folder / _FILE
+    path, files = folder / _FILE, dict(files or {})
     _check_no_other_files(folder)
     if not path.exists():
-        _write(path, recipe, settings)
+        _write(path, recipe, settings, files)
         return False
-    name, stored = _read(path)
+    name, stored, stored_files = _read(path)
     before = {field: redact(value, field) for field, value in stored.items()}  # earlier releases kept secrets
-    has_no_step = (name, before) != (recipe, settings) and _has_trained_nothing(folder)
+    is_other = (name, before) != (recipe, settings) or stored_files | files != stored_files
+    has_no_step = is_other and _has_trained_nothing(folder)
     if name != recipe and not (has_no_step and not (folder / _EVALUATIONS).exists()):
         raise InvalidInputError(
             f"output must be a folder without a run of another recipe: {folder} holds a run of {name}, not of {recipe}"
@@ -118,8 +142,17 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
         for file in _FILES_OF_A_RUN:
             shutil.rmtree(folder / file, ignore_errors=True)
             (folder / file).unlink(missing_ok=True)
-        _write(path, recipe, settings)
+        _write(path, recipe, settings, files)
         return False
+    _check_same(folder, before, settings)
+    _check_same_files(folder, stored_files, files)
+    all_files = stored_files | files  # one that cannot be read today is compared again
+    if (stored, stored_files) != (settings, all_files):  # of several processes, only the first writes
+        _write(path, recipe, settings, all_files)
+    return True
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for each in sorted(name for name in before.keys() | settings.keys() if not may_change(name)):
         old, new = before.get(each), settings.get(each)
         if old != new:
@@ -127,9 +160,51 @@ def claim_folder(folder: Path, recipe: str, settings: Mapping[str, Any], *, anew
                 f"{each} must be {old!r} as in the run in {folder}, got {new!r}: a run continues with the config that "
                 "it began with. Give that value, or another --output"
             )
-    if stored != settings:  # of several processes, only the first writes
-        _write(path, recipe, settings)
-    return True
+
+
+def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Mapping[str, str]) -> None:
+    for each in sorted(before.keys() & files.keys()):
+        if before[each] not in (files[each], None):  # null: the user has said that it may be another one
+            raise InvalidInputError(
+                f"{each} must be {before[each]!r} as in the run in {folder}, got {files[each]!r}: a run continues with "
+                "the files that it began with. Give that one, or another --output; to go on with this one on purpose, "
+                f"write null in its place in {folder / _FILE}; rows to train on must stay the same"
+            )
+
+
+def digest_files(settings: Mapping[str, Any], *, code: str = "") -> dict[str, str]:
+    """The SHA-256 of each file that settings name, by the name: data, code, and the tokenizer in a model's folder.
+
+    Settings that may change when a run goes on name none that matters. `code` is the user's own Python recipe, if it is
+    one, wherever it lies.
+    """
+    texts = _find_texts([value for name, value in settings.items() if not may_change(name)])
+    paths = {str(path): path for text in texts for path in _list_files(text)}
+    if code:
+        paths[f"{Path(code).name}, the recipe's code"] = Path(code)
+    found = {}
+    for name, path in paths.items():
+        with suppress(OSError), path.open("rb") as file:  # the recipe says what is wrong with one that cannot be read
+            found[f"the SHA-256 of {name}"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _find_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for each in inner:
+        yield from _find_texts(each)
+
+
+def _list_files(text: str) -> list[Path]:
+    """The files that a setting names: a file, the one of `file.py:name`, or those of a folder."""
+    file, _, _ = text.rpartition(":")
+    path = Path(file if file.endswith(".py") else text)
+    if text and os.path.isdir(path):  # noqa: PTH112  Path.is_dir may raise
+        return sorted(each for pattern in _FOLDER_FILES for each in path.glob(pattern))
+    is_known = path.name.removesuffix(COMPRESSED).endswith(DATA_FILES + _CODE_FILES)
+    return [path] if is_known and os.path.isfile(path) else []  # noqa: PTH113
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
@@ -197,22 +272,23 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
     return InvalidInputError(f"output must be a writable folder, got {folder}: {error}")
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
+def _read(path: Path) -> tuple[str, dict[str, Any], dict[str, str | None]]:
     try:
         contents = json.loads(path.read_text("utf-8"))
-        return contents["recipe"], contents["settings"]
+        return contents["recipe"], contents["settings"], contents.get("files", {})  # earlier releases kept no digests
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"{path} must hold the recipe and settings of the run in its folder: {type(error).__name__}: {error}"
         ) from None
 
 
-def _write(path: Path, recipe: str, settings: Mapping[str, Any]) -> None:
+def _write(path: Path, recipe: str, settings: Mapping[str, Any], files: Mapping[str, str | None]) -> None:
     part = path.with_name(_PART)
     try:
         _make_folder(path.parent)
         with open_private(part, "wb") as file:
-            file.write((json.dumps({"recipe": recipe, "settings": settings}, indent=1) + "\n").encode())
+            contents = {"recipe": recipe, "settings": settings, "files": files}
+            file.write((json.dumps(contents, indent=1) + "\n").encode())
         part.replace(path)
     except OSError as error:
         raise _not_writable(path.parent, error) from error

@@ -19,6 +19,7 @@ from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
 from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import check_options_read
 from unbroken.runs.config import (
     Attention,
     EngineConfig,
@@ -216,8 +217,13 @@ def find_context_length(source: str | Path, engine: EngineConfig) -> int | None:
 def load_model_renderer(
     source: str | Path, config: RendererConfig, sampling: SamplingParams, *, images: ImageInputs | None = None
 ) -> Renderer:
-    """Load the renderer of a model; raises `TemplateError` if its chat template is missing or does not compile."""
-    return load_renderer(
+    """Load the renderer of a model.
+
+    Raises:
+        TemplateError: its chat template is missing or does not compile.
+        InvalidInputError: a variable has no effect on the template.
+    """
+    renderer = load_renderer(
         source,
         renderer=config.name,
         template_kwargs=config.template_kwargs,
@@ -226,6 +232,8 @@ def load_model_renderer(
         parser=config.parser,
         images=images,
     )
+    check_options_read(renderer, config.template_kwargs, name="renderer.template_kwargs")
+    return renderer
 
 
 def prepare_model(model: Any, config: RunConfig, *, load_again: Callable[[], Any] | None = None) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.failures import format_error, format_frames
 from unbroken.runs.config import RunConfig
-from unbroken.runs.folder import TRACEBACK, claim_folder, lock_folder, open_private
+from unbroken.runs.folder import TRACEBACK, claim_folder, digest_files, lock_folder, open_private
 from unbroken.runs.processes import end_together, main_process_first
 from unbroken.runs.python_files import load_module
 from unbroken.runs.settings import Section, build, describe, load_toml, read_options, read_table, section_of
@@ -49,6 +49,8 @@ class Recipe:
     run: Callable[[Any], Coroutine[Any, Any, None]]
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values from the TOML file, by dotted names."""
+    code: str = ""
+    """The Python file, if it is the user's own."""
 
     def configure(self, options: Sequence[str]) -> RunConfig:
         """Build the config; options override file values. Raises `InvalidInputError` if one is missing or wrong."""
@@ -80,6 +82,8 @@ class OpenRecipe:
     name: str
     words: Sequence[str]
     """Of a command line that opens it again."""
+    code: str = ""
+    """The Python file, if it is the user's own."""
     sampler: SamplerRole | None = None
     """None in a trainer's process."""
     evaluate: Callable[..., Coroutine[Any, Any, None]] | None = None
@@ -103,11 +107,13 @@ def run_recipe(path: Path | None, options: Sequence[str]) -> None:
     config = recipe.configure(options)
     words = [str(path), *options] if path is not None else ["--env", *options[1:]]
     with ExitStack() as stack:
-        stack.callback(open_recipe.reset, open_recipe.set(OpenRecipe(name=recipe.name, words=words)))
+        opened = OpenRecipe(name=recipe.name, words=words, code=recipe.code)
+        stack.callback(open_recipe.reset, open_recipe.set(opened))
         with main_process_first() as is_first:
             if is_first:
                 stack.enter_context(lock_folder(config.output))
-            claim_folder(config.output, recipe.name, describe(config))
+            settings = describe(config)
+            claim_folder(config.output, recipe.name, settings, files=digest_files(settings, code=recipe.code))
         try:
             run_until_terminated(end_together(recipe.run(config)))
         except Exception as error:
@@ -127,7 +133,7 @@ def run_sampler(path: Path | None, options: Sequence[str], role: SamplerRole) ->
     """
     recipe = load_recipe(path)
     config = recipe.configure(options)
-    opened = OpenRecipe(name=recipe.name, words=(), sampler=role)
+    opened = OpenRecipe(name=recipe.name, words=(), code=recipe.code, sampler=role)
     run_without_training(recipe, config, opened, run=asyncio.run if role.ends_with_parent else run_until_terminated)
 
 
@@ -191,4 +197,6 @@ def _recipe_from_module(module: ModuleType, path: Path) -> Recipe:
         raise InvalidInputError(f"{path} must define Config, a frozen dataclass that extends RunConfig, got {config!r}")
     if not inspect.iscoroutinefunction(run):
         raise InvalidInputError(f"{path} must define `async def run(config: Config) -> None`, got {run!r}")
-    return Recipe(name=path.name, doc=inspect.cleandoc(module.__doc__ or ""), section=section_of(config), run=run)
+    code = "" if module.__name__ == BUILT_IN else str(module.__file__)
+    doc = inspect.cleandoc(module.__doc__ or "")
+    return Recipe(name=path.name, doc=doc, section=section_of(config), run=run, code=code)

@@ -30,6 +30,7 @@ from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.images.processor import ImageInputs
 from unbroken.ledger.store import is_postgres_url
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import check_tools_shown
 from unbroken.rollout.agents.runner import SessionGateway
 from unbroken.rollout.process.channel import Hello
 from unbroken.rollout.process.pool import SamplerPool
@@ -38,10 +39,10 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
 from unbroken.runs.config import RunConfig, parse_address, read_key
 from unbroken.runs.engines import RunEngine, connect_servers
-from unbroken.runs.folder import may_change, open_private
+from unbroken.runs.folder import digest_files, may_change, open_private
 from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer, locate
 from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
-from unbroken.runs.recipe import SamplerRole, open_recipe
+from unbroken.runs.recipe import OpenRecipe, SamplerRole, open_recipe
 from unbroken.runs.settings import describe, redact
 from unbroken.training.waits import log_waiting
 from unbroken.types import SamplingParams
@@ -92,11 +93,12 @@ class SamplerOpener:
         """All problems of the run: those to train on, then the sets of evaluations."""
         return (self.train_on, *self.evaluate_on)
 
-    def identify(self, recipe: str) -> dict[str, str]:
+    def identify(self, recipe: OpenRecipe) -> dict[str, str]:
         """What two processes must have in common to sample the same groups: values by what they are."""
         settings = {name: value for name, value in describe(self.config).items() if not may_change(name)}
-        found = {"the release": __version__, "the recipe": recipe}
+        found = {"the release": __version__, "the recipe": recipe.name}
         found |= {name: json.dumps(value) for name, value in settings.items()}
+        found |= digest_files(settings, code=recipe.code)
         for k, each in enumerate(self.problems):
             kind = "environment" if each.agent is None else "agent"
             facts = [each.num_problems, each.source, kind, each.score is not None, each.has_images]
@@ -109,9 +111,18 @@ class SamplerOpener:
         return load_image_inputs(self.source, self.config, prompts_have_images=prompts_have_images)
 
     def load_renderer(self, images: ImageInputs | None) -> Renderer:
-        """Load the model's renderer; raises as `load_model_renderer`, and `StopTokenError` if no id ends a turn."""
+        """Load the model's renderer.
+
+        Raises:
+            StopTokenError: no id ends a turn.
+            ToolsNotShownError: the problems have tools that the renderer does not show.
+            InvalidInputError, TemplateError: as `load_model_renderer`.
+        """
         renderer = load_model_renderer(self.source, self.config.renderer, self.config.rollouts.sampling, images=images)
         renderer.get_stop_token_ids()
+        if not self.config.rollouts.tools_in_messages:
+            for each in self.problems:
+                check_tools_shown(renderer, each.tools)
         return renderer
 
     def check_lengths(self, renderer: Renderer, images: ImageInputs | None) -> None:
@@ -310,7 +321,7 @@ class SamplerProcesses:
         pool = await SamplerPool.start(
             listener,
             key=key,
-            identity=opener.identify(recipe.name),
+            identity=opener.identify(recipe),
             logs={f"{rank.index}-{k}": logs / f"{rank.index}-{k}.log" for k in range(rollouts.samplers)},
             start_local=partial(_start_child, ["--connect", f"{local}:{port}", *recipe.words], key),
         )
@@ -374,7 +385,7 @@ async def run_as_sampler(
     await serve_orders(
         role.address,
         key=role.key,
-        hello=Hello(role.name, opener.identify(recipe.name)),
+        hello=Hello(role.name, opener.identify(recipe)),
         open_work=partial(_open_work, opener),
         wait_s=role.wait_s,
     )

@@ -21,6 +21,7 @@ import difflib
 import functools
 import json
 import math
+import operator
 import re
 import textwrap
 import tomllib
@@ -46,6 +47,7 @@ def parse_word(hint: Any, text: str, *, name: str) -> Any:
     """
     if text.lower() == "none" and types.NoneType in typing.get_args(hint):
         return None
+    hint = _choose_member(hint, is_list=text.lstrip().startswith("["))
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and members[1:] == (...,) and not text.lstrip().startswith("["):
         words = tuple(parse_word(members[0], word.strip(), name=name) for word in text.split(",") if word.strip())
@@ -59,10 +61,20 @@ def parse_word(hint: Any, text: str, *, name: str) -> Any:
 
 def check_toml(hint: Any, value: Any, *, name: str, folder: Path | None = None) -> Any:
     """Convert a TOML value to `hint`, its paths relative to `folder`; an `InvalidInputError` begins with `name`."""
-    adapter = _adapter(hint, name)
+    adapter = _adapter(_choose_member(hint, is_list=isinstance(value, list)), name)
     # JSON's strict mode takes a list for a tuple and a string for an enum or a path, but no "3" for a number.
     text = json.dumps(value, default=str)
     return _resolve_paths(_validate(lambda read: adapter.validate_json(read, strict=True), text, value, name), folder)
+
+
+def _choose_member(hint: Any, *, is_list: bool) -> Any:
+    """What a value is converted to, of a type that is one value or a list, `PATH|[PATH,...]`; other types stay."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
+    lists = [member for member in members if typing.get_origin(member) is tuple]
+    others = [member for member in members if member not in lists]
+    if not lists or set(others) <= {types.NoneType}:
+        return hint
+    return lists[0] if is_list else functools.reduce(operator.or_, others)
 
 
 def parse_toml(text: str, *, name: str) -> Any:

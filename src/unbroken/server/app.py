@@ -25,6 +25,7 @@ from unbroken.server.http.guard import Guard
 from unbroken.server.http.idempotency import Idempotency
 from unbroken.server.images import ImageFetcher, ImageIntake, ImageStore
 from unbroken.server.metrics import Metrics
+from unbroken.server.policies import PolicySource
 from unbroken.server.questions import PlainTurns
 from unbroken.server.routes import list_access, load_routers
 from unbroken.server.service import SamplingService
@@ -47,13 +48,15 @@ def create_app(
     image_limits: ImageLimits | None = None,
     no_images_because: str = "its model takes text only",
     make_turns: Callable[[ServerContext], TurnOpener] = PlainTurns,
+    policy_source: PolicySource | None = None,
     more_routers: Sequence[Routes] = (),
 ) -> FastAPI:
     """Make the server's application. It does not close the engine.
 
     `codec` has the renderers' tokenizer, and the renderers also use `image_processor`, which keeps to `image_limits`;
     without a processor, images are refused, and errors give the reason `no_images_because`. `make_turns` makes what
-    answers the dialects' questions, by default without sessions; `more_routers` come before those of the dialects.
+    answers the dialects' questions, by default without sessions; `policy_source` has policies that requests may name
+    besides the engine's; `more_routers` come before those of the dialects.
     """
     metrics = Metrics()
     context = ServerContext(
@@ -67,6 +70,7 @@ def create_app(
         config=config,
         metrics=metrics,
         make_turns=make_turns,
+        policy_source=policy_source,
     )
     app = FastAPI(
         title="unbroken", version=__version__, description=DESCRIPTION, lifespan=_lifespan, redirect_slashes=False

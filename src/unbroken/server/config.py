@@ -59,6 +59,8 @@ class ServerConfig:
     """Key that all paths but /health and /version require, as `Authorization: Bearer KEY`."""
     admin_key: str | None = None
     """Key that paths which change the engine (weights, caches, pausing) require instead of the API key."""
+    any_model_name: bool = False
+    """Outside of sessions too, take any name of a model for the served one's, unless it has @ or tinker://."""
     hosts: tuple[str, ...] = ()
     """Answer requests that name this host (without port) in Host or Origin; can be repeated. Without an API key, only
     localhost and loopback addresses are answered by default, so that no web page can use the server. With a key, any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -10,20 +11,22 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 
 from unbroken.counters import Counters, Event
-from unbroken.engines.base import AdapterEngine
 from unbroken.images.lru_cache import LruCache
-from unbroken.messages import Message, get_text
+from unbroken.messages import Message, ToolSchema, get_text
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import find_unread_options, shows_tools
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
-from unbroken.server.http.errors import HttpError, check_size, shorten
-from unbroken.server.http.guard import ANY_MODEL
+from unbroken.server.http.errors import HttpError, check_size
+from unbroken.server.http.json import encode_json
 from unbroken.server.images import ImageIntake
 from unbroken.server.metrics import Metrics
+from unbroken.server.policies import Policies, PolicySource
 from unbroken.server.service import SamplingService
 from unbroken.server.turns import OpenTurn, Question, TurnOpener, open_reply
 from unbroken.server.weights import WeightLoader
+from unbroken.server.wire.answers import KeptAnswers
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence
 
@@ -31,6 +34,8 @@ _T = TypeVar("_T")
 MakeRenderer = Callable[[Mapping[str, Any]], Renderer]
 """Makes the renderer for template options (`chat_template_kwargs`), which are part of a renderer's identity."""
 _MAX_RENDERERS = 32
+_MAX_INEFFECTIVE = 256
+"""Sets of tools and options whose effect is known."""
 _MAX_WRITTEN_ROLES = 1024
 _NUM_TEXT_THREADS = 4
 """A long text takes one for seconds; short ones have the others."""
@@ -62,20 +67,22 @@ class ServerContext:
         config: ServerConfig,
         metrics: Metrics,
         make_turns: Callable[[ServerContext], TurnOpener],
+        policy_source: PolicySource | None = None,
     ) -> None:
-        """`make_turns` makes the opener of this server's turns."""
+        """`make_turns` makes the opener of this server's turns; `policy_source` has policies besides the engine's."""
         self.service = service
         self.codec = codec
         self.images = images
         self.weights = weights
         self.config = config
         self.metrics = metrics
-        # Python looks through all methods of the protocol to see whether an object has them.
-        self._adapter_engine = service.engine if isinstance(service.engine, AdapterEngine) else None
+        self.policies = Policies(service.engine, config, policy_source)
         self._make_renderer = make_renderer
         self._renderers: LruCache[str, Renderer] = LruCache(_MAX_RENDERERS)
         self._written_roles: LruCache[tuple[str, tuple[str, ...]], bool] = LruCache(_MAX_WRITTEN_ROLES)
+        self._ineffective: LruCache[str, tuple[str, ...]] = LruCache(_MAX_INEFFECTIVE)
         self._threads: ThreadPoolExecutor | None = None
+        self.answers = KeptAnswers()
         self.turns = make_turns(self)
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:
@@ -93,7 +100,7 @@ class ServerContext:
         """Read a whole reply, or get it from the turn if that has read it; a long one is read in a text thread."""
         if (known := turn.replies.get(index)) is not None:
             return known
-        reader = open_reply(turn, question, self.metrics.events, index=index)
+        reader = open_reply(turn, question, self.codec, self.metrics.events, index=index)
         if len(sequence.completion_ids) <= _MAX_SHORT:
             pieces = reader.read(sequence)
         else:
@@ -169,32 +176,41 @@ class ServerContext:
         renderer = self.get_renderer()
         return isinstance(renderer, TemplateRenderer) and name in renderer.find_variables()
 
+    async def find_ineffective(self, tools: Sequence[ToolSchema], options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields of a question that do not change its prompt: `tools` that the template does not show, and options
+        that it does not read. The same tools and options are looked at once.
+
+        Raises:
+            HttpError: an option is a variable that the server sets.
+        """
+        if not tools and not options:
+            return ()
+        self.check_options(options)
+
+        def find() -> tuple[str, ...]:
+            encoded = encode_json([tools, options])
+            if len(encoded) > 4 * self.service.engine.context_length * self.codec.longest_token:
+                return ()  # longer than the context (a character has 4 bytes at most): the prompt is refused
+            key = hashlib.sha256(encoded).hexdigest()
+            found = self._ineffective.get(key)
+            if found is None:
+                renderer = self.get_renderer(options)
+                shown = not tools or shows_tools(renderer, tools)
+                unread = find_unread_options(renderer, options)
+                found = (*([] if shown else ["tools"]), *(f"chat_template_kwargs.{name}" for name in unread))
+                self._ineffective.put(key, found)
+            return found
+
+        return await self.run_in_text_thread(find)
+
+    def reads_key(self, name: str) -> bool:
+        """Whether the template may read this key of a message. Call this in a text thread."""
+        renderer = self.get_renderer()
+        return isinstance(renderer, TemplateRenderer) and renderer.mentions(name)
+
     def get_stop_token_ids(self) -> tuple[int, ...]:
         """The ids that end a turn."""
         return self.get_renderer().get_stop_token_ids()
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that requests can give as `model`."""
-        engine = self._adapter_engine
-        return self.config.adapters if engine is None else tuple(engine.adapters)
-
-    def find_adapter(self, request: Request, model: str | None) -> str | None:
-        """Find the adapter named `model`; None for the served model, whose name may be left out. Others are a 404.
-
-        In a session they are the served model too: its agent has a name of its own for what it talks to.
-        """
-        own_name = self.config.model_name
-        if model in self.adapters:
-            return model
-        if model is not None and model != own_name and not request.scope.get(ANY_MODEL):
-            raise HttpError(
-                404,
-                f"the model {shorten(model)} does not exist: this server has {[own_name, *self.adapters]}",
-                param="model",
-                code="model_not_found",
-            )
-        return None
 
     async def close(self) -> None:
         """End turns and threads; later calls start new ones."""

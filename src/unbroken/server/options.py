@@ -48,7 +48,7 @@ class AppOptions:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     drain_s: int = 30
-    """Seconds that requests in flight have to finish once the server is stopped; then they are answered with 503."""
+    """Seconds that requests in flight have once the server is stopped; then they get a 503."""
     keep_alive_s: int = 125
     """Seconds after which an idle connection is closed: longer than clients keep one (httpx 5, aiohttp 15, Go 90), so
     that none sends a request while it closes."""
@@ -123,6 +123,7 @@ def add_app_arguments(parser: argparse.ArgumentParser) -> None:
     network.add("exit_with_parent", action="store_true")
     access = OptionGroup(parser, "access and images", ServerConfig)
     access.add("model_name", option="--served-model-name", default=None, metavar="NAME")
+    access.add("any_model_name", action="store_true")
     access.add_key("api_key")
     access.add_key("admin_key")
     access.add("hosts", option="--allow-host", action="append", default=[], metavar="HOST")
@@ -170,6 +171,7 @@ def read_app_options(
         model_name=arguments.served_model_name or model_name,
         api_key=read_key(arguments.api_key, arguments.api_key_file, "--api-key"),
         admin_key=read_key(arguments.admin_key, arguments.admin_key_file, "--admin-key"),
+        any_model_name=arguments.any_model_name,
         hosts=tuple(_check_host_name(text) for text in arguments.allow_host),
         image_hosts=tuple(_check_host(text) for text in arguments.allow_image_host),
         weights_dir=getattr(arguments, "weights_dir", None),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import httptools
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
@@ -255,14 +256,28 @@ def make_uvicorn_config(app: FastAPI, *, drain_s: int, keep_alive_s: int = 125) 
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends a connection whose head does not end: httptools would keep all of it, before any key is checked."""
+    """Ends a connection whose head does not end: httptools would keep all of it, before any key is checked.
+
+    A request to upgrade the connection is answered as it is. After its head, httptools takes what follows for another
+    protocol and reads no body: a new parser reads it, behind a head that has the body's length and nothing else.
+    """
 
     _in_head = False
     _num_bytes = 0
+    _data = b""
+    _more: bytes | None = None
+    """What follows the head of a request to upgrade, for the new parser."""
+    _is_body_only = False
+    """Whether the parser has a head that was made for a body."""
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head, self._num_bytes = True, 0
+        if not self._is_body_only:
+            super().on_message_begin()
+            self._in_head, self._num_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_body_only:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers are no headers
@@ -270,10 +285,28 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        super().on_headers_complete()
+        if not self._is_body_only:
+            super().on_headers_complete()
+        self._is_body_only = False
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:  # uvicorn calls it where httptools found an upgrade
+        error = sys.exc_info()[1]
+        assert isinstance(error, httptools.HttpParserUpgrade)
+        rest = self._data[error.args[0] :]
+        lengths = [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        head = b"".join(name + b": " + value + b"\r\n" for name, value in lengths)
+        self.parser, self._is_body_only = httptools.HttpRequestParser(self), True
+        self._more = b"POST / HTTP/1.1\r\n" + head + b"\r\n" + rest
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._more = data
+        while self._more is not None:
+            self._data, self._more = self._more, None
+            super().data_received(self._data)
         self._num_bytes += len(data)
         if self._in_head and self._num_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head of a request must have at most {MAX_HEAD_BYTES} bytes.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -10,17 +10,18 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from unbroken.messages import ToolSchema
-from unbroken.rendering.base import ConstrainsCalls, Renderer
+from unbroken.counters import Event
+from unbroken.messages import Message, ToolSchema
+from unbroken.rendering.base import ConstrainsCalls, Renderer, ToolCallStatus
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
+from unbroken.server.http.json import note_ignored
 from unbroken.server.images import RequestPrompt
-from unbroken.server.service import SamplingService
 from unbroken.server.texts import check_conversation
 from unbroken.server.turns import OpenTurn, Question, get_session_id, read_retry_hint
-from unbroken.server.wire.conversation import ConversationBuilder, ToolChoice
+from unbroken.server.wire.conversation import ConversationBuilder, ToolChoice, get_name
 from unbroken.server.wire.reply import WholeReply
-from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
+from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, StructuredOutput
 
 
 class ConversationFields(Protocol):
@@ -48,6 +49,11 @@ class ConversationFields(Protocol):
         """The wish how much to reason; "none" for not at all."""
         ...
 
+    @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from, for the header of ignored ones."""
+        ...
+
 
 async def make_question(
     context: ServerContext,
@@ -65,7 +71,7 @@ async def make_question(
         HttpError: the model, an option or a choice is not one that this server has.
         UnbrokenError: an image cannot be used, or a key is not supported.
     """
-    adapter = context.find_adapter(request, body.model)
+    policy = await context.policies.find(request, body.model)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     loaded: Any = await context.images.load_messages(conversation.messages, settings, places=conversation.image_places)
     tools, structured_output = body.make_tools(), body.structured_output
@@ -78,7 +84,10 @@ async def make_question(
         chosen = await context.run_in_text_thread(
             lambda: _choose_reasoning_options(effort, reads_option=context.reads_option)
         )
+        if not chosen:
+            note_ignored(request, [body.effort_field])
         options = {**chosen, **options}
+    note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
     messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,
@@ -89,7 +98,7 @@ async def make_question(
         template_options=options,
         image_settings=settings,
         structured_output=structured_output,
-        adapter=adapter,
+        policy=policy,
         session_id=get_session_id(request, None),
         retry=await read_retry_hint(request),
     )
@@ -111,10 +120,11 @@ def _choose_reasoning_options(effort: str | None, *, reads_option: Callable[[str
 class PlainTurn:
     """A turn that goes to the engine as it is. See `OpenTurn`."""
 
-    service: SamplingService
+    service: TurnService
     answer_id: str
     renderer: Renderer
     request: SampleRequest
+    is_recorded: bool = False
     replies: Mapping[int, WholeReply] = field(default_factory=dict)
 
     async def sample(self) -> SampleResult:
@@ -139,6 +149,10 @@ class PlainTurns:
         """Open the turn that answers a question; nothing is sampled yet."""
         renderer, prompt = await render_question(self._context, question)
         return await continue_prompt(self._context, question, renderer, prompt, id_prefix=id_prefix)
+
+    async def recall(self, request: Request, answer_id: str) -> Sequence[Message] | None:
+        """Nothing is recorded."""
+        return None
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -167,7 +181,7 @@ async def continue_prompt(
     """Open the turn that continues this prompt.
 
     Raises:
-        HttpError: calls are required and cannot be had, or a limit is exceeded.
+        HttpError: a limit is exceeded.
         SamplingError: a sampling parameter is out of range.
         ContextOverflowError: prompt and `max_tokens` exceed the context.
     """
@@ -182,9 +196,82 @@ async def continue_prompt(
     params = replace(sampling, return_kept_ids=question.returns_kept_ids)
     answer_id = f"{id_prefix}{uuid4().hex}"
     (request,) = context.service.make_requests(
-        [prompt], params, n=question.n, adapter=question.adapter, session_id=question.session_id, name=answer_id
+        [prompt], params, n=question.n, policy=question.policy, session_id=question.session_id, name=answer_id
     )
-    return PlainTurn(service=context.service, answer_id=answer_id, renderer=renderer, request=request)
+    service: TurnService = context.service
+    if question.required_functions and sampling.structured_output is None:
+        service = InsistingService(context, question, renderer)
+    return PlainTurn(service=service, answer_id=answer_id, renderer=renderer, request=request)
+
+
+class TurnService(Protocol):
+    """What samples a turn: `SamplingService`, or one that insists on calls."""
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Sample the requests."""
+        ...
+
+    def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
+        """Yield chunks of the requests, with the index of their request."""
+        ...
+
+
+class InsistingService:
+    """Samples one request until each reply has the calls that are required; a stream comes at its end, as one chunk.
+
+    What is accepted is distributed as the policy's own replies with such calls, as under a grammar. Replies that were
+    sampled before are counted and left out. After `MAX_TRIES` the last one is the answer as it is: an agent can say to
+    the model what is missing, and an error would end it.
+    """
+
+    MAX_TRIES = 8
+
+    def __init__(self, context: ServerContext, question: Question, renderer: Renderer) -> None:
+        self._context = context
+        self._question = question
+        self._renderer = renderer
+        self._names = {get_name(tool) for tool in question.required_functions}
+        self.num_left_out = 0
+        """Ids of the replies that were left out."""
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """Sample the request."""
+        (request,) = requests
+        (result,) = await self._context.service.sample([request])
+        sequences = [await self._insist(request, index, one) for index, one in enumerate(result.sequences)]
+        return [replace(result, sequences=tuple(sequences))]
+
+    async def stream(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[tuple[int, SampleChunk]]:
+        """Sample the request, and yield each completion as one chunk."""
+        (result,) = await self.sample(requests)
+        for index, sequence in enumerate(result.sequences):
+            yield 0, SampleChunk.from_sequence(index, sequence)
+
+    async def _insist(self, request: SampleRequest, index: int, sequence: SampledSequence) -> SampledSequence:
+        events, params = self._context.metrics.events, request.params
+        # Without a choice, the same reply would come again; an abort is no reply.
+        num_more = 0 if params.temperature == 0 or sequence.finish_reason is FinishReason.ABORT else self.MAX_TRIES - 1
+        for number in range(1, num_more + 1):
+            if await self._has_calls(request, sequence):
+                return sequence
+            events.count(Event.REQUIRED_CALL, "sampled_again")
+            self.num_left_out += len(sequence.completion_ids)
+            seed = None if params.seed is None else (params.seed + number * request.n + index) % 2**31
+            again = replace(request, n=1, params=replace(params, seed=seed))
+            ((sequence,),) = [result.sequences for result in await self._context.service.sample([again])]
+        if not await self._has_calls(request, sequence):
+            events.count(Event.REQUIRED_CALL, "missing")
+        return sequence
+
+    async def _has_calls(self, request: SampleRequest, sequence: SampledSequence) -> bool:
+        parsed = await self._context.run_in_text_thread(
+            lambda: self._renderer.parse_response(
+                sequence.completion_ids, prompt_ids=request.prompt_ids, tools=self._question.tools
+            )
+        )
+        names = [call.name for call in parsed.tool_calls if call.status is ToolCallStatus.OK]
+        is_number_right = len(names) >= 1 if self._question.may_call_several else len(names) == 1
+        return is_number_right and self._names.issuperset(names)
 
 
 async def constrain_reply(
@@ -192,24 +279,16 @@ async def constrain_reply(
 ) -> StructuredOutput | None:
     """The constraint on the reply: the question's own, or calls in the model's own format.
 
+    None for required calls that engine or renderer cannot require: `InsistingService` asks for them.
+
     Raises:
-        HttpError: calls are required, and engine or renderer cannot require them.
+        InvalidInputError: the model's call format has no grammar.
     """
     functions = question.required_functions
     if not functions:
         return question.structured_output
-    engine = context.service.engine
-    if not engine.takes_structured_output:
-        raise HttpError(
-            400,
-            f"a required call needs structured output, which {type(engine).__name__} does not have: serve with "
-            "--engine vllm, or let the model decide (tool_choice 'auto')",
-            param="tool_choice",
-        )
-    if not isinstance(renderer, ConstrainsCalls):
-        raise HttpError(
-            400, f"tool_choice must be 'auto' or 'none' with {type(renderer).__name__}", param="tool_choice"
-        )
+    if not (context.service.engine.takes_structured_output and isinstance(renderer, ConstrainsCalls)):
+        return None
     constrains = renderer
     tag = await context.run_in_text_thread(
         lambda: constrains.constrain_calls(functions, prompt_ids=prompt.token_ids, several=question.may_call_several)

@@ -11,13 +11,22 @@ from uuid import uuid4
 from unbroken.counters import Event
 from unbroken.engines.base import Engine, stream_request
 from unbroken.engines.checks import check_request, check_scorable, check_top_logprobs, require_pausable, require_scoring
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, UnknownPolicyError
 from unbroken.server.concurrency import merge_streams, run_all
 from unbroken.server.config import ServerLimits
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.metrics import Metrics
-from unbroken.types import FinishReason, SampleChunk, SampleRequest, SampleResult, SamplingParams, ScoredSequence
+from unbroken.server.policies import Policy
+from unbroken.types import (
+    FinishReason,
+    SampleChunk,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    ScoredSequence,
+)
 
 _LOOK_AGAIN_S = 0.05
 
@@ -198,12 +207,13 @@ class SamplingService:
         params: SamplingParams,
         *,
         n: int = 1,
-        adapter: str | None = None,
+        policy: Policy | None = None,
         session_id: str | None = None,
         name: str | None = None,
     ) -> list[SampleRequest]:
         """Make one request for each prompt. All are checked before one is run.
 
+        `policy` is by default the served model.
         `name` is what the caller calls them, for `Admission.abort`: by default the session's name.
 
         Raises:
@@ -222,7 +232,8 @@ class SamplingService:
                     images=prompt.images,
                     params=params,
                     n=n,
-                    adapter=adapter,
+                    adapter=None if policy is None else policy.adapter,
+                    policy_version=None if policy is None else policy.version,
                     session_id=session_id,
                 )
                 check_request(request, vocab_size=self.engine.vocab_size, context_length=self.engine.context_length)
@@ -262,6 +273,7 @@ class SamplingService:
                     results = await run_all(self.engine.sample(request) for request in requests)
         for request, result in zip(requests, results, strict=True):
             result.check_answers(request)
+            _check_version(request, *result.sequences)
             for sequence in result.sequences:
                 self._count_ids(len(sequence.completion_ids), sequence.finish_reason)
         return results
@@ -275,6 +287,7 @@ class SamplingService:
             streams = [stream_request(self.engine, request) for request in requests]
             async with asyncio.timeout(self.limits.request_timeout_s), aclosing(merge_streams(streams)) as chunks:
                 async for index, chunk in chunks:
+                    _check_version(requests[index], chunk)
                     self._count_ids(len(chunk.completion_ids), chunk.finish_reason)
                     yield index, chunk
 
@@ -307,6 +320,12 @@ class SamplingService:
                     for sequence in sequences
                 )
 
+    def with_engine(self, engine: Engine) -> SamplingService:
+        """The same service, with its limits and its queue, over another engine."""
+        other = SamplingService(engine, limits=self.limits, metrics=self.metrics)
+        other.admission = self.admission
+        return other
+
     @contextmanager
     def _admit(self, requests: Sequence[SampleRequest]) -> Iterator[None]:
         with self.admission.admit(requests):
@@ -319,6 +338,18 @@ class SamplingService:
             self.metrics.events.count(Event.TRUNCATION, finish_reason)
         if finish_reason is not None:
             self.metrics.finished.labels(finish_reason=finish_reason.value).inc()
+
+
+def _check_version(request: SampleRequest, *sampled: SampledSequence | SampleChunk) -> None:
+    """Raise `UnknownPolicyError` if another version of the weights sampled than the only one that may."""
+    if request.policy_version is None:
+        return
+    for span in (span for each in sampled for span in each.version_spans):
+        if span.policy_version != request.policy_version:
+            raise UnknownPolicyError(
+                f"the weights have no version {request.policy_version} any more: version {span.policy_version} "
+                "answered, whose ids were dropped"
+            )
 
 
 def add_place(error: InvalidInputError, field: str, index: int, number: int) -> InvalidInputError:

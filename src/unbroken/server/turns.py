@@ -20,6 +20,8 @@ from starlette.requests import Request
 from unbroken.counters import Counters
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.encoding.text_codec import TextCodec
+from unbroken.server.policies import Policy
 from unbroken.server.wire.openai import SamplingFields, choose_max_tokens
 from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import SampleChunk, SampleRequest, SampleResult, StructuredOutput
@@ -67,7 +69,8 @@ class Question:
     structured_output: StructuredOutput | None = None
     """The constraint of the dialect's response format; not together with `required_functions`."""
     n: int = 1
-    adapter: str | None = None
+    policy: Policy | None = None
+    """None if the asker names none: then it is the session's, or the served model."""
     session_id: str | None = None
     """Name of the conversation for affinity, as the client gives it."""
     returns_kept_ids: bool = False
@@ -101,6 +104,11 @@ class OpenTurn(Protocol):
         ...
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the last chunk of a completion comes when it is on disk."""
+        ...
+
+    @property
     def replies(self) -> Mapping[int, WholeReply]:
         """The replies of completions that were read already, because they are recorded; once they are sampled."""
         ...
@@ -129,28 +137,47 @@ class TurnOpener(Protocol):
         """
         ...
 
+    async def recall(self, request: Request, answer_id: str) -> Sequence[Message] | None:
+        """The messages up to the reply that had this id; None if it is not recorded."""
+        ...
+
     async def close(self) -> None:
         """End what is kept between turns, when the server stops."""
         ...
 
 
 class EventFormatter(Protocol):
-    """Formats the events of one streamed answer."""
+    """Formats the events of one streamed completion."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        ...
 
     def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """The events of one chunk."""
         ...
 
 
-async def stream_events(turn: OpenTurn, formatter: EventFormatter) -> AsyncGenerator[Sequence[dict[str, Any]]]:
-    """Yield the events of a turn as it is sampled."""
+async def stream_events(
+    turn: OpenTurn, formatters: Sequence[EventFormatter]
+) -> AsyncGenerator[Sequence[dict[str, Any]]]:
+    """Yield the events of a turn as it is sampled; `formatters` has one for each of its completions.
+
+    An agent acts on a call as soon as it has it, so that of a turn that is recorded a call leaves when it is on disk:
+    whatever is killed afterwards, the turn that acted is there.
+    """
+    held: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(turn.stream()) as chunks:
         async for chunk in chunks:
-            events: list[dict[str, Any]] = []
+            formatter = formatters[chunk.index]
+            events = held.pop(chunk.index, [])
             try:
                 events.extend(formatter.format_events(chunk))
             finally:  # also those before an error
-                if events:
+                if turn.is_recorded and formatter.has_calls and chunk.finish_reason is None:
+                    held[chunk.index] = events
+                elif events:
                     yield events
 
 
@@ -165,14 +192,17 @@ async def read_retry_hint(request: Request) -> RetryHint:
     )
 
 
-def open_reply(turn: OpenTurn, question: Question, events: Counters, *, index: int = 0) -> ReplyReader:
+def open_reply(
+    turn: OpenTurn, question: Question, codec: TextCodec, events: Counters, *, index: int = 0
+) -> ReplyReader:
     """Open the reader of one completion of a turn; `events` counts what cannot be parsed."""
     return ReplyReader(
         renderer=turn.renderer,
         prompt_ids=turn.request.prompt_ids,
         tools=question.tools,
         reads_calls=question.reads_calls,
-        make_cutter=question.sampling.make_cutter,
+        codec=codec,
+        cutter=question.sampling.make_cutter(),
         events=events,
         name=f"{turn.answer_id}/{index}",
     )

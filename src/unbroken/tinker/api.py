@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from pydantic import BaseModel
 from tinker import types
 
-from unbroken.engines.checks import require_updatable
 from unbroken.errors import EngineError, InvalidInputError, StoreError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import encode_json
 from unbroken.server.options import ServeOptions
+from unbroken.server.policies import CHECKPOINT, Policy, split_version
 from unbroken.threads import DaemonThreads
 from unbroken.tinker.losses import add_metrics, encode_forward_backward, parse_forward_backward, read_data
 from unbroken.tinker.options import TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
-from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample, write_base
+from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample
 from unbroken.tinker.sessions import MAX_SNAPSHOTS, Promise, Promises, TinkerSession, TrainingRun
 from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.transfer.files import write_tensors
@@ -70,20 +70,19 @@ class TinkerApi:
         self,
         context: ServerContext,
         *,
+        switch: WeightSwitch,
         store: TinkerStore,
         options: TinkerOptions,
         serving: ServeOptions,
         open_backend: Callable[[], Models | TrainerProcess],
     ) -> None:
-        """The backend is opened with the first model."""
+        """The backend is opened with the first model; `switch` has the engine."""
         self._context, self._store, self._options, self._model = context, store, options, serving.model
         self._open_backend = open_backend
         self._backend: Models | TrainerProcess | None = None
         """Where new models are made."""
         self._training, self._storing = DaemonThreads(1), DaemonThreads(1)
-        self._engine = require_updatable(context.service.engine)
-        base = partial(write_base, target=store.temporary_folder / "base", model=Path(serving.model))
-        self._switch = WeightSwitch(self._engine, make_base=base)
+        self._switch, self._engine = switch, switch.engine
         self._promises: dict[str, Promises] = {}
         """By owner."""
         self._sessions: dict[str, TinkerSession] = {}
@@ -435,13 +434,37 @@ class TinkerApi:
         self._check_base(body.base_model, needed=body.model_path is None)
         weights = self._switch.base
         if body.model_path is not None:
-            checkpoint = await self._find(self._store.find_checkpoint, body.model_path, owner)
+            checkpoint = await self._find_checkpoint(body.model_path, owner)
+            if checkpoint is None:
+                raise HttpError(404, f"this key has no checkpoint {body.model_path[:300]!r}")
             self._check_kind(checkpoint.lora)
-            folder, of = self._store.folder_of(checkpoint) / "sampler", checkpoint.model_id
-            weights = SamplerWeights(model_id=of, folder=folder, version=checkpoint.version, path=checkpoint.path)
+            _, weights = self._switch.name_weights(checkpoint, self._store.folder_of(checkpoint) / "sampler")
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         session.samplers.setdefault(sampler_id, weights)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def find_policy(self, owner: str, name: str) -> Policy | None:
+        """What a name means at another door; None if it means nothing there."""
+        if (found := await self._find_checkpoint(name, owner)) is None:
+            return None
+        adapter, _ = self._switch.name_weights(found, self._store.folder_of(found) / "sampler")
+        return Policy(name=split_version(name)[0], adapter=adapter, version=found.version)
+
+    async def _find_checkpoint(self, name: str, owner: str) -> Checkpoint | None:
+        """The checkpoint of a name: of a path, or of a run the newest one or that of a version; None if there is none.
+
+        tinker://RUN/sampler_weights/a    tinker://RUN/weights/b    tinker://RUN    tinker://RUN@latest    tinker://RUN@3
+        """
+        path, version = split_version(name)
+        wanted = None if version in (None, "latest") else int(version or 0)
+        model_id = path.removeprefix(CHECKPOINT)
+        if "/" in model_id:
+            named = await self._in_store(self._store.find_checkpoint, path, owner=owner)
+            saved = [] if named is None else [named]
+        else:
+            saved = await self._in_store(self._store.list_checkpoints, owner=owner, model_id=model_id)
+        found = [each for each in saved if not each.is_over and wanted in (None, each.version)]
+        return max(found, key=lambda each: (each.version, each.made), default=None)
 
     def get_sampler(self, sampler_id: str, owner: str) -> SamplerWeights:
         """What a sampler of this owner samples from; otherwise `HttpError`."""
@@ -479,8 +502,10 @@ class TinkerApi:
         return promise
 
     async def _sample(self, weights: SamplerWeights, body: types.SampleRequest, names: list[str]) -> Made:
-        prompt_ids, sequences, answer = await sample(self._context, self._switch, weights, body)
-        record = partial(RecordedSequence, model_id=weights.model_id, prompt_ids=prompt_ids)
+        asked, sequences, answer = await sample(self._context, self._switch, weights, body)
+        record = partial(
+            RecordedSequence, model_id=weights.model_id, prompt_ids=asked.prompt_ids, sampling=asked.params.changes
+        )
         recorded = [record(sequence_id=name, sampled=each) for name, each in zip(names, sequences, strict=True)]
         return CallResult(answer=answer, is_protobuf=True, sequences=recorded)
 

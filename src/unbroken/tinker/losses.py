@@ -284,6 +284,9 @@ def check_datum(datum: Datum, loss: Loss, where: str) -> NDArray[np.int64]:
         if values.shape != shape:
             rule = f"the shape of target_tokens, {list(shape)}"
             raise InvalidInputError(f"{fields}.{key} must have {rule}, got {list(values.shape)}")
+    if (above := inputs.get("logprobs", np.zeros(0)) > 0).any():
+        place = int(np.flatnonzero(above)[0])
+        raise InvalidInputError(f"{fields}.logprobs[{place}] must be at most 0, got {inputs['logprobs'][place]}")
     mask = inputs.get("sequence_ratio_mask")
     if mask is not None and inputs["advantages"].any() and not mask.any():
         raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")

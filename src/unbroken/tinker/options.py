@@ -15,6 +15,7 @@ from unbroken.server.options import OptionGroup, option_name
 class ProvenancePolicy(StrEnum):
     """What happens to a span that is not true (`TinkerOptions.tinker_provenance`)."""
 
+    REQUIRE = "require"
     REFUSE = "refuse"
     COUNT = "count"
     OFF = "off"
@@ -34,8 +35,8 @@ class TinkerOptions:
     """Days that a sampled sequence is kept, as is a training run that ended without a checkpoint: a span that names an
     older one may be refused."""
     tinker_provenance: ProvenancePolicy = ProvenancePolicy.REFUSE
-    """What happens to provenance spans that are not true: refuse is an error that names the position, count trains the
-    data and counts them in the answer's metrics, off compares nothing."""
+    """What happens to provenance spans that are not true: refuse is an error that names the position, require refuses
+    data without spans too, count trains the data and counts them in the answer's metrics, off compares nothing."""
     tinker_sessions: str | None = None
     """Store of a gateway over this server, a folder or a postgresql:// URL: spans may then name the turns of its
     sessions, as unbroken.integrations.tinker makes them. Every key may name them all."""
@@ -81,7 +82,7 @@ def add_tinker_arguments(parser: argparse.ArgumentParser) -> None:
     group.add("tinker_store", metavar="STORE")
     group.add("tinker_files", type=Path, metavar="FOLDER")
     group.add("tinker_keep_days", type=float, metavar="DAYS")
-    group.add("tinker_provenance", type=ProvenancePolicy, metavar="{refuse,count,off}")
+    group.add("tinker_provenance", type=ProvenancePolicy, metavar="{require,refuse,count,off}")
     group.add("tinker_sessions", metavar="STORE")
     group.add("tinker_keys", type=Path, metavar="FILE")
     group.add("tinker_full", action="store_true")

@@ -5,9 +5,10 @@
     the datum's target_tokens        [6 7 8 9 2]       spans: prompt of s1 from 1, 2 ids; sampled in s1 from 0, 3 ids
 
 Each span is compared id by id, and the spans of a field cover it exactly. Before a sampled target model_input has what
-it was sampled after: the prompt, and the ids sampled before it. `logprobs` given for sampled targets are those of the
-sampling, or they are counted. A datum without spans is looked up by its ids, and counted as unproven if no sequence, or
-more than one, has them.
+it was sampled after: the prompt, and the ids sampled before it. It was sampled by this run's weights, at a known
+version, and from their own distribution: temperature 1, with nothing cut, penalised or constrained, because of these
+the losses compute logprobs. `logprobs` given for sampled targets are those of the sampling, or they are counted. A
+datum without spans is looked up by its ids, and counted as unproven if no sequence, or more than one, has them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from tinker import types
 
 from unbroken.errors import InvalidInputError
-from unbroken.tinker.losses import SAMPLED, Datum, ProvenanceClaim
+from unbroken.tinker.losses import LOSSES, SAMPLED, Datum, ProvenanceClaim
 from unbroken.tinker.options import ProvenancePolicy
 from unbroken.tinker.sessions import TrainingRun
 from unbroken.tinker.store import RecordedSequence, TinkerStore, hash_content
@@ -30,9 +31,12 @@ from unbroken.types import TokenIds
 
 _COUNTED = (
     "proven", "matched", "unproven", "false_spans", "false_contexts", "logprobs_changed", "unsampled_trained",
-    "other_model",
+    "other_model", "other_distribution",
 )  # fmt: skip
 """What is counted of a request's targets (docs/tinker.md says what each means)."""
+
+
+_REFUSING = (ProvenancePolicy.REFUSE, ProvenancePolicy.REQUIRE)
 
 
 class ProvenanceCheck:
@@ -41,6 +45,7 @@ class ProvenanceCheck:
     def __init__(self, store: TinkerStore, policy: ProvenancePolicy, run: TrainingRun, *, loss: str) -> None:
         """For data that `run` is to be trained on with `loss`."""
         self._store, self._policy, self._run, self._loss = store, policy, run, loss
+        self._has_ratio = loss in LOSSES and "logprobs" in LOSSES[loss].needs
         self._known: dict[str, RecordedSequence | None] = {}
         self._begun: dict[str, tuple[TokenIds, int]] = {}
         """For the datum at hand: the prompt and the sampled ids of a sequence, and how many of them it begins with."""
@@ -60,10 +65,13 @@ class ProvenanceCheck:
             if SAMPLED in datum.inputs:
                 raise InvalidInputError(f"data[{index}].loss_fn_inputs.{SAMPLED} is made from spans, and not given")
             if (datum.input_claims or datum.target_claims) and (fills or not is_off):
-                found = self._check_spans(f"data[{index}]", datum)
+                found = self._check_spans(f"data[{index}]", _make_flat(datum))
                 datum = replace(datum, inputs={**found, **datum.inputs}) if fills else datum
+            elif self._policy is ProvenancePolicy.REQUIRE:
+                rule = "must have spans of model_input and of loss_fn_inputs (Datum.with_provenance), got none"
+                raise InvalidInputError(f"data[{index}] {rule} (--tinker-provenance require)")
             elif not is_off:
-                self._match(datum)
+                self._match(_make_flat(datum))
             checked.append(datum)
         metrics = {  # named as the SDK adds those of several chunks up
             **{f"provenance_{name}:sum": float(number) for name, number in self._counts.items()},
@@ -77,13 +85,13 @@ class ProvenanceCheck:
         """Check a datum's spans; returns which of its targets were sampled, and with which logprobs."""
         number, inputs = len(datum.input_ids), datum.inputs
         targets = datum.targets if datum.targets is not None and datum.targets.ndim == 1 else None
-        sampled, logprobs, unused = (np.zeros(number, np.float32) for _ in range(3))
-        used = inputs.get("advantages", inputs.get("weights", unused))
-        if self._loss == "dro":  # whose penalty is of all positions
-            used = inputs.get("weights", unused + 1)
-        is_right = used is not unused and used.shape == unused.shape
+        if targets is None and self._policy is ProvenancePolicy.REQUIRE:
+            rule = "target_tokens must have one id a position, which its span is compared with"
+            raise InvalidInputError(f"{where}.loss_fn_inputs.{rule} (--tinker-provenance require)")
+        sampled, logprobs = np.zeros(number, np.float32), np.zeros(number, np.float32)
+        used = self._find_used(inputs, number)
         # Loops write 0 for targets that the loss does not use.
-        is_blank = (targets == 0) & (used == 0) if targets is not None and is_right else np.zeros(number, np.bool_)
+        is_blank = np.zeros(number, np.bool_) if targets is None or used is None else (targets == 0) & ~used
         self._begun = {}
         list(self._find_true(f"{where}.model_input", datum.input_ids, datum.input_claims, is_blank & False))
         found = self._find_true(f"{where}.loss_fn_inputs", targets, datum.target_claims, is_blank)
@@ -96,10 +104,41 @@ class ProvenanceCheck:
             sampled[place] = 1
             logprobs[place] = sequence.sampled.rollout_logprobs[claim.offset : claim.offset + claim.length]
             if targets is not None:
+                self._check_distribution(span, sequence, is_used=used is None or bool(used[place].any()))
                 self._count("proven", inputs, start, sequence, claim.offset, claim.length)
         self._counts["unproven"] += number if targets is None else 0
-        self._counts["unsampled_trained"] += int(((used != 0) & (sampled == 0)).sum()) if is_right else 0
+        self._counts["unsampled_trained"] += 0 if used is None else int((used & (sampled == 0)).sum())
         return {"logprobs": logprobs, SAMPLED: sampled}
+
+    def _find_used(self, inputs: Mapping[str, NDArray[Any]], number: int) -> NDArray[np.bool_] | None:
+        """[T] where the loss depends on a target's logprob; None if its inputs do not say, or have another shape."""
+        used = inputs.get("advantages", inputs.get("weights"))
+        if self._loss == "dro":  # whose penalty is of all positions
+            used = inputs.get("weights", np.ones(number))
+        if used is None or used.shape != (number,):
+            return None
+        mask = inputs.get("sequence_ratio_mask", np.zeros(number))  # of gspo, whose one ratio has all of these
+        return (used != 0) | (mask != 0) if mask.shape == (number,) else None
+
+    def _check_distribution(self, span: str, sequence: RecordedSequence, *, is_used: bool) -> None:
+        """Refuse what was not sampled from a model's own distribution for a loss that compares it with the trained
+        one's. A loss without a ratio has no such distribution: it is counted.
+        """
+        is_own = sequence.sampling == {}
+        if is_own or not self._has_ratio or not (is_used or self._loss == "stable_reinforce"):
+            return
+        if self._policy in _REFUSING:
+            changes = sequence.sampling
+            how = "by an earlier release, which did not record how" if changes is None else f"with {dict(changes)}"
+            raise InvalidInputError(
+                f"{span}: the ids of {sequence.sequence_id!r} were sampled {how}, and {self._loss} has the ratio to "
+                "logprobs at temperature 1 of the whole vocabulary: sample without top_k, top_p, min_p, penalties and "
+                f"formats. {self._untrained}"
+            )
+
+    @property
+    def _untrained(self) -> str:
+        return f"Nothing of this request was trained (--tinker-provenance {self._policy.value})"
 
     def _find_true(
         self, where: str, ids: NDArray[Any] | None, claims: Sequence[ProvenanceClaim], is_blank: NDArray[np.bool_]
@@ -168,8 +207,8 @@ class ProvenanceCheck:
         return False
 
     def _refuse(self, problem: str, counted: str = "false_spans") -> None:
-        if self._policy is ProvenancePolicy.REFUSE:
-            raise InvalidInputError(f"{problem}. Nothing of this request was trained (--tinker-provenance refuse)")
+        if self._policy in _REFUSING:
+            raise InvalidInputError(f"{problem}. {self._untrained}")
         self._counts[counted] += 1
 
     def _match(self, datum: Datum) -> None:
@@ -189,15 +228,23 @@ class ProvenanceCheck:
         self, name: str, inputs: Mapping[str, NDArray[Any]], start: int, of: RecordedSequence, offset: int, length: int
     ) -> None:
         """Count sampled targets, compare their logprobs with those of the sampling, and look at their versions."""
-        self._counts[name] += length
+        is_ours, is_own = of.model_id == self._run.model_id, of.sampling == {}
+        self._counts[name if is_ours and is_own else "other_model" if is_own else "other_distribution"] += length
         given, place = inputs.get("logprobs"), slice(offset, offset + length)
         if given is not None and given.ndim == 1 and start + length <= len(given):
             difference = np.abs(given[start : start + length] - of.sampled.rollout_logprobs[place])
             self._counts["logprobs_changed"] += int((difference > 0).sum())
             self._difference = max(self._difference, float(difference.max(initial=0)))
-        if of.model_id != self._run.model_id:
-            self._counts["other_model"] += length
+        if not is_ours:
             return
         for each in of.sampled.version_spans:
             if (number := min(each.stop, offset + length) - max(each.start, offset)) > 0:
                 self._lags[self._run.version - each.policy_version] += number
+
+
+def _make_flat(datum: Datum) -> Datum:
+    """The datum with targets [T, 1], which are one id a position, as [T], and so the inputs of their shape."""
+    if datum.targets is None or datum.targets.shape[1:] != (1,):
+        return datum
+    inputs = {name: each[:, 0] if each.shape == datum.targets.shape else each for name, each in datum.inputs.items()}
+    return replace(datum, targets=datum.targets[:, 0], inputs=inputs)

@@ -9,38 +9,46 @@ New weights of a model whose sampler is `inflight` come between two ids of its r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from unbroken.engines.base import Engine, UpdatableEngine
+from unbroken.engines.base import Engine, UpdatableEngine, stream_request
 from unbroken.engines.checks import check_vocabulary, require_scoring
 from unbroken.errors import EngineError, InvalidInputError
+from unbroken.images.lru_cache import LruCache
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.images import ImageIntake, RequestPrompt
+from unbroken.server.service import SamplingService
+from unbroken.tinker.store import Checkpoint
 from unbroken.transfer.adapters import A, B
 from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
     FinishReason,
     InFlight,
+    Numerics,
+    SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
     SamplingParams,
+    ScoredSequence,
     TokenIds,
     TopLogprobs,
 )
 from unbroken.weights.folders import atomic_folder
 
+Sampled = TypeVar("Sampled", SampledSequence, SampleChunk)
 _MAX_VERSIONS = 10_000
+_MAX_NAMED = 1024
 _FULL_S = 0.1
 _EMPTY_LOGPROB = -99999.0
 _MAX_SCORES = 2**24
@@ -76,7 +84,9 @@ class WeightSwitch:
         """`make_base` makes the update that restores the base model's weights after one from a folder."""
         self.base = SamplerWeights()
         """The base model's weights, which the engine has at the start."""
-        self._engine, self._make_base = engine, make_base
+        self.engine, self._make_base = engine, make_base
+        self._named: LruCache[str, SamplerWeights] = LruCache(_MAX_NAMED)
+        """Weights of checkpoints by their folders, so that all who sample from one have the same."""
         self._base_folder: Path | None = None
         self._groups: list[_Group] = []
         """It is the turn of the first one."""
@@ -113,10 +123,26 @@ class WeightSwitch:
         if self._groups and self._groups[0].weights is weights:
             await self._load(weights)
 
-    def name_versions(self, sequence: SampledSequence) -> SampledSequence:
+    def name_versions(self, sequence: Sampled) -> Sampled:
         """The same with the model's versions instead of the engine's."""
         spans = (replace(each, policy_version=self._versions[each.policy_version]) for each in sequence.version_spans)
         return replace(sequence, version_spans=tuple(spans))
+
+    def name_weights(self, checkpoint: Checkpoint, folder: Path) -> tuple[str, SamplerWeights]:
+        """The weights of a checkpoint, which lie in `folder`, and by which name a request for them finds them."""
+        name = str(folder)
+        weights = self._named.get(name) or SamplerWeights(
+            model_id=checkpoint.model_id, folder=folder, version=checkpoint.version, path=checkpoint.path
+        )
+        self._named.put(name, weights)
+        return name, weights
+
+    def find_weights(self, name: str | None) -> SamplerWeights:
+        """The weights of `name_weights`; the base model's without a name."""
+        weights = self.base if name is None else self._named.get(name)
+        if weights is None:
+            raise EngineError(f"{_MAX_NAMED} other checkpoints were asked for since: ask again")
+        return weights
 
     async def _load(self, weights: SamplerWeights) -> None:
         """Load weights, unless the engine has them."""
@@ -131,13 +157,57 @@ class WeightSwitch:
                 self._base_folder = await asyncio.to_thread(self._make_base, folder)
             source = folder or self._base_folder
             assert source is not None, "the engine has the base model's weights until others are loaded"
-            policy_version = self._engine.policy_version + 1
+            policy_version = self.engine.policy_version + 1
             self._versions[policy_version] = version
             self._versions.pop(policy_version - _MAX_VERSIONS, None)
-            await self._engine.update_weights(
+            await self.engine.update_weights(
                 FileSource(source), policy_version=policy_version, in_flight=InFlight.PAUSE
             )
             self._loaded = weights, version
+
+
+class SwitchedEngine:
+    """The engine as all doors but the Tinker API's see it: a request has the weights that its `adapter` names, or the
+    base model's, and its ids have the versions of the model whose weights these are.
+
+    It takes no new weights: else another door would change what the Tinker API's samplers sample from.
+    """
+
+    policy_version = 0
+    """The base model's."""
+
+    def __init__(self, switch: WeightSwitch) -> None:
+        self._switch, self._engine = switch, switch.engine
+        self.context_length, self.vocab_size = self._engine.context_length, self._engine.vocab_size
+        self.takes_images = self._engine.takes_images
+        self.takes_structured_output = self._engine.takes_structured_output
+        self.numerics = getattr(self._engine, "numerics", Numerics.FAST)
+        self.tensor_parallel_size = getattr(self._engine, "tensor_parallel_size", 1)
+        self.check_health, self.abort, self.close = self._engine.check_health, self._engine.abort, self._engine.close
+        self.pause, self.resume = self._engine.pause, self._engine.resume
+        self.reset_prefix_cache = self._engine.reset_prefix_cache
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """Sample `request.n` completions."""
+        async with self._switch.use(self._switch.find_weights(request.adapter)):
+            result = await self._engine.sample(replace(request, adapter=None))
+            sequences = tuple(map(self._switch.name_versions, result.sequences))
+        return replace(result, sequences=sequences)
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        """Yield the completions in chunks as they are sampled."""
+        asked = replace(request, adapter=None)
+        async with (
+            self._switch.use(self._switch.find_weights(request.adapter)),
+            aclosing(stream_request(self._engine, asked)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield self._switch.name_versions(chunk)
+
+    async def score(self, token_ids: TokenIds, **options: Any) -> ScoredSequence:
+        """Return the base model's logprob of each of T ids after the first; see `ScoringEngine`."""
+        async with self._switch.use(self._switch.base):
+            return await require_scoring(self._engine).score(token_ids, **options)
 
 
 def write_base(loaded: Path, target: Path, model: Path) -> Path:
@@ -172,19 +242,19 @@ def _make_params(context: ServerContext, body: types.SampleRequest, room: int) -
 
 async def sample(
     context: ServerContext, switch: WeightSwitch, weights: SamplerWeights, body: types.SampleRequest
-) -> tuple[TokenIds, list[SampledSequence], bytes]:
-    """Sample completions of a prompt, and score it under the same weights; the prompt's ids, what was sampled with the
-    model's versions, and the answer.
+) -> tuple[SampleRequest, list[SampledSequence], bytes]:
+    """Sample completions of a prompt, and score it under the same weights; what the engine was asked, what was sampled
+    with the model's versions, and the answer.
     """
-    engine = context.service.engine
+    engine, service = switch.engine, context.service.with_engine(switch.engine)
     prompt = await _read_prompt(body.prompt, engine.vocab_size, context.images)
     length = len(prompt.token_ids)
     _check(body, length)
     targets = _read_targets(body.target_prompt_logprobs, length, engine.vocab_size)
     params = _make_params(context, body, engine.context_length - length)
-    requests = context.service.make_requests([prompt], params, n=body.num_samples)
+    requests = service.make_requests([prompt], params, n=body.num_samples)
     async with switch.use(weights):
-        (result,) = await _sample_with_room(context, requests)
+        (result,) = await _sample_with_room(service, requests)
         answer = await _score(engine, body, prompt, targets)
     for sequence in result.sequences:
         if sequence.finish_reason is FinishReason.ABORT:
@@ -196,14 +266,14 @@ async def sample(
         each.stop_reason = messages.STOP_REASON_STOP if has_stopped else messages.STOP_REASON_LENGTH
         if sequence.top_logprobs is not None:
             _write_tops(each.topk_sampled_logprobs, sequence.top_logprobs)
-    return prompt.token_ids, list(map(switch.name_versions, result.sequences)), answer.SerializeToString()
+    return requests[0], list(map(switch.name_versions, result.sequences)), answer.SerializeToString()
 
 
-async def _sample_with_room(context: ServerContext, requests: list[SampleRequest]) -> list[SampleResult]:
+async def _sample_with_room(service: SamplingService, requests: list[SampleRequest]) -> list[SampleResult]:
     """Sample once the server's queue has room: the call was taken, so it cannot be refused now."""
     while True:
         try:
-            return await context.service.sample(requests)
+            return await service.sample(requests)
         except HttpError as error:
             if error.status != 429:
                 raise

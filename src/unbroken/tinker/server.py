@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
@@ -13,22 +14,26 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from unbroken.engines.base import Engine
+from unbroken.engines.checks import require_updatable
 from unbroken.server.app import create_app
-from unbroken.server.context import ServerContext
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import AUTHORIZED, read_keys
 from unbroken.server.http.json import json_response
 from unbroken.server.options import ServeOptions
+from unbroken.server.policies import Policy
 from unbroken.server.process import serve
 from unbroken.tinker.api import Answer, TinkerApi
 from unbroken.tinker.losses import PROTOBUF
 from unbroken.tinker.options import TinkerOptions
+from unbroken.tinker.sampling import SwitchedEngine, WeightSwitch, write_base
 from unbroken.tinker.sessions import Promise
 from unbroken.tinker.store import CallResult, TinkerStore
 
 PREFIX = "/api/v1"
 _MAX_LISTED = 1000
+_MAX_NAMES = 10
 _LOOKS: Mapping[tuple[str, str], Callable[..., Awaitable[Answer]]] = {
     ("GET", "get_server_capabilities"): TinkerApi.describe_server,
     ("POST", "sessions/{session_id}/finish"): TinkerApi.finish_session,
@@ -59,7 +64,8 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
         tinker.tinker_store, files=tinker.tinker_files, keep_days=keep_days, sessions=tinker.tinker_sessions
     )
     make_api = partial(TinkerApi, store=store, options=tinker, serving=options, open_backend=open_backend)
-    make_app = partial(create_tinker_app, make_api, tinker.read_keys())
+    make_base = partial(write_base, target=store.temporary_folder / "base", model=Path(model))
+    make_app = partial(create_tinker_app, make_api, tinker.read_keys(), make_base)
     try:
         return serve(options, make_app=make_app, note=f"; the Tinker API with its files in {store.folder}")
     finally:
@@ -67,26 +73,59 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
 
 
 def create_tinker_app(
-    make_api: Callable[[ServerContext], TinkerApi], keys: frozenset[bytes] | None, *given: Any, **options: Any
+    make_api: Callable[..., TinkerApi],
+    keys: frozenset[bytes] | None,
+    make_base: Callable[[Path], Path],
+    engine: Engine,
+    *given: Any,
+    **options: Any,
 ) -> FastAPI:
-    """Make the application of `create_app`, which `given` and `options` are for, with the paths of the Tinker API."""
-    app = create_app(*given, more_routers=make_routes(), **options)
-    app.state.tinker = make_api(app.state.context)
+    """Make the application of `create_app`, which `given` and `options` are for, with the paths of the Tinker API.
+
+    `make_base` is as for `WeightSwitch`: the other paths sample through it, by the names of checkpoints.
+    """
+    switch = WeightSwitch(require_updatable(engine), make_base=make_base)
+    source, routes = CheckpointPolicies(), make_routes()
+    app = create_app(SwitchedEngine(switch), *given, more_routers=routes, policy_source=source, **options)
+    app.state.tinker = make_api(app.state.context, switch=switch)
     if keys is not None:
         app.add_middleware(gate_keys, keys=keys)
     return app
 
 
+class CheckpointPolicies:
+    """The `PolicySource` of a server with the Tinker API: the checkpoints of the key that a request has."""
+
+    async def find(self, request: Request, name: str) -> Policy | None:
+        """The checkpoint of a name; None for another owner's too."""
+        api, owner = _find(request)
+        return await api.find_policy(owner, name)
+
+    async def find_version(self, request: Request, policy: Policy) -> int:
+        """The base model's: checkpoints are found with theirs."""
+        return 0
+
+    async def list_names(self, request: Request) -> Sequence[str]:
+        """The owner's newest checkpoints."""
+        api, owner = _find(request)
+        saved = await api.list_checkpoints(owner)
+        assert isinstance(saved, list)
+        return [each["tinker_path"] for each in saved[:_MAX_NAMES]]
+
+
 def gate_keys(app: ASGIApp, *, keys: frozenset[bytes]) -> ASGIApp:
-    """ASGI middleware outside the guard: the Tinker API's paths need one of several keys."""
+    """ASGI middleware outside the guard: the Tinker API's paths need one of several keys, which opens the paths of all
+    other clients too, where a request samples from its own checkpoints.
+    """
     digests = {hashlib.sha256(key).digest() for key in keys}
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = app
-        if scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/") and scope["path"] != f"{PREFIX}/healthz":
+        if scope["type"] == "http":
             matched = [key for key in read_keys(scope) if hashlib.sha256(key).digest() in digests]
             scope[AUTHORIZED] = next(iter(matched), None)
-            if not matched:
+            is_ours = scope["path"].startswith(f"{PREFIX}/") and scope["path"] != f"{PREFIX}/healthz"
+            if is_ours and not matched:
                 error = HttpError(401, "the key in X-API-Key is none of those in --tinker-keys", code="invalid_api_key")
                 answer = error_response(error, path=scope["path"])
         await answer(scope, receive, send)

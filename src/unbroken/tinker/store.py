@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.integrations.tinker import read_turns, split_sequence_name
+from unbroken.integrations.tinker import ProvableTurn, read_turns, split_sequence_name
 from unbroken.ledger.store import Cursor, Tables, is_postgres_url, is_storable, open_database, open_store_reader
+from unbroken.server.policies import CHECKPOINT
 from unbroken.types import FinishReason, SampledSequence, TokenIds, VersionSpan
 
 T = TypeVar("T")
@@ -61,9 +62,11 @@ _VERSION_3 = (
     "CREATE INDEX results_by_time ON results (ended)",
     "CREATE INDEX answers_by_time ON results (ended) WHERE answer IS NOT NULL",
 )
+_VERSION_4 = ("ALTER TABLE sequences ADD COLUMN sampling TEXT",)
+"""By which distribution; null in sequences of earlier releases."""
 _INSERT_SEQUENCE = (
-    "INSERT INTO sequences (id, prompt, owner, model, ids, logprobs, versions, content, made, finish) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO sequences (id, prompt, owner, model, ids, logprobs, versions, content, made, finish, sampling) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _OLD_ANSWERS = "id IN (SELECT id FROM results WHERE answer IS NOT NULL AND ended < ? ORDER BY ended LIMIT ?)"
 _OLD_RESULTS = "id IN (SELECT id FROM results WHERE ended < ? ORDER BY ended LIMIT ?)"
@@ -75,7 +78,7 @@ TINKER_TABLES = Tables(
     schema="unbroken_tinker",
     locks=0x756E7469,
     is_shared=False,
-    migrations=(_VERSION_1, _VERSION_2, _VERSION_3),
+    migrations=(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4),
     revision="SELECT (SELECT MAX(made) FROM sequences), (SELECT MAX(made) FROM steps), (SELECT COUNT(*) FROM models), "
     "(SELECT MAX(used) FROM models), COUNT(*), MAX(made) FROM checkpoints",
 )
@@ -87,10 +90,12 @@ class RecordedSequence:
 
     sequence_id: str
     model_id: str
-    """The training run whose weights sampled it; empty for the base model."""
+    """The training run whose weights sampled it; empty for the base model, and where it is not known."""
     prompt_ids: TokenIds
     sampled: SampledSequence
     """Its versions are those of the model, which rise with each change of the weights."""
+    sampling: Mapping[str, Any] | None = None
+    """`SamplingParams.changes`: by what its distribution is not the model's own; None if an earlier release sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,12 @@ def decode_sampled(ids: bytes, logprobs: bytes, versions: str, finish: str) -> S
     )
 
 
+def _find_model(policy: str | None) -> str:
+    """The run of a checkpoint's name, or of a run's; empty for others."""
+    name = policy or ""
+    return name.removeprefix(CHECKPOINT).partition("/")[0] if name.startswith(CHECKPOINT) else ""
+
+
 def _begin(cursor: Cursor) -> str:
     """Note that a server has started; returns the name of the database."""
     cursor.execute("UPDATE models SET ended = 'the server stopped' WHERE ended IS NULL")
@@ -211,7 +222,7 @@ class TinkerStore:
         """
         self.keep_days = keep_days
         self._sessions = sessions
-        self._turns: dict[str, Mapping[int, tuple[TokenIds, SampledSequence]]] = {}
+        self._turns: dict[str, Mapping[int, ProvableTurn]] = {}
         """The turns of the gateway's session that was read last; turns never change."""
         try:
             self._database = open_database(str(location), TINKER_TABLES)
@@ -263,6 +274,7 @@ class TinkerStore:
                 each.sequence_id, request_id, owner, each.model_id, _to_bytes(each.sampled.completion_ids),
                 each.sampled.rollout_logprobs.tobytes(), json.dumps(list(map(astuple, each.sampled.version_spans))),
                 hash_content(each.prompt_ids, each.sampled.completion_ids), now, each.sampled.finish_reason.value,
+                None if each.sampling is None else json.dumps(dict(each.sampling)),
             )
             for each in result.sequences
         ]  # fmt: skip
@@ -302,8 +314,14 @@ class TinkerStore:
             self._turns = {session_id: {} if stored is None else read_turns(stored)}
         if node not in self._turns[session_id]:
             return None
-        prompt_ids, sampled = self._turns[session_id][node]  # the gateway does not know whose weights its engine had
-        return RecordedSequence(sequence_id=sequence_id, model_id="", prompt_ids=prompt_ids, sampled=sampled)
+        turn = self._turns[session_id][node]
+        return RecordedSequence(
+            sequence_id=sequence_id,
+            model_id=_find_model(turn.policy),
+            prompt_ids=turn.prompt_ids,
+            sampled=turn.sampled,
+            sampling=turn.sampling,
+        )
 
     def find_by_content(self, content: bytes, *, owner: str) -> list[RecordedSequence]:
         """The sequences, two at most, whose prompt and completion together are these ids."""
@@ -311,7 +329,7 @@ class TinkerStore:
 
     def _find_sequences(self, column: str, value: Any, owner: str) -> list[RecordedSequence]:
         rows = self._read(
-            "SELECT s.id, s.model, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s "
+            "SELECT s.id, s.model, s.sampling, p.ids, s.ids, s.logprobs, s.versions, s.finish FROM sequences s "
             f"JOIN prompts p ON p.id = s.prompt WHERE {column} = ? AND s.owner = ? LIMIT 2",
             value,
             owner,
@@ -322,8 +340,9 @@ class TinkerStore:
                 model_id=model,
                 prompt_ids=np.frombuffer(prompt, np.int32),
                 sampled=decode_sampled(*columns),
+                sampling=None if sampling is None else json.loads(sampling),
             )
-            for name, model, prompt, *columns in rows
+            for name, model, sampling, prompt, *columns in rows
         ]
 
     def put_model(self, facts: ModelFacts, *, owner: str) -> None:

@@ -170,6 +170,17 @@ class SamplingParams:
             )
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """The parameters by which the sampled distribution is not the model's own at temperature 1; empty if it is.
+
+        A structured output may have a million characters, and is only said to be one.
+        """
+        plain = SamplingParams()
+        names = ("temperature", *_TRUNCATING, *_RESHAPING)
+        found = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+        return {name: True if name == "structured_output" else value for name, value in found.items()}
+
+    @property
     def truncates(self) -> bool:
         """Whether ids are cut from the distribution by their probability; never of greedy sampling."""
         return self.temperature > 0 and bool(self.truncations)
@@ -220,6 +231,8 @@ class SampleRequest:
     """The images in `prompt_ids`, in order."""
     adapter: str | None = None
     """Name of a LoRA adapter of the engine; None for the model itself."""
+    policy_version: int | None = None
+    """The only version of the weights that may answer, which the engine's caller checks; None for any."""
     session_id: str | None = None
     """Name of the conversation, whose requests go where its prefix is cached; None leaves that to the engine."""
 

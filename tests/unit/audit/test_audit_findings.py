@@ -10,6 +10,7 @@ import pytest
 from support import templates
 from support.audits import CHATML_WITH_TOOLS, subject_of
 from unbroken.audit.config import AuditConfig
+from unbroken.audit.output import to_text
 from unbroken.audit.report import AuditReport, TemplateKind, Trait
 from unbroken.audit.run import run_audit
 from unbroken.audit.subject import Subject
@@ -244,3 +245,10 @@ def test_a_template_that_refuses_everything_is_quoted() -> None:
     found = audit("{{ raise_exception('not today') }}<|im_end|>").kind
     assert found.kind is TemplateKind.UNDERIVABLE
     assert "not today" in found.detail
+
+
+def test_calls_that_no_format_reads_back_are_a_warning_of_the_audit() -> None:
+    report = audit(templates.QWEN.replace("tool_call>", "do>"))
+    assert "no format reads back" in report.round_trip.unread_calls
+    assert f"warning: {report.round_trip.unread_calls}" in " ".join(to_text(report).split())
+    assert audit(templates.QWEN).round_trip.unread_calls == ""

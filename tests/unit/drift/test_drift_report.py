@@ -24,8 +24,10 @@ END = "<|im_end|>"
 ANSWER = f"It is known.{END}"
 
 
-async def report_of(replies: Sequence[str], *, num: int = 1, **options: Any) -> Any:
-    subject = subject_of(templates.QWEN)
+async def report_of(
+    replies: Sequence[str], *, num: int = 1, template: str = templates.QWEN, unread: Any = None, **options: Any
+) -> Any:
+    subject = subject_of(template, options=unread)
     row = PromptRow(messages=USER, results=RESULTS)
 
     def reply(prompt_ids: Any) -> list[int]:
@@ -48,6 +50,16 @@ async def test_without_drift_every_share_is_exactly_0() -> None:
     for counts in (values["changed"], *values["causes"].values()):
         assert set(counts.values()) == {0}
     assert report.examples == ()
+
+
+async def test_tools_and_options_without_effect_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    await report_of([ANSWER, ANSWER], num=3, template=templates.CHATML, unread={"mood": "calm"})
+    about_options, about_tools = caplog.messages
+    assert "does not read the options mood" in about_options
+    assert "does not show tools" in about_tools
+    caplog.clear()
+    await report_of([SPACED + END, ANSWER], num=3)
+    assert caplog.messages == []
 
 
 async def test_shares_count_rollouts_turns_and_ids() -> None:

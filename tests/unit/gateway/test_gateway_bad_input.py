@@ -287,32 +287,6 @@ async def test_the_name_of_a_tool_cannot_become_control_ids(tmp_path: Path) -> N
             assert error(answer)[0] == 400
 
 
-async def test_the_same_request_twice_at_once_is_sampled_once(tmp_path: Path) -> None:
-    engine = scripted(REPLY)
-    async with running_gateway(engine, tmp_path) as gateway:
-        created = await gateway.create()
-        agent = gateway.agent(created)
-        both = await asyncio.gather(*(agent.post(CHAT, json={"messages": [USER]}) for _ in range(2)))
-        assert [answer.status_code for answer in both] == [200, 200]
-        assert both[0].json()["id"] == both[1].json()["id"]
-        assert len(engine.requests) == 1
-        assert (await gateway.look(created))["num_turns"] == 1
-
-
-async def test_an_idempotency_key_holds_in_its_session_only(tmp_path: Path) -> None:
-    engine = scripted(REPLY)
-    async with running_gateway(engine, tmp_path) as gateway:
-        sessions = [await gateway.create() for _ in range(2)]
-        body, headers = {"messages": [USER]}, {"Idempotency-Key": "task-4"}
-        agents = [gateway.agent(created) for created in sessions]
-        answers = [await agent.post(CHAT, json=body, headers=headers) for agent in (*agents, agents[0])]
-        assert [answer.status_code for answer in answers] == [200] * 3
-        ids = [answer.json()["id"] for answer in answers]
-        assert ids[0] == ids[2] != ids[1]
-        assert [(await gateway.look(created))["num_turns"] for created in sessions] == [1, 1]
-    assert len(engine.requests) == 2
-
-
 async def test_different_requests_at_once_are_all_recorded(tmp_path: Path) -> None:
     engine = scripted(REPLY)
     async with running_gateway(engine, tmp_path) as gateway:

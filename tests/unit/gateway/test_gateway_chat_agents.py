@@ -48,6 +48,19 @@ def spell_as_litellm(message: Message) -> list[Message]:
     return [{**message, **more}, *results(message)]
 
 
+def spell_as_gptme(message: Message) -> list[Message]:
+    """It writes the reasoning into the text."""
+    text = f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"
+    return [{"role": "assistant", "content": text, "tool_calls": message["tool_calls"]}, *results(message)]
+
+
+def spell_as_crewai(message: Message) -> list[Message]:
+    """It sends calls without the text beside them."""
+    reasoning = message["reasoning_content"]
+    sent = {"role": "assistant", "content": None, "reasoning_content": reasoning, "tool_calls": message["tool_calls"]}
+    return [sent, *results(message)]
+
+
 def spell_as_smolagents(message: Message) -> list[Message]:
     """It writes calls into the text of a reply, and results as a user's text."""
     calls = [{"id": call["id"], "function": _arguments(call)} for call in message["tool_calls"]]
@@ -75,6 +88,8 @@ async def play(agent: Any, spell: Spell, **fields: Any) -> None:
         (spell_as_opencode, "argument_spelling"),
         (spell_as_langchain, "dropped_reasoning"),
         (spell_as_litellm, "extra_fields"),
+        (spell_as_gptme, "folded_reasoning"),
+        (spell_as_crewai, "dropped_text"),
     ],
 )
 async def test_i4_a_chat_agent_is_one_exact_row(tmp_path: Path, spell: Spell, tolerance: str) -> None:
@@ -98,6 +113,25 @@ async def test_i4_an_agent_that_writes_calls_into_its_replies_forks_in_every_tur
         rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
     assert [fork["reason"] for fork in session["forks"]] == ["edited_reply"] * 2
     assert sorted(map(_trained, rows)) == sorted(encode(reply) for reply in (*REPLIES, LAST))
+
+
+@pytest.mark.parametrize("text", ["<think>\nmine\n</think>\n\nx", "a</think>b</think>c", "<|im_end|>", "<think>"])
+@pytest.mark.parametrize("as_parts", [False, True])
+async def test_control_tokens_in_a_reply_that_is_not_ours_fork_once_and_the_agent_goes_on(
+    tmp_path: Path, text: str, as_parts: bool
+) -> None:
+    foreign = {"role": "assistant", "content": [{"type": "text", "text": text}] if as_parts else text}
+    async with running_gateway(scripted(*REPLIES, LAST), tmp_path) as gateway:
+        created = await gateway.create()
+        agent = gateway.agent(created)
+        await ask(agent, QUESTION)
+        history: list[Message] = [*QUESTION, foreign, {"role": "user", "content": "Go on."}]
+        message = await ask(agent, history)
+        history += [message, *results(message)]
+        assert (await ask(agent, history))["content"] == "It is 17."
+        session = await gateway.look(created)
+    assert [fork["reason"] for fork in session["forks"]] == ["edited_reply"]
+    assert session["counters"]["bridges/derived"] == 1
 
 
 async def test_a_question_for_a_title_is_a_conversation_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from support.dialects import MESSAGES, RESPONSES, join_message, join_response, read_events
-from support.gateways import running_gateway, scripted
+from support.gateways import error, running_gateway, scripted
 from support.servers import encode
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"cell": {"type": "integer"}}}
@@ -165,3 +166,40 @@ async def test_a_default_that_an_agent_adds_to_its_calls_is_no_fork_after_a_rest
         session = await gateway.look(created)
     assert session["forks"] == []
     assert session["counters"]["tolerances/argument_defaults"] == 1
+
+
+@pytest.mark.parametrize("by", ["previous_response_id", "item_reference"])
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_an_agent_that_names_earlier_answers_is_one_exact_row_after_a_restart_too(
+    tmp_path: Path, by: str, is_restarted: bool
+) -> None:
+    """Microsoft's agent-framework names the answer before, AI SDK each item of all answers."""
+    fields = {"model": "mine", "instructions": "Be brief.", "tools": [{"type": "function", "name": "look"}]}
+    engine = scripted(*REPLIES)
+    history: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]
+    named: dict[str, Any] = {}
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(running_gateway(engine, tmp_path))
+        created = await gateway.create()
+        for _ in REPLIES:
+            if is_restarted:
+                await stack.aclose()
+                gateway = await stack.enter_async_context(running_gateway(engine, tmp_path))
+            body = {**fields, **named, "input": history}
+            response = await ask(gateway.agent(created), RESPONSES, body, stream=False)
+            calls = [item for item in response["output"] if item["type"] == "function_call"]
+            results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "17"} for one in calls]
+            if by == "item_reference":
+                history += [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+                history += results
+            else:
+                named, history = {"previous_response_id": response["id"]}, results
+        session = await gateway.look(created)
+        (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+        other = gateway.agent(await gateway.create())
+        refused = await other.post(RESPONSES, json={**fields, **named, "input": history})
+        assert error(refused) == (400, "previous_response_not_found")
+    assert (session["num_turns"], session["forks"]) == (3, [])
+    assert [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used] == [
+        one for reply in REPLIES for one in encode(reply)
+    ]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from support.gateways import CALL, CHAT, TOOLS, USER, ask, error, restarted, result, running_gateway, scripted
-from support.servers import listening, scripted_engine
+from support.servers import encode, listening, scripted_engine
 from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.ledger.store import open_store
@@ -151,6 +151,15 @@ async def test_32_requests_at_once_do_not_exceed_the_tokens_of_a_session(tmp_pat
         }
         assert (await gateway.look(created))["num_sampled_tokens"] == 100
         assert error(await agent.post(CHAT, json=ask_for(99))) == (403, "session_limit_reached")
+
+
+async def test_replies_that_are_left_out_for_a_required_call_count_as_tokens(tmp_path: Path) -> None:
+    async with running_gateway(scripted("No.<|im_end|>", CALL), tmp_path) as gateway:
+        created = await gateway.create(limits={"tokens": 200})
+        await ask(gateway.agent(created), [USER], tool_choice="required")
+        found = await gateway.look(created)
+        assert found["counters"]["aborted/sampled_ids"] == len(encode("No.<|im_end|>"))
+        assert found["num_sampled_tokens"] == len(encode(CALL))
 
 
 async def test_what_a_request_reserved_and_did_not_sample_is_given_back(tmp_path: Path) -> None:

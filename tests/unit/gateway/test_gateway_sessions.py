@@ -142,3 +142,14 @@ async def test_a_session_with_two_temperatures_gives_rows_of_each(tmp_path: Path
     assert [row["temperature"] for row in rows] == [1.0, 0.5]
     assert sum(sum(row["loss_mask"]) for row in rows) == session["num_sampled_tokens"]
     assert rows[1]["token_ids"][: len(rows[0]["token_ids"])] == rows[0]["token_ids"]
+
+
+async def test_a_required_call_that_is_sampled_again_is_one_turn_with_the_reply_that_has_it(tmp_path: Path) -> None:
+    async with running_gateway(scripted("No.<|im_end|>", CALL), tmp_path) as gateway:
+        created = await gateway.create()
+        message = await ask(gateway.agent(created), [USER], tool_choice="required")
+        (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
+        session = await gateway.look(created)
+    assert message["tool_calls"][0]["function"]["name"] == "look"
+    assert [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used] == encode(CALL)
+    assert session["num_turns"] == 1

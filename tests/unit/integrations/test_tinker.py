@@ -125,7 +125,8 @@ async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
         return ProvenanceCheck(store, ProvenancePolicy.REFUSE, run, loss="stable_reinforce").check(claimed)
 
     checked, metrics = check(data)
-    assert metrics["provenance_proven:sum"] == sum(int(row.sampled_mask.sum()) for row in rows)
+    assert metrics["provenance_other_model:sum"] == sum(int(row.sampled_mask.sum()) for row in rows)
+    assert metrics["provenance_proven:sum"] == 0  # the served model is not the run's
     assert metrics["provenance_logprobs_changed:sum"] == metrics["provenance_false_spans:sum"] == 0
     for datum, row in zip(checked, rows, strict=True):
         np.testing.assert_array_equal(datum.inputs["sampled"] != 0, row.sampled_mask[1:])
@@ -139,6 +140,86 @@ async def test_a_server_proves_the_turns_of_a_gateways_store(tmp_path):
     with pytest.raises(InvalidInputError, match="this server has sampled no sequence"):
         check(data)
     store.close()
+
+
+async def test_turns_of_a_session_are_proven_if_a_checkpoint_of_the_run_answered(tmp_path):
+    name = "tinker://a/sampler_weights/s1"
+    async with running_gateway(scripted("It is 17.<|im_end|>"), tmp_path / "sessions", adapters=(name,)) as gateway:
+        created = await gateway.create(policy=name)
+        await ask(gateway.agent(created), [USER], model="my-habit")
+        rows, tree = await read_session(gateway, created)
+    store = TinkerStore(tmp_path / "store", sessions=str(tmp_path / "sessions"))
+    request = ForwardBackwardRequest(
+        model_id="a",
+        seq_id=1,
+        forward_backward_input=ForwardBackwardInput(
+            data=make_data(created["session_id"], rows, tree), loss_fn="importance_sampling"
+        ),
+    )
+    data = read_data(forward_backward_request_to_proto(request), vocab_size=10**6, context_length=10**6)
+    found = []
+    for model_id in ("a", "b"):
+        run = SimpleNamespace(owner="key", model_id=model_id, version=3)
+        _, metrics = ProvenanceCheck(store, ProvenancePolicy.REQUIRE, run, loss="importance_sampling").check(data)
+        found.append([metrics[f"provenance_{each}"] for each in ("proven:sum", "other_model:sum", "version_lag:max")])
+    store.close()
+    number = int(rows[0].sampled_mask.sum())
+    assert found == [[number, 0, 3], [0, number, 0]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.1}, {"presence_penalty": 0.5}],
+    ids=lambda each: next(iter(each)),
+)
+async def test_a_row_of_another_distribution_is_refused_also_if_its_cuts_are_not_recorded(tmp_path, sampling):
+    async with running_gateway(scripted("It is 17.<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create(sampling=sampling)
+        await ask(gateway.agent(created), [USER])
+        rows, tree = await read_session(gateway, created)
+    assert (rows[0].temperature, rows[0].kept_ids) == (1.0, None)
+    ((name, value),) = sampling.items()
+    with pytest.raises(InvalidInputError, match=rf"rows\[0\] must be .* turn 0 was sampled with .*{name}.*{value}"):
+        make_data(created["session_id"], rows, tree)
+
+
+def make_sequence(tokens, name="s:sample:0:0", logprobs=(-0.5, -0.25)):
+    return SimpleNamespace(tokens=tokens, sequence_id=name, logprobs=None if logprobs is None else list(logprobs))
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], np.array([1, 2, 3]), tinker.ModelInput.from_ints([1, 2, 3])])
+def test_what_the_sdk_sampled_becomes_data_with_true_spans(prompt):
+    first, second = make_data(prompt, [make_sequence([4, 5]), make_sequence([6], "t", [-1.0])], [0.5, -0.5])
+    inputs = {name: tensor.to_numpy().tolist() for name, tensor in first.loss_fn_inputs.items()}
+    assert first.model_input.to_ints() == [1, 2, 3, 4]
+    assert inputs == {
+        "target_tokens": [2, 3, 4, 5], "logprobs": [0, 0, -0.5, -0.25], "advantages": [0, 0, 0.5, 0.5]
+    }  # fmt: skip
+    of_prompt, of_sampled = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
+    name = "s:sample:0:0"
+    assert list(first.model_input_spans) == [
+        of_prompt(sequence_id=name, length=3), of_sampled(sequence_id=name, length=1)
+    ]  # fmt: skip
+    assert list(first.loss_fn_input_spans) == [
+        of_prompt(sequence_id=name, offset=1, length=2), of_sampled(sequence_id=name, length=2)
+    ]  # fmt: skip
+    assert second.model_input.to_ints() == [1, 2, 3]
+    assert list(second.model_input_spans) == [of_prompt(sequence_id="t", length=3)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sequences", "advantages", "problem"),
+    [
+        ([1], [make_sequence([4, 5])], [], "one advantage for each sequence, got 0 for 1"),
+        ([], [make_sequence([4, 5])], [1.0], "prompt must have at least one id"),
+        ([1], [make_sequence([4, 5], name=None)], [1.0], r"sequences\[0\] must have a sequence_id, .* got None"),
+        ([1], [make_sequence([4, 5], logprobs=None)], [1.0], r"sequences\[0\] must have .* got .*NoneType"),
+        ([1], [make_sequence([4, 5]), make_sequence([])], [1.0, 1.0], r"sequences\[1\] must have .* 0 ids"),
+    ],
+)
+def test_sequences_that_the_server_could_not_know_are_refused(prompt, sequences, advantages, problem):
+    with pytest.raises(InvalidInputError, match=problem):
+        make_data(prompt, sequences, advantages)
 
 
 def test_a_row_with_images_is_refused():

@@ -84,6 +84,17 @@ def test_a_reply_sent_back_as_delivered_continues_its_turn(forest: Forest) -> No
             Tolerance.ARGUMENT_SPELLING,
         ),
         (changed(annotations=[], refusal=None, audio=None), Tolerance.EXTRA_FIELDS),
+        *[
+            (changed(reasoning_content=None, content=content), Tolerance.FOLDED_REASONING)
+            for content in (
+                "<think>\nCell 4 is behind the tool.\n</think>\n\nI will look.",
+                "<think>Cell 4 is behind the tool.</think>I will look.",
+                "Cell 4 is behind the tool.\n</think>\n\nI will look.",
+                "Cell 4 is behind the tool.\nI will look.",
+            )
+        ],
+        (changed(content=None), Tolerance.DROPPED_TEXT),
+        (changed(content=""), Tolerance.DROPPED_TEXT),
     ],
 )
 def test_each_tolerance_keeps_the_turn_and_is_named(forest: Forest, sent: Any, tolerance: Tolerance) -> None:
@@ -160,6 +171,11 @@ def test_a_result_without_an_id_answers_the_next_call() -> None:
     [
         changed(content="I will look!"),
         changed(reasoning_content="Cell 4 is somewhere else."),
+        changed(reasoning_content=None, content="<think>Cell 4 is elsewhere.</think>I will look."),
+        changed(reasoning_content=None, content="<think>Cell 4 is behind the tool.</think>I looked."),
+        changed(content="<think>Cell 4 is behind the tool.</think>I will look."),
+        changed(content=None, tool_calls=[]),
+        changed(content=[{"type": "image", "image": "x"}]),
         changed(tool_calls=[]),
         changed(tool_calls=call() + call(id="b")),
         changed(tool_calls=call(function={"name": "look", "arguments": '{"cell": 5, "deep": true}'})),
@@ -172,6 +188,70 @@ def test_a_changed_word_or_call_is_not_our_turn(forest: Forest, sent: Any) -> No
     found = match(forest, SYSTEM, USER, sent, {"role": "user", "content": "Go on."})
     assert found.fork is ForkReason.EDITED_REPLY
     assert (found.turn, found.num_matched) == (None, 2)
+
+
+def test_a_text_that_closes_reasoning_is_matched_as_it_is_before_it_is_taken_apart() -> None:
+    forest = Forest()
+    reply = {"role": "assistant", "content": "b</think>c", "reasoning_content": "a"}
+    record(forest, [USER], reply, turn=0)
+    record(forest, [USER], {"role": "assistant", "content": "c", "reasoning_content": "b"}, turn=1)
+    found = match(forest, USER, {"role": "assistant", "content": "b</think>c"}, USER)
+    assert (found.turn, found.tolerances) == (0, {Tolerance.DROPPED_REASONING})
+
+
+def test_the_beginning_of_a_reply_is_left_out_alone_and_before_the_reply_to_the_retry(forest: Forest) -> None:
+    again = {**DELIVERED, "content": "I look now.", "reasoning_content": "Again."}
+    record(forest, [SYSTEM, USER], again, turn=1)
+    begun = {"role": "assistant", "content": "I wi", "reasoning_content": "Cell 4 is behind the tool."}
+    found = match(forest, SYSTEM, USER, begun)
+    assert (found.messages, found.fork) == ((SYSTEM, USER), None)
+    assert found.tolerances == {Tolerance.DROPPED_TEXT}
+    joined = {**again, "content": "I wiI look now.", "reasoning_content": "Cell 4 is behind the tool.Again."}
+    found = match(forest, SYSTEM, USER, joined, RESULT)
+    assert (found.turn, found.fork, found.tolerances) == (1, None, {Tolerance.DROPPED_TEXT})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": "I won't"}],
+        [{"role": "assistant", "content": "will look."}],
+        [{"role": "assistant", "content": "I wi", "reasoning_content": "Cell 5"}],
+        [{"role": "assistant", "content": ""}],
+        [{"role": "assistant", "content": "I wi"}, USER],
+        [changed(content="You lI will look."), RESULT],
+        [changed(content="I will look. And I wi"), RESULT],
+    ],
+)
+def test_what_is_no_beginning_or_is_answered_is_not_left_out(forest: Forest, messages: list[Any]) -> None:
+    found = match(forest, SYSTEM, USER, *messages)
+    assert (found.fork, found.num_matched) == (ForkReason.EDITED_REPLY, 2)
+    assert len(found.messages) == 2 + len(messages)
+
+
+def test_the_lost_beginning_of_a_reply_and_the_reply_to_the_retry_may_come_as_one_message() -> None:
+    """The gateway was killed while it streamed the first: nothing of it is recorded."""
+    forest = Forest()
+    begun = {"role": "assistant", "content": "I wi", "reasoning_content": "Hm."}
+    record(forest, [SYSTEM, USER, begun], REPLY, DELIVERED, turn=0)
+    joined = {**DELIVERED, "content": "I wiI will look.", "reasoning_content": "Hm.Cell 4 is behind the tool."}
+    call_ids = [{**DELIVERED["tool_calls"][0], "id": "other"}]
+    for sent, answered in ((joined, RESULT), ({**joined, "tool_calls": call_ids}, {**RESULT, "tool_call_id": "other"})):
+        found = match(forest, SYSTEM, USER, sent, answered)
+        assert (found.turn, found.fork, found.continues) == (0, None, True)
+        assert found.tolerances == {Tolerance.CONTENT_FORM}
+        assert found.messages == (SYSTEM, USER, begun, REPLY, RESULT)
+        assert (found.num_matched, found.node) == (4, 3)
+    answer = {"role": "assistant", "content": "It is 17."}
+    record(forest, [RESULT], answer, turn=1, after=3)
+    found = match(forest, SYSTEM, USER, joined, RESULT, answer, USER)
+    assert (found.turn, found.fork, found.num_matched) == (1, None, 6)
+    found = match(forest, SYSTEM, USER, {**joined, "content": "I woI will look."}, RESULT)
+    assert (found.turn, found.fork, found.num_matched) == (None, ForkReason.FOREIGN_REPLY, 2)
+    record(forest, [RESULT], answer, turn=2, after=3)  # the walk before knows of one such answer
+    found = match(forest, SYSTEM, USER, joined, RESULT, answer, USER)
+    assert found.turn == 2
+    assert Tolerance.SEVERAL_MATCHES in found.tolerances
 
 
 def test_reordered_calls_are_not_our_turn() -> None:

@@ -181,7 +181,7 @@ def test_a_slow_tokenizer_is_an_error() -> None:
             return {}
 
     with pytest.raises(
-        InvalidInputError, match=r"must be a fast tokenizer .*got SlowTokenizer: load it with AutoTokenizer"
+        InvalidInputError, match=r"must be a fast tokenizer .*got SlowTokenizer: load the model with load_renderer"
     ):
         TemplateRenderer(SlowTokenizer())
 
@@ -249,6 +249,23 @@ def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_from_outsi
     for before, after in (("a STOP", " b"), ("a ", "STOP b")):
         with pytest.raises(UnsafeTextError, match="'STOP' is a control token only as a separate word"):
             encoded(encoder, before, "text", after)
+
+
+@pytest.mark.parametrize("text", ["(so)", "so.", "{}", "-", "…"])
+def test_i5_a_token_that_is_one_only_as_a_word_stands_beside_text_that_leaves_it_one(text: str) -> None:
+    encoder = encoder_with(AddedToken("<|x|>", single_word=True, normalized=False))
+    before = "" if text[0].isalnum() else "<|x|>"
+    assert encoded(encoder, before, text, "<|x|><|end|>") == [*filter(None, [before]), "<|x|>", "<|end|>"]
+
+
+@pytest.mark.parametrize("text", ["so", "7", "_", "今", "e\u0301", "\u200d"])
+def test_i5_a_token_that_is_one_only_as_a_word_is_refused_beside_text_that_joins_it(text: str) -> None:
+    encoder = encoder_with(AddedToken("<|x|>", single_word=True, normalized=False))
+    for before, after in (("<|x|>", " b"), ("a ", "<|x|> b")):
+        naive = [encoder.control.get_text(i) for i in encoder.encode_plain(before + text + after).tolist()]
+        assert "<|x|>" not in naive, "the text would not join it"
+        with pytest.raises(UnsafeTextError, match="only as a separate word"):
+            encoded(encoder, before, text, after)
 
 
 def test_i5_text_that_would_swallow_a_control_token_beside_it_does_not() -> None:

@@ -63,7 +63,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("policy", HistoryPolicy)
+@pytest.mark.parametrize("policy", SAMPLES)
 async def test_the_samples_of_the_worked_example_are_those_of_the_page(policy: HistoryPolicy):
     answers = [
         Continue(messages=[{"role": "user", "content": "12"}]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
 from support.turns import TurnEngine, TurnMaker
 from unbroken.engines.scripted import ScriptedEngine
-from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError
+from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError, ToolsNotShownError
 from unbroken.rollout.tool_env import ToolEnv
+from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import Collector, EvaluationSet, Problems, Sampler
 from unbroken.runs.config import RolloutConfig
@@ -53,6 +55,30 @@ def seeds(sampler: Sampler) -> list[int | None]:
 async def sample_step(collector: Collector, step: int) -> list[TrajectoryGroup]:
     first = step * collector.groups_per_step
     return await asyncio.gather(*map(collector.sample, range(first, first + collector.groups_per_step)))
+
+
+@tool
+def now() -> str:
+    """Say the time."""
+    return "noon"
+
+
+def with_tools(number: int) -> ToolEnv:
+    return ToolEnv([{"role": "user", "content": str(number)}], [now], reward)
+
+
+async def test_tools_of_an_environment_that_no_prompt_shows_are_refused_before_anything_is_sampled():
+    asked = sampler(Problems(env=with_tools))
+    with pytest.raises(ToolsNotShownError, match=r"does not show tools .* without now\."):
+        await asked.sample_groups([0, 1], size=3)
+    assert isinstance(asked.engine, ScriptedEngine)
+    assert asked.engine.requests == []
+
+
+async def test_tools_that_the_tasks_own_messages_describe_are_taken():
+    asked = sampler(Problems(env=with_tools))
+    (group,) = await replace(asked, config=replace(asked.config, tools_in_messages=True)).sample_groups([3], size=2)
+    assert group.rewards == (3.0, 3.0)
 
 
 async def test_steps_take_the_problems_in_order():

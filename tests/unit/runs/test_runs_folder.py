@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from unbroken.errors import InvalidInputError
-from unbroken.runs.folder import claim_folder, lock_folder
+from unbroken.runs.folder import claim_folder, digest_files, lock_folder
 from unbroken.runs.recipe import load_recipe
 from unbroken.runs.settings import describe
 
@@ -92,9 +92,70 @@ def test_a_run_that_trained_no_step_begins_anew_with_other_settings(tmp_path):
     (tmp_path / "evaluation.jsonl").unlink()
     assert not claim_folder(tmp_path, "sums.toml", SETTINGS | {"model": "another"})
     assert json.loads((tmp_path / "recipe.json").read_text()) == {
-        "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"},
+        "recipe": "sums.toml", "settings": SETTINGS | {"model": "another"}, "files": {},
     }  # fmt: skip
     assert sorted(each.name for each in tmp_path.iterdir()) == ["recipe.json", "server.log"]
+
+
+def test_a_run_goes_on_with_other_contents_of_a_file_only_on_purpose(tmp_path):
+    name = "the SHA-256 of rewards.py"
+    claim_folder(tmp_path, "lookup.py", SETTINGS, files={name: "a" * 64, "the SHA-256 of tools.py": "c" * 64})
+    make_step(tmp_path)
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS, files={name: "a" * 64})
+    message = (
+        f"{name} must be 'a+' as in the run in .*, got 'b+': .* another --output; .* write null in its place in .*json"
+    )
+    with pytest.raises(InvalidInputError, match=message):
+        claim_folder(tmp_path, "lookup.py", SETTINGS, files={name: "b" * 64})
+    path = tmp_path / "recipe.json"
+    path.write_text(path.read_text().replace(f'"{"a" * 64}"', "null"))
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS, files={name: "b" * 64})
+    assert json.loads(path.read_text())["files"] == {name: "b" * 64, "the SHA-256 of tools.py": "c" * 64}
+    with pytest.raises(InvalidInputError, match=name):
+        claim_folder(tmp_path, "lookup.py", SETTINGS, files={name: "a" * 64})
+
+
+def test_a_run_of_an_earlier_release_which_kept_no_digests_goes_on_and_keeps_them(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "lookup.py", "settings": SETTINGS}))
+    make_step(tmp_path)
+    assert claim_folder(tmp_path, "lookup.py", SETTINGS, files={"the SHA-256 of a.py": "a"})
+    with pytest.raises(InvalidInputError, match=r"the SHA-256 of a.py must be 'a'"):
+        claim_folder(tmp_path, "lookup.py", SETTINGS, files={"the SHA-256 of a.py": "b"})
+
+
+def test_a_run_that_trained_no_step_begins_anew_with_other_files(tmp_path):
+    """A reward function that failed in the first step is corrected."""
+    claim_folder(tmp_path, "lookup.py", SETTINGS, files={"the SHA-256 of a.py": "a"})
+    assert not claim_folder(tmp_path, "lookup.py", SETTINGS, files={"the SHA-256 of a.py": "b"})
+
+
+def test_the_files_that_settings_name_are_known_by_their_contents(tmp_path):
+    names = ["p.jsonl", "q.csv.gz", "a.parquet", "rewards.py", "tools.py", "env.py", "agent.sh", "key", "urls.json"]
+    for name in ["model/chat_template.jinja", "model/tokenizer.json", "saved/train/data-00000-of-00001.arrow", *names]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "model" / "model.safetensors").write_text("weights, which a run trains")
+    settings = {
+        "model": f"{tmp_path}/model", "data.file": [f"{tmp_path}/p.jsonl", f"{tmp_path}/q.csv.gz"], "data.prompt": "q",
+        "rewards": [{"function": f"{tmp_path}/rewards.py:right", "model": None}], "tools": [f"{tmp_path}/tools.py:add"],
+        "environment": f"{tmp_path}/env.py:Env", "agent.command": ["sh", f"{tmp_path}/agent.sh"], "seed": 0,
+        "evaluation_data.file": f"{tmp_path}/a.parquet", "evaluation_sets": [{"data": {"file": f"{tmp_path}/saved"}}],
+        "engine.api_key_file": f"{tmp_path}/key", "engine.urls_file": f"{tmp_path}/urls.json", "loss": "module:loss",
+        "curriculum": f"{tmp_path}/nowhere.py:make", "environment_arguments": {"text": "a\0b", "long": "x" * 9999},
+    }  # fmt: skip
+    before = digest_files(settings)
+    found = {name.removeprefix(f"the SHA-256 of {tmp_path}/") for name in before}
+    assert found == {
+        *names[:-2],
+        "model/chat_template.jinja",
+        "model/tokenizer.json",
+        "saved/train/data-00000-of-00001.arrow",
+    }
+    for name in found:
+        (tmp_path / name).write_text("another")
+        after = digest_files(settings)
+        assert [each for each in before if after[each] != before[each]] == [f"the SHA-256 of {tmp_path}/{name}"]
+        before = after
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "model", "final"])

@@ -156,3 +156,17 @@ def test_without_a_recipe_and_an_environment_there_is_nothing_to_train(words, ca
         main(words)
     assert ended.value.code == 2
     assert "a RECIPE or --env NAME must be given" in capsys.readouterr().err
+
+
+def test_another_python_recipe_of_the_same_name_does_not_go_on_with_a_run_wherever_it_lies(tmp_path, capsys):
+    for name, text in (("a", GOOD), ("b", GOOD + "# Another.\n")):
+        (tmp_path / name).mkdir()
+        recipe(tmp_path / name, text)
+    output = tmp_path / "run"
+    assert main(["train", str(tmp_path / "a" / "mine.py"), f"--output={output}"]) == 0
+    (output / "metrics").mkdir()
+    (output / "metrics" / "metrics.jsonl").write_text("{}\n")
+    assert main(["train", str(tmp_path / "b" / "mine.py"), f"--output={output}"]) == 1
+    assert "the SHA-256 of mine.py, the recipe's code must be '" in capsys.readouterr().err
+    (tmp_path / "b" / "mine.py").write_text(GOOD)
+    assert main(["train", str(tmp_path / "b" / "mine.py"), f"--output={output}"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,18 +15,20 @@ from typing import Any
 
 import pytest
 
-from support import letters_recipe
+from support import letters_recipe, templates
 from support.evaluations import read_evaluations
 from support.forks import ForkedPython, commands_as_forks
 from support.processes import free_port, run_two
 from support.served import save_tiny_model, served
 from support.vision import save_vision_model
 from unbroken.cli import main
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, ToolsNotShownError
 from unbroken.runs.collector import Problems
-from unbroken.runs.config import EngineConfig, RolloutConfig, RunConfig
+from unbroken.runs.config import EngineConfig, RendererConfig, RolloutConfig, RunConfig
+from unbroken.runs.python_files import FunctionName
+from unbroken.runs.recipe import OpenRecipe
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.runs.samplers import SamplerProcesses
+from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.training import train_model
 from unbroken.training.config import LoopConfig
 
@@ -50,6 +53,32 @@ def engine_options(model: Path, weights: Path, name: str = "engine") -> Iterator
 def _samplers_are_forks(monkeypatch) -> None:
     for name, value in commands_as_forks().items():
         monkeypatch.setenv(name, value)
+
+
+def make_no_env(number: int) -> Any:
+    """Of problems that nobody samples."""
+    raise AssertionError(number)
+
+
+def test_a_sampler_whose_code_or_data_has_other_contents_is_another_one_by_name(tmp_path):
+    code, rewards = tmp_path / "recipe.py", tmp_path / "rewards.py"
+    for each in (code, rewards):
+        each.write_text("a = 1")
+
+    def identify(*, source: str = "rows") -> dict[str, str]:
+        problems = Problems(env=make_no_env, source=source)
+        config = RunConfig(output=tmp_path, loop=LoopConfig(num_steps=1), curriculum=FunctionName(f"{rewards}:a"))
+        opener = SamplerOpener(config=config, source="a/model", train_on=problems, evaluate_on=[], part="0")
+        return opener.identify(OpenRecipe(name="recipe.py", words=(), code=str(code)))
+
+    first = identify()
+    assert identify() == first
+    changed = [name for name, value in identify(source="others").items() if first[name] != value]
+    assert [name.partition(" (")[0] for name in changed] == ["the problems to train on"]
+    for each, name in ((code, "recipe.py, the recipe's code"), (rewards, rewards)):
+        before = identify()
+        each.write_text("a = 2")
+        assert [key for key, value in identify().items() if before[key] != value] == [f"the SHA-256 of {name}"]
 
 
 NOTING_RECIPE = """
@@ -335,3 +364,32 @@ async def test_a_script_that_no_sampler_could_open_is_refused(tmp_path, model):
     problems = Problems(env=lambda number: pytest.fail("nothing is sampled"))
     with pytest.raises(InvalidInputError, match=r"rollouts.samplers must be 0 .* a script that calls train_model"):
         await train_model(config, model=model, train_on=problems, evaluate_on=problems)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_template_that_leaves_out_tools_or_variables_is_refused_before_a_model_is_loaded(tmp_path, model, shows):
+    """Not so if it shows them, or if the user says that the messages do."""
+    schema: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(templates.QWEN if shows else templates.CHATML)
+
+    def load(**settings):
+        problems = Problems(env=lambda number: pytest.fail("nothing is sampled"), tools=[schema])
+        opener = SamplerOpener(
+            config=letters_recipe.Config(output=tmp_path / "run", model=folder, **settings),
+            source=folder,
+            train_on=Problems(env=problems.env),
+            evaluate_on=[problems],
+            part="0",
+        )
+        return opener.load_renderer(None)
+
+    load(rollouts=RolloutConfig(tools_in_messages=True))
+    if shows:
+        load()
+    else:
+        with pytest.raises(ToolsNotShownError, match=r"does not show tools .* rollouts\.tools_in_messages = true"):
+            load()
+    with pytest.raises(InvalidInputError, match=r"renderer\.template_kwargs must have .* got enable_thinking"):
+        load(renderer=RendererConfig(template_kwargs={"enable_thinking": False}))

@@ -135,6 +135,42 @@ async def test_trailers_are_not_kept() -> None:
     assert names == [b"transfer-encoding", b"connection"]
 
 
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the request's body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    length = str(len(body)).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+BODIES = (b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n", b"\r\n")
+LAST = b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\nend"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000], ids=["byte by byte", "in pieces", "at once"])
+@pytest.mark.parametrize("body", BODIES, ids=["length", "chunks", "none"])
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
+async def test_a_request_to_upgrade_is_answered_as_it_is(upgrade: bytes, body: bytes, size: int) -> None:
+    """Java's client sends it over http:// with every first request of a connection."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: "
+    sent = 2 * (head + upgrade + b"\r\n" + body) + LAST
+    async with serving(echo) as address:
+        pieces = [sent[k : k + size] for k in range(0, len(sent), size)]
+        answers = (await send_all(address, pieces)).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    expected = b"" if body == BODIES[-1] else b"body"
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [expected, expected, b"end"]
+
+
+async def test_a_wrong_chunk_after_a_request_to_upgrade_is_refused() -> None:
+    head = b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serving(echo) as address:
+        assert b" 400 " in await send_all(address, [head, b"zz\r\n"])
+
+
 @pytest.mark.parametrize(
     "start", [b"", b"GET / HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n"]
 )

@@ -1,8 +1,12 @@
 """What a dialect asks and gets: the question, the turn, and the reader of its reply."""
 
+import functools
 from typing import Any
 
+import pytest
 from fastapi import Request
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.servers import asgi_client, encode, make_app, scripted_engine, server_tokenizer
 from unbroken.counters import Counters
@@ -19,7 +23,7 @@ from unbroken.server.wire.openai import StopCutter
 from unbroken.server.wire.reply import ReplyReader
 
 CHAT = "/v1/chat/completions"
-USER = [{"role": "user", "content": "hi"}]
+USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -92,13 +96,19 @@ async def test_a_retry_is_told_by_its_bytes_its_path_and_its_headers() -> None:
     assert first.body_sha256 == retry.body_sha256 != other.body_sha256
 
 
-def open_reader(*, stop: str = "", name: str = "answer/0") -> ReplyReader:
+@functools.cache
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer(server_tokenizer())
+
+
+def open_reader(*stops: str, name: str = "answer/0") -> ReplyReader:
     return ReplyReader(
-        renderer=TemplateRenderer(server_tokenizer()),
-        prompt_ids=TemplateRenderer(server_tokenizer()).render(USER).token_ids,
+        renderer=renderer(),
+        prompt_ids=renderer().render(USER).token_ids,
         tools=TOOLS,
         reads_calls=True,
-        make_cutter=lambda: StopCutter([stop] if stop else []),
+        codec=TextCodec(server_tokenizer()),
+        cutter=StopCutter(stops),
         events=Counters(),
         name=name,
     )
@@ -107,7 +117,7 @@ def open_reader(*, stop: str = "", name: str = "answer/0") -> ReplyReader:
 def test_pieces_come_in_the_order_of_the_model_whatever_the_chunks() -> None:
     ids = encode(f"<think>\nhm\n</think>\n\nFirst E\n{CALL}\nthen{CALL}<|im_end|>")
     for size in (1, 3, len(ids)):
-        reader = open_reader(stop="END")
+        reader = open_reader("END")
         pieces = [piece for k in range(0, len(ids), size) for piece in reader.feed(ids[k : k + size])]
         pieces += reader.close()
         joined: list[list[Any]] = []
@@ -124,6 +134,71 @@ def test_pieces_come_in_the_order_of_the_model_whatever_the_chunks() -> None:
             [PartKind.TOOL_CALL, ""],
         ]
         assert (reader.reasoning, reader.content, len(reader.calls)) == ("hm", "First E\nthen", 2)
+
+
+THOUGHT = "<think>\n9.11 and 9.8, so song one\n</think>\n\nAnswer 9.8<|im_end|>"
+SONG = "9.11 and 9.8, so song one"
+
+
+@pytest.mark.parametrize(
+    ("stop", "reasoning", "content"),
+    [
+        ("song", "9.11 and 9.8, so", ""),
+        ("ong on", "9.11 and 9.8, so s", ""),
+        ("one\n</think>\n\nAns", "9.11 and 9.8, so song ", ""),
+        ("</think>", SONG, ""),
+        ("\n\nAns", SONG, ""),
+        ("nk>\n\nAnswer", SONG, ""),
+        ("Answer", SONG, ""),
+        ("swer", SONG, "An"),
+        ("8<|im_end|>", SONG, "Answer 9."),
+        ("er 9.9", SONG, "Answer 9.8"),
+        ("<think>", "", ""),
+    ],
+)
+def test_a_stop_string_ends_the_reply_wherever_it_is_in_the_sampled_text(
+    stop: str, reasoning: str, content: str
+) -> None:
+    ids = encode(THOUGHT)
+    for size in (1, 2, len(ids)):
+        reader = open_reader(stop)
+        pieces = [piece for k in range(0, len(ids), size) for piece in reader.feed(ids[k : k + size])]
+        pieces += reader.close()
+        for kind, text in ((PartKind.REASONING, reasoning), (PartKind.CONTENT, content)):
+            assert "".join(piece.text for piece in pieces if piece.kind is kind) == text
+        assert (reader.reasoning, reader.content) == (reasoning, content)
+        assert reader.stop_string == (stop if stop in THOUGHT else None)
+        assert (reader.parsed.reasoning, reader.parsed.content) == (SONG, "Answer 9.8")
+
+
+TEXTS = "ab\u00e9\U0001f600 \n</"
+
+
+@given(st.text(TEXTS, max_size=30), st.text(TEXTS, min_size=1, max_size=4))
+def test_a_reply_of_plain_text_is_the_text_before_the_stop_string(text: str, stop: str) -> None:
+    before, found, _ = text.partition(stop)
+    reader = open_reader(stop)
+    reader.feed(encode(text))
+    reader.close()
+    assert (reader.content, reader.stop_string) == (before, found or None)
+
+
+@pytest.mark.parametrize("stop", ["</tool_call>", "}\n</tool_call>", "1}}"])
+def test_a_stop_string_that_ends_a_call_does_not_undo_it(stop: str) -> None:
+    reader = open_reader(stop)
+    reader.feed(encode(CALL))
+    reader.close()
+    assert [call.name for call in reader.calls] == ["add"]
+    assert (reader.content, reader.stop_string, reader.list_malformed()) == ("", stop, [])
+
+
+def test_a_stop_string_within_a_call_leaves_a_call_that_failed() -> None:
+    reader = open_reader('"arguments')
+    reader.feed(encode(CALL.partition('ents"')[0] + "ents"))  # an engine stops here
+    reader.close()
+    assert not reader.calls
+    assert reader.content == CALL.partition('"arguments')[0]
+    assert [call["status"] for call in reader.list_malformed()] == ["unclosed"]
 
 
 def test_the_ids_of_calls_are_those_of_the_answer() -> None:

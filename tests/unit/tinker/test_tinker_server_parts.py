@@ -104,6 +104,88 @@ def test_true_spans_are_proven_and_versions_and_logprobs_compared(store):
     assert metrics["provenance_version_lag:mean"] == pytest.approx(5 / 3)
 
 
+CHANGED = [{"temperature": 0.5}, {"temperature": 0.0}, {"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.1}, None]
+RL = {"logprobs": [0, 0, -0.1, -0.2, -0.3], "advantages": [0, 0, 1, 1, 1]}
+
+
+@pytest.mark.parametrize("sampling", CHANGED, ids=str)
+def test_ids_of_another_distribution_are_not_proven_and_refused_where_a_loss_has_a_ratio(open_store, sampling):
+    store = open_store()
+    add_sequences(store, [replace(SEQUENCE, sampling=sampling)])
+    said = "by an earlier release" if sampling is None else "".join(f"with .*{each}" for each in sampling)
+    for loss in ("importance_sampling", "ppo", "stable_reinforce"):
+        for policy in ("refuse", "require"):
+            with pytest.raises(InvalidInputError, match=rf"span 1: the ids of 's1' were sampled {said}.*{policy}"):
+                check(store, [claimed(INPUTS, TARGETS, **RL)], policy, loss)
+        _, metrics = check(store, [claimed(INPUTS, TARGETS, **RL)], "count", loss)
+        assert (metrics["provenance_proven:sum"], metrics["provenance_other_distribution:sum"]) == (0, 3)
+    for datum, loss in (  # without a ratio, without an effect, and without a claim
+        (claimed(INPUTS, TARGETS, weights=[0, 0, 1, 1, 1]), "cross_entropy"),
+        (claimed(INPUTS, TARGETS, **{**RL, "advantages": [0, 0, 0, 0, 0]}), "importance_sampling"),
+        (claimed((), (), **RL), "importance_sampling"),
+    ):
+        _, metrics = check(store, [datum], loss=loss)
+        assert (metrics["provenance_proven:sum"], metrics["provenance_matched:sum"]) == (0, 0)
+        assert metrics["provenance_other_distribution:sum"] == 3
+
+
+def test_ids_of_other_weights_are_not_proven(open_store):
+    store = open_store()
+    add_sequences(store, [replace(SEQUENCE, model_id="")])
+    for datum in (claimed(INPUTS, TARGETS, **RL), claimed((), (), **RL)):
+        _, metrics = check(store, [datum])
+        assert [metrics[f"provenance_{each}:sum"] for each in ("proven", "matched", "other_model")] == [0, 0, 3]
+
+
+def test_data_without_spans_are_refused_where_they_are_required(store):
+    _, metrics = check(store, [claimed(INPUTS, TARGETS, **RL)], "require")
+    assert metrics["provenance_proven:sum"] == 3
+    for inputs, targets, problem in (
+        ((), (), r"data\[0\] must have spans of model_input and of loss_fn_inputs .* got none"),
+        (INPUTS, (), r"data\[0\].loss_fn_inputs: provenance spans must cover the field's 5 positions exactly, got 0"),
+        ((), TARGETS, r"data\[0\].model_input: provenance spans must cover the field's 5 positions exactly, got 0"),
+    ):
+        with pytest.raises(InvalidInputError, match=problem + ".*--tinker-provenance require"):
+            check(store, [claimed(inputs, targets, **RL)], "require")
+    several = replace(claimed(INPUTS, TARGETS), targets=np.zeros((5, 2), np.int64))
+    with pytest.raises(InvalidInputError, match="target_tokens must have one id a position"):
+        check(store, [several], "require", "cross_entropy")
+
+
+def test_targets_that_count_in_a_ratio_of_sequences_are_compared_and_counted(store):
+    whole = {**RL, "sequence_ratio_mask": [1, 1, 1, 1, 1]}
+    _, metrics = check(store, [claimed(INPUTS, TARGETS, **whole)], loss="gspo")
+    assert (metrics["provenance_proven:sum"], metrics["provenance_unsampled_trained:sum"]) == (3, 2)
+    _, metrics = check(
+        store, [claimed(INPUTS, TARGETS, **{**whole, "sequence_ratio_mask": [0, 0, 1, 1, 1]})], loss="gspo"
+    )
+    assert (metrics["provenance_proven:sum"], metrics["provenance_unsampled_trained:sum"]) == (3, 0)
+    blank = claimed(INPUTS, TARGETS, **whole)
+    blank = replace(blank, targets=np.where(np.arange(5) < 2, 0, blank.targets))
+    with pytest.raises(
+        InvalidInputError, match="position 0: the prompt ids of 's1' have id 6 at 1, and id 0 was given"
+    ):
+        check(store, [blank], loss="gspo")
+
+
+def test_targets_of_one_column_are_compared_and_counted_like_those_of_none(store):
+    flat = claimed(INPUTS, TARGETS, weights=[0, 1, 1, 1, 1])
+    column = replace(flat, targets=flat.targets[:, None], inputs={"weights": flat.inputs["weights"][:, None]})
+    _, wanted = check(store, [flat], loss="cross_entropy")
+    (datum,), metrics = check(store, [column], loss="cross_entropy")
+    assert datum is column
+    assert metrics == wanted
+    assert (metrics["provenance_proven:sum"], metrics["provenance_unsampled_trained:sum"]) == (3, 1)
+    for spans in ((), INPUTS):
+        wrong = replace(column, input_claims=spans, target_claims=TARGETS if spans else ())
+        wrong = replace(wrong, targets=wrong.targets + (np.arange(5) == 3)[:, None])
+        if spans:
+            with pytest.raises(InvalidInputError, match="position 3: the sampled ids of 's1' have id"):
+                check(store, [wrong], loss="cross_entropy")
+        else:
+            assert check(store, [wrong], loss="cross_entropy")[1]["provenance_unproven:sum"] > 0
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets", "problem"),
     [
@@ -513,11 +595,12 @@ def open_written() -> Any:
 
 
 def make_api(store: TinkerStore, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TinkerApi:
-    monkeypatch.setattr("unbroken.tinker.api.require_updatable", lambda engine: engine)
     config = SimpleNamespace(model_name="tiny", limits=SimpleNamespace(max_n=8, max_body_bytes=1000), tokenizer="tiny")
-    context: Any = SimpleNamespace(config=config, service=SimpleNamespace(engine=CountedEngine()))
+    context: Any = SimpleNamespace(config=config)
+    switch = WeightSwitch(CountedEngine(), make_base=lambda _: Path("base"))
     return TinkerApi(
         context,
+        switch=switch,
         store=store,
         options=TinkerOptions(**options),
         serving=ServeOptions(model="tiny"),

@@ -185,7 +185,7 @@ def test_a_folder_of_before_versions_opens(tmp_path):
     before.close()
     store = TinkerStore(tmp_path)
     found = store.find_sequence("s", owner="me")
-    assert found.sampled.completion_ids.tolist() == [8, 9]
+    assert (found.sampled.completion_ids.tolist(), found.sampling) == ([8, 9], None)
 
 
 @pytest.mark.parametrize("location", ["postgres"], indirect=True)

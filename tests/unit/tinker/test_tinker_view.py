@@ -12,6 +12,7 @@ from support.servers import server_tokenizer
 from support.sessions import open_later_store
 from support.tinker_loops import add_sequences, record
 from unbroken.errors import StoreError
+from unbroken.ledger.store.tables import MIGRATIONS
 from unbroken.tinker.store import Checkpoint, ModelFacts, RecordedSequence, TinkerStore
 from unbroken.types import FinishReason
 from unbroken.viewer.resources import Resources, open_runs
@@ -95,7 +96,7 @@ def test_a_sequence_is_a_rollout_with_its_ids_texts_logprobs_and_versions(resour
 def test_a_database_is_refused_by_the_reason_of_the_store_that_it_has(location):
     for migrations, text in (
         ([], "version 0, .*: a gateway of this release"),
-        ([()] * 3, "version 3, and .* knows versions up to 2"),
+        ([()] * 4, f"version 4, and .* knows versions up to {len(MIGRATIONS)}"),
     ):
         open_later_store(location, migrations).close()
         with pytest.raises(StoreError, match=f"has sessions of schema {text}"):

@@ -87,7 +87,7 @@ async def test_of_a_rewritten_history_the_last_branch_is_compared_with_its_own_m
     assert "are not the same" in retokenise_trajectory(shown, subject)["rows"][1]["problem"]
 
 
-async def test_branches_with_messages_of_their_own_are_all_compared():
+async def test_branches_with_messages_and_tools_of_their_own_are_all_compared():
     """As sessions of a store have them."""
     subject = subject_of(templates.QWEN)
     shown = show(await play(subject, make_lookup(), COMPACT, ANSWER))
@@ -96,6 +96,8 @@ async def test_branches_with_messages_of_their_own_are_all_compared():
     record["rows"][0]["messages"] = [0, 1, 2, 3]
     (found,) = retokenise_trajectory(shown, subject)["rows"]
     assert found["num_changed"] > 0
+    record["rows"][0]["tools"], record["tools"] = record["tools"], []
+    assert retokenise_trajectory(shown, subject)["rows"] == [found]
     record["rows"][0]["messages"] = [0, 1, 2, 3, 1]
     (found,) = retokenise_trajectory(shown, subject)["rows"]
     assert "not the same" in found["problem"]

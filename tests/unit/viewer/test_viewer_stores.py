@@ -61,6 +61,9 @@ async def test_a_session_is_a_rollout_with_branches_forks_and_messages_of_each(t
     shown = open_runs([tmp_path / "store"], tokenizer=tokenizer).get("run/0/step/0/rollout/0")
     record = shown["record"]
     assert [row["messages"] for row in record["rows"]] == [[0, 1, 2, 3], [0, 4, 5, 6], [7, 8, 9]]
+    tools = [[tool["function"]["name"] for tool in row["tools"]] for row in record["rows"]]
+    assert tools == [["look"], ["look"], []], "the sub-agent has none, and took the last turn"
+    assert [tool["function"]["name"] for tool in record["tools"]] == ["look"]
     assert [message["role"] for message in record["messages"][4:7]] == ["assistant", "tool", "assistant"]
     assert shown["turn_of_message"] == {1: 0, 3: 1, 6: 2, 9: 3}
     assert [(fork["row"], fork["reason"]) for fork in shown["forks"]] == [(1, "edited_reply"), (2, "new_conversation")]

@@ -31,6 +31,7 @@ from unbroken.audit.subject import Subject
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.messages import Message
 from unbroken.rendering.base import HistoryEffect, Refusal
+from unbroken.rendering.effects import shows_tools
 from unbroken.retokenising.changes import align
 
 _SYSTEM, _USER, _TEXT, _RESULT = "Zq8System", "Zq8User", "Zq8Text", "Zq8Result"
@@ -89,7 +90,7 @@ def _check_traits(subject: Subject) -> Iterator[Trait]:
     system: Message = {"role": "system", "content": _SYSTEM}
     text: Message = {"role": "assistant", "content": _TEXT}
     renders_calls = subject.facts.message_format.renders_calls
-    if (subject.render_text([user], tools=TOOLS) or "") == (subject.render_text([user]) or ""):
+    if not shows_tools(subject.template_renderer, TOOLS):
         yield Trait.IGNORES_TOOLS
     if not renders_calls:
         yield Trait.RENDERS_NO_CALLS

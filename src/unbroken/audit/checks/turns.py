@@ -250,6 +250,7 @@ def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTrip
         num_not_comparable=num_not_comparable,
         differences=dict(sorted(differences.items())),
         example=example,
+        unread_calls=getattr(subject.renderer, "unread_calls", ""),
     )
 
 

@@ -128,7 +128,7 @@ def _build_config(name: str, template_kwargs: Mapping[str, Any], history: Histor
             f"template_kwargs must be among {sorted(known)} with renderer='pkg:{name}', got {unknown}"
         )
     options = dict(template_kwargs)
-    if history is HistoryPolicy.EXACT and name != _FALLBACK:
+    if history is not HistoryPolicy.TEMPLATE and name != _FALLBACK:
         options["thinking_retention"] = "all"
     try:
         return classes[name](**options)

@@ -19,6 +19,7 @@ from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.integrations.trl.rows import TrlRow, check_rewards_skip, drop_reason
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.effects import ToolsWarning
 from unbroken.rollout.env import Env
 from unbroken.rollout.failures import format_error
 from unbroken.rollout.limits import Limits
@@ -94,6 +95,7 @@ class TrlRollouts:
         self._renderer = renderer
         self._sampling = sampling
         self._limits = limits
+        self._warn_of_tools = ToolsWarning(renderer)
         self._open: OpenEngine = (lambda: _wrap_engine(engine)) if isinstance(engine, Engine) else engine
         self._exit_stack = AsyncExitStack()
         self._engine: Engine | None = None
@@ -190,6 +192,7 @@ class TrlRollouts:
             sampling=replace(self._sampling, seed=derive_seed(self._sampling.seed, *place)),
             limits=self._limits,
             group_id=name,
+            check_tools=self._warn_of_tools,
         )
 
 

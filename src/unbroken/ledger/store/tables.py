@@ -103,7 +103,10 @@ _VERSION_1 = (
 _VERSION_2 = ("ALTER TABLE turns ADD COLUMN kept_ids {blob}", "ALTER TABLE turns ADD COLUMN kept_sizes {blob}")
 """The ids that a turn's ids were sampled from, and how many at each; null if none are known."""
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2)
+_VERSION_3 = ("ALTER TABLE turns ADD COLUMN policy TEXT", "ALTER TABLE turns ADD COLUMN sampling TEXT")
+"""Who answered, and by which distribution; null in turns of earlier releases."""
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
 
 
@@ -182,6 +185,7 @@ TURN_COLUMNS = (
     *("continued", "fork", "refusal", "tolerances"),
     *("request_digest", "idempotency_key", "answer_id", "created_s"),
     *("kept_ids", "kept_sizes"),
+    *("policy", "sampling"),
 )
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _IMAGE_FIELDS = ("offset", "length", "placeholder_id", "sha256", "settings")
@@ -252,6 +256,7 @@ def encode_turn(record: TurnRecord) -> tuple[Any, ...]:
         *(record.continued, record.fork, record.refusal, encode_json(record.tolerances)),
         *(record.request_digest, record.idempotency_key, record.answer_id, record.created_s),
         *((None, None) if kept is None else (_to_bytes(kept.token_ids, _INT), _to_bytes(kept.sizes, _INT))),
+        *(record.policy, None if record.sampling is None else encode_json(record.sampling)),
     )
 
 
@@ -262,8 +267,9 @@ def decode_turn(row: Sequence[Any]) -> TurnRecord:
     assert parent is not None
     plain = ("number", "choice", "tree", "prompt_node", "reply_node", "tools_key", "continued", "fork", "refusal")
     return TurnRecord(
-        **{name: values[name] for name in (*plain, "idempotency_key", "answer_id", "created_s")},
+        **{name: values[name] for name in (*plain, "idempotency_key", "answer_id", "created_s", "policy")},
         options=json.loads(values["options"]),
+        sampling=None if values["sampling"] is None else json.loads(values["sampling"]),
         given=_decode_given(values),
         parent=parent,
         sequence=_decode_sequence(values),

@@ -147,18 +147,22 @@ class BridgeBuilder:
         """The end of the sampled token `last` in the end of the turn; None if the template writes another end."""
         if last == glue.end_token or self._ends.last_turn_ends.get(last) == glue.end_token:
             return len(glue.end_token)
-        for ending in self._ends.endings:
-            if last in ending and glue.text.startswith(ending):
+        for ending in self._list_endings(glue):
+            if last in ending:
                 return ending.index(last) + len(last)
         return None
+
+    def _list_endings(self, glue: Glue) -> list[str]:
+        """The ends of turns, up to the stop, that the glue begins with."""
+        return [each for each in (*self._ends.endings, glue.ending) if each and glue.text.startswith(each)]
 
     def _count_closing(self, glue: Glue, start: _Start, bridge_ids: TokenIds) -> int:
         """The ids up to the last control token of the turn's end."""
         if start.closing is Closing.NONE or glue.end_token in self._ends.headers:
             return 0
-        endings = [ending for ending in self._ends.endings if glue.text.startswith(ending)]
+        ending = max(self._list_endings(glue), key=len, default=glue.end_token)
         control = self._encoder.control
-        num_control = sum(1 for _ in control.find(start.text_before + max(endings, key=len, default=glue.end_token)))
+        num_control = sum(1 for _ in control.find(start.text_before + ending))
         found = np.flatnonzero(np.isin(bridge_ids, list(control.ids)))
         return int(found[num_control - 1]) + 1 if 0 < num_control <= len(found) else 0
 

@@ -13,15 +13,21 @@ the sentinels, the first token that ends a turn is the end of this one. The text
 all of this holds:
 
 - the second text, which is the real conversation, ends with it;
+- between the sentinels and it there is only white space, or what closes calls also where nothing follows the turn;
 - before it, the second text has as many ends of turns as the first, or more by at most those that A spells, and after
   the last of them it begins with the same word;
-- each text of M stands in it once, and they stand in order.
+- each text of M stands in it once, and they stand in order, or results of one turn in that of its calls;
+- no control token in it is one that a message of H spells.
 
 Otherwise there is a refusal that says what differed. A template that does something to marked text (it cuts it, or
-compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, for the third condition.
+compares it) is asked twice more: M as it is, for the glue, and M with sentinels as texts, to see that each stands once.
+
+A sentinel changes what some templates write: a call without arguments gets one, reasoning alone gets an answer. Then S
+is tried that is *bare*: its sentinels stand at the ends of reasoning and of the names of such calls. This kind of turn
+was not probed for its end (`TurnEnds.endings`): it must end like that where nothing follows it.
 
 The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
-messages before the turn may have moved behind it: that is checked with sentinels as their texts. An exact bridge (P1)
+messages before the turn may have moved behind it: that is checked with sentinels in their texts. An exact bridge (P1)
 leaves that open (R is reasoning, A the turn's text):
 
     prompt and turn                      the same, once a user message follows           effect
@@ -39,8 +45,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import MessagesError, TemplateError
@@ -73,6 +80,8 @@ class Glue:
     text: str
     end_token: str
     """The control token that it begins with, which ends the turn."""
+    ending: str = ""
+    """The text up to the stop, if the turn is of a kind that was not probed (`TurnEnds.endings`); else empty."""
     spans: Sequence[Span]
     """The text from outside in it."""
     history: HistoryEffect | None
@@ -86,6 +95,18 @@ class _Sentinels:
     word: str
     of_end: tuple[str, ...]
     """The turn ends after the last of them: those of its last call, and that of its content."""
+    of_calls: tuple[str, ...]
+    """One of each call that the template may write."""
+    is_bare: bool = False
+    """Nothing was added to the turn but what stands at the end of a name or of reasoning."""
+
+    def stand_for_calls(self, turn: Mapping[str, Any], text: str) -> bool:
+        """Whether those of all calls of the turn are in a text."""
+        return sum(each in text for each in self.of_calls) == len(turn.get("tool_calls") or ())
+
+    def remove_names(self, glue: str) -> str:
+        """The glue without the sentinels of names, which the headers of results may quote."""
+        return re.sub(rf"{self.word}Name\d+z", "", glue) if self.is_bare else glue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +126,8 @@ class _Cut:
     """A rendered text, cut at the end of the turn: `before` + `glue`."""
 
     before: str
+    closing: str
+    """The end of `before`, after the turn's last text: what closes its calls."""
     glue: str
     end_token: str
 
@@ -122,14 +145,18 @@ class GlueFinder:
         *,
         reasoning_markup: tuple[str, str],
         prompts: RecentPrompts,
+        repeats_system: bool = False,
     ) -> None:
+        """Find glue of `template`; with `repeats_system` a system text before the turn may stand in it again."""
         self._template = template
         self._format = message_format
         self._encoder = encoder
         self._lock = lock
+        self._ends = ends
         self._end_tokens = sorted(ends.tokens, key=len, reverse=True)
         self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
         self._prompts = prompts
+        self._may_move = frozenset({"system", "developer"}) if repeats_system else frozenset()
         self._effects = _HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
 
     def find(
@@ -154,27 +181,54 @@ class GlueFinder:
         messages = [*before, turn, *new]
         try:
             real = self._render(messages, tools=tools)
-            sentinel_turn, sentinels = self._build_sentinel_turn(turn, real)
-            conversation = _Conversation(
-                before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
-            )
-            cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
+            conversation, cut, spans, ending = self._cut_real(before, turn, new, tools, real)
+            self._check_nothing_forged(conversation, cut.glue)
             full = real[: len(real) - len(cut.glue)]
             history = self._effects.find(
-                messages, len(before), full, tools=tools, glue=cut.glue, sampled_text=sampled_text
+                messages,
+                len(before),
+                full,
+                tools=tools,
+                glue=cut.glue,
+                writes_calls=conversation.sentinels.stand_for_calls(turn, cut.before),
+                sampled_text=sampled_text,
             )
-            if history is HistoryEffect.REWRITTEN:
+            if history is HistoryEffect.REWRITTEN or history is None:
                 self._check_nothing_moved(conversation, real, cut.glue)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
         self._prompts.add(messages, tools, real)
-        return Glue(text=cut.glue, end_token=cut.end_token, spans=spans, history=history)
+        return Glue(text=cut.glue, end_token=cut.end_token, ending=ending, spans=spans, history=history)
 
     def _render(
         self, messages: list[dict[str, Any]], *, tools: Sequence[ToolSchema], add_generation_prompt: bool = True
     ) -> str:
         with self._lock:
             return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _cut_real(
+        self,
+        before: list[dict[str, Any]],
+        turn: dict[str, Any],
+        new: list[dict[str, Any]],
+        tools: Sequence[ToolSchema],
+        real: str,
+    ) -> tuple[_Conversation, _Cut, list[Span], str]:
+        """The conversation with sentinels that keep the shape of its turn, and its glue, with its spans and ending."""
+        word = _choose_word("W", real)
+        first_error: Exception | None = None
+        for is_bare in (False, True) if self._may_be_bare(turn) else (False,):
+            sentinel_turn, sentinels = self._build_sentinel_turn(turn, word, is_bare=is_bare)
+            conversation = _Conversation(
+                before=before, turn=turn, new=new, tools=tools, sentinel_turn=sentinel_turn, sentinels=sentinels
+            )
+            try:
+                cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
+                return conversation, cut, spans, self._check_closing(conversation, cut)
+            except (BridgeRefusedError, TemplateError) as error:
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
     def _cut_marked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]] | None:
         """The glue and its spans, from a rendering with marks; None if they do not show that it is right."""
@@ -197,11 +251,11 @@ class GlueFinder:
             return None
         shown = [span.index for span in spans if span.index != OUTSIDE_INDEX]
         texts = [(index, text) for index, message in enumerate(conversation.new) for text in _get_texts(message)]
-        if shown != [index for index, text in texts if text.strip()]:
+        if not _stand_once(shown, [index for index, text in texts if text.strip()], conversation.new):
             return None
         if len(shown) < len(texts):  # a blank text has no mark
             self._check_each_stands_once(conversation, turn, real, glue)
-        return _Cut(before=cut.before, glue=glue, end_token=cut.end_token), spans
+        return replace(cut, glue=glue), spans
 
     def _cut_unmarked(self, conversation: _Conversation, real: str) -> tuple[_Cut, list[Span]]:
         """The glue from a rendering of the new messages as they are. No text in it may forge a control token."""
@@ -219,27 +273,49 @@ class GlueFinder:
         self._check_each_stands_once(conversation, turn, real, cut.glue)
         return cut, []
 
-    def _build_sentinel_turn(self, real_turn: Mapping[str, Any], real: str) -> tuple[dict[str, Any], _Sentinels]:
+    def _may_be_bare(self, turn: Mapping[str, Any]) -> bool:
+        """Whether the turn says only reasoning, or makes a call without arguments: sentinels may change its shape."""
+        if calls := self._get_calls(turn):
+            return not all(map(_read_arguments, calls))
+        return bool(get_reasoning(turn)) and not any(map(str.strip, _get_texts(turn)))
+
+    def _get_calls(self, turn: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The turn's calls, if the template writes calls."""
+        return (turn.get("tool_calls") or ()) if self._format.renders_calls else ()
+
+    def _build_sentinel_turn(
+        self, real_turn: Mapping[str, Any], word: str, *, is_bare: bool = False
+    ) -> tuple[dict[str, Any], _Sentinels]:
         """The turn with a sentinel at the end of each text.
 
-        Content without words gets one only if there are no calls, to mark the end of the turn. Names and ids of calls
-        stay, because some templates write them into the headers of tool results.
+        Content without words gets one only if there are no calls, to mark the end of the turn, and a call without
+        arguments gets one. Names and ids of calls stay, because some templates write them into the headers of results.
+
+        A template may write a turn of another shape then. If it `is_bare`, neither content nor arguments are added: its
+        end is marked at the end of its reasoning, or of a call's name.
         """
-        word = _choose_word("W", real)
         turn = {**real_turn}
         for key in REASONING_KEYS:
             if isinstance(turn.get(key), str):
                 turn[key] += f"{word}Reasoning"
-        sentinels: list[str] = []
-        calls = turn.get("tool_calls") if self._format.renders_calls else None
-        if calls:
-            changed = [_add_sentinels(call, f"{word}Call{number}") for number, call in enumerate(calls)]
+        of_end: list[str] = []
+        of_calls: list[str] = []
+        if calls := self._get_calls(turn):
+            changed = [
+                _add_to_name(call, f"{word}Name{number}z")
+                if is_bare and not _read_arguments(call)
+                else _add_sentinels(call, f"{word}Call{number}")
+                for number, call in enumerate(calls)
+            ]
             turn["tool_calls"] = [call for call, _ in changed]
-            sentinels += changed[-1][1]
-        if not calls or any(map(str.strip, _get_texts(turn))):
+            of_calls += [sentinels[0] for _, sentinels in changed]
+            of_end += changed[-1][1]
+        if any(map(str.strip, _get_texts(turn))) or not (calls or is_bare):
             turn["content"] = _add_to_content(turn["content"], f"{word}Text")
-            sentinels.append(f"{word}Text")
-        return turn, _Sentinels(word=word, of_end=tuple(sentinels))
+            of_end.append(f"{word}Text")
+        return turn, _Sentinels(
+            word=word, of_end=tuple(of_end or [f"{word}Reasoning"]), of_calls=tuple(of_calls), is_bare=is_bare
+        )
 
     def _cut(self, text: str, sentinels: _Sentinels) -> _Cut:
         """Cut a text at the first token that ends a turn after the sentinels.
@@ -252,12 +328,48 @@ class GlueFinder:
         match = self._end_pattern.search(text, text_stop)
         if match is None:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
-        before, glue = text[: match.start()], text[match.start() :]
+        before, glue = text[: match.start()], sentinels.remove_names(text[match.start() :])
         if sentinels.word in glue:
             raise BridgeRefusedError(RefusalReason.REORDERS_TURN, "text of the turn stands after the end of the turn")
-        if remove_marks(text[text_stop : match.start()]) is None:
+        closing = remove_marks(text[text_stop : match.start()])
+        if closing is None:
             raise BridgeRefusedError(RefusalReason.UNSAFE_TEXT, "a call's name or id spells the end of the turn")
-        return _Cut(before=before, glue=glue, end_token=match.group())
+        return _Cut(before=before, closing=closing[0].strip(), glue=glue, end_token=match.group())
+
+    def _check_closing(self, conversation: _Conversation, cut: _Cut) -> str:
+        """Check that no text of what follows stands before the token that ends the turn: it would be lost.
+
+        Text is the turn's own if it closes calls, and the template writes it with nothing after them, too. Of a bare
+        turn, whose kind was not probed, that must hold for the whole end, which is returned.
+        """
+        is_bare, ending = conversation.sentinels.is_bare, ""
+        if is_bare and not self._ends.headers:
+            stop = next(
+                (match for match in self._end_pattern.finditer(cut.glue) if match.group() in self._ends.stops), None
+            )
+            ending = cut.glue[: stop.end()] if stop is not None else cut.glue
+        if not is_bare and not cut.closing:
+            return ""
+        if is_bare or conversation.turn.get("tool_calls"):
+            is_all = r"\s*\Z" if is_bare and not ending else ""  # the next header is the end
+            pattern = re.compile(rf"\s*{re.escape(cut.closing)}\s*{re.escape(ending)}{is_all}")
+            if any(map(pattern.match, self._render_ends(conversation))):
+                return ending
+        raise BridgeRefusedError(
+            RefusalReason.UNDERIVABLE,
+            f"{cut.closing[:_NUM_SHOWN]!r} stands between the turn and {cut.end_token!r}, which should end it",
+        )
+
+    def _render_ends(self, conversation: _Conversation) -> Iterator[str]:
+        """The text after the turn's last sentinel, where it ends a short conversation, and where it ends this one."""
+        user = self._format.convert([{"role": "user", "content": f"{conversation.sentinels.word}User"}])
+        for before in (user, conversation.before):
+            with suppress(TemplateError):  # a template may refuse to begin so, or to end so
+                messages = [*before, conversation.sentinel_turn]
+                text = self._render(messages, tools=conversation.tools, add_generation_prompt=False)
+                _, last, end = text.rpartition(max(conversation.sentinels.of_end, key=text.rfind))
+                if last:
+                    yield end
 
     def _explain_difference(self, conversation: _Conversation, real: str, before: str, glue: str) -> str | None:
         """How the rendering of the real turn differs from the one with sentinels in its place; None if it does not."""
@@ -289,35 +401,53 @@ class GlueFinder:
     def _begins_like(self, real_before: str, before: str, own: Sequence[str]) -> bool:
         """Whether the text after the last end of a turn begins with the same word, before the turn's `own` words."""
         last, real_last = (
-            text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :]
+            strip_marks(text[max((text.rfind(end) + len(end) for end in self._end_tokens if end in text), default=0) :])
             for text in (before, real_before)
         )
-        header = strip_marks(last[: min(last.find(each) for each in own if each in last)]).split(maxsplit=1)
+        header = last[: min(last.find(each) for each in own if each in last)].split(maxsplit=1)
         return not header or real_last.lstrip().startswith(header[0])
 
     def _count_ends(self, text: str) -> int:
         return sum(map(text.count, self._end_tokens))
 
     def _check_each_stands_once(self, conversation: _Conversation, turn: dict[str, Any], real: str, glue: str) -> None:
-        """Check with sentinels as texts that each text of the new messages stands in the glue once, in order.
+        """Check with sentinels that each text of the new messages stands in the glue once, in order.
 
         The template may treat sentinels otherwise than the texts: all that it writes around them is in `glue` too.
+        Where it is not, because a text says `/no_think`, the sentinels stand at the ends of the texts.
         """
         word = _choose_word("X", real)
+        try:
+            self._check_sentinels(conversation, turn, glue, word, keeps_texts=False)
+        except BridgeRefusedError as error:
+            try:
+                self._check_sentinels(conversation, turn, glue, word, keeps_texts=True)
+            except (BridgeRefusedError, TemplateError):
+                raise error from None
+
+    def _check_sentinels(
+        self, conversation: _Conversation, turn: dict[str, Any], glue: str, word: str, *, keeps_texts: bool
+    ) -> None:
         names: list[str] = []
-        probes = [_replace_texts(message, word, names) for message in conversation.new]
+        probes = [_replace_texts(message, word, names, keeps_texts=keeps_texts) for message in conversation.new]
         text = self._render([*conversation.before, turn, *probes], tools=conversation.tools)
         around, found = _split_at(self._cut(text, conversation.sentinels).glue, rf"{word}New\d+z")
-        if found != names:
-            places = [names.index(name) for name in found]
+        places = [names.index(name) for name in found]
+        owners = [index for index, message in enumerate(conversation.new) for _ in _get_texts(message)]
+        is_sorted = all(one < other for one, other in itertools.pairwise(places) if owners[one] == owners[other])
+        if not is_sorted or not _stand_once([owners[place] for place in places], owners, conversation.new):
             raise BridgeRefusedError(
                 RefusalReason.DROPS_MESSAGE,
                 f"the template drops, repeats or reorders new messages: of their texts 0 to {len(names) - 1} it writes "
                 f"{places} after the turn",
             )
-        texts = [text for message in conversation.new for text in _get_texts(message)]
-        is_same = sum(map(self._count_control, [*around, *texts])) == self._count_control(glue)
-        if not is_same or not _stand_in_order(around, glue):
+        if keeps_texts:
+            is_same = _has_pieces(around, glue)
+        else:
+            texts = [text for message in conversation.new for text in _get_texts(message)]
+            num_control = sum(map(self._count_control, [*around, *texts]))
+            is_same = num_control == self._count_control(glue) and _stand_in_order(around, glue)
+        if not is_same:
             raise BridgeRefusedError(
                 RefusalReason.HISTORY_DEPENDENT,
                 "the text around the new messages depends on what they say: "
@@ -327,27 +457,56 @@ class GlueFinder:
     def _count_control(self, text: str) -> int:
         return sum(1 for _ in self._encoder.control.find(text))
 
-    def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
-        """Check with sentinels as their texts that no message before the turn stands after it.
+    def _check_nothing_forged(self, conversation: _Conversation, glue: str) -> None:
+        """Check that no control token of the glue is one that a message before the turn spells.
 
-        A template may do that because of what they say. Then other turns end after this one than with sentinels, and
-        the texts themselves are found there.
+        A template that quotes such a message writes it without a mark. Another spelling must not change the glue.
         """
-        names: list[str] = []
-        word = _choose_word("X", real)
-        probes = [_replace_texts(message, word, names) for message in conversation.before]
-        text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
-        glue = self._cut(text, conversation.sentinels).glue
-        is_moved = any(name in glue for name in names)
-        if self._count_ends(glue) != self._count_ends(real_glue):
-            rest = functools.reduce(lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue)
-            is_moved = is_moved or any(
-                re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest) for words in _get_words(conversation.before)
-            )
-        if is_moved:
+        tokens = {match.token for match in self._encoder.control.find(glue)}
+        texts = "\n".join(_iterate_texts(conversation.before))
+        spelled = {token for token in tokens if token in texts}
+        if not spelled:
+            return
+        word = _choose_word("X", glue)
+        pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
+        before = [_replace_pattern(message, pattern, word) for message in conversation.before]
+        messages = [*before, conversation.sentinel_turn, *conversation.new]
+        if self._cut(self._render(messages, tools=conversation.tools), conversation.sentinels).glue != glue:
             raise BridgeRefusedError(
-                RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
+                RefusalReason.UNSAFE_TEXT,
+                f"a message before the turn has {min(spelled)!r} in it, and the text after the turn depends on that",
             )
+
+    def _check_nothing_moved(self, conversation: _Conversation, real: str, real_glue: str) -> None:
+        """Check that no message before the turn stands after it, but for those that may be repeated.
+
+        Sentinels as their texts show that, and sentinels at the ends of their texts, where a template moves a message
+        because of what it says. Where both change the glue, the texts themselves are looked for in it.
+        """
+        word = _choose_word("X", real)
+        fixed = [message for message in conversation.before if message["role"] not in self._may_move]
+        for keeps_texts in (False, True):
+            names: list[str] = []
+            replaced = [_replace_texts(message, word, names, keeps_texts=keeps_texts) for message in fixed]
+            rest = iter(replaced)
+            probes = [each if each["role"] in self._may_move else next(rest) for each in conversation.before]
+            text = self._render([*probes, conversation.sentinel_turn, *conversation.new], tools=conversation.tools)
+            glue = self._cut(text, conversation.sentinels).glue
+            if any(name in glue for name in names):
+                raise _moved_error()
+            if glue == real_glue:
+                return
+        rest_of_glue = functools.reduce(
+            lambda text, new: text.replace(new, ""), _get_words(conversation.new), real_glue
+        )
+        if any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", rest_of_glue) for words in _get_words(fixed)):
+            raise _moved_error()
+
+
+def _moved_error() -> BridgeRefusedError:
+    return BridgeRefusedError(
+        RefusalReason.DROPS_MESSAGE, "the template writes a message before the turn again, or after it"
+    )
 
 
 def _choose_word(letter: str, text: str) -> str:
@@ -361,6 +520,10 @@ def _get_texts(message: Mapping[str, Any]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
+def _get_parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else ()
+
+
 def _get_words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The texts of messages without white space around them, if there is more to them."""
     return [words for message in messages for text in _get_texts(message) if (words := text.strip())]
@@ -370,17 +533,37 @@ def _says_something(turn: Mapping[str, Any]) -> bool:
     return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, _get_texts(turn))))
 
 
-def _replace_texts(message: Mapping[str, Any], word: str, names: list[str]) -> dict[str, Any]:
-    """The message with a new sentinel, which is added to `names`, as each text of its content."""
+def _iterate_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All strings of messages, without their roles."""
+    return iterate_strings([value for message in messages for key, value in message.items() if key != "role"])
 
-    def next_name() -> str:
+
+def _replace_pattern(message: Mapping[str, Any], pattern: re.Pattern[str], word: str) -> dict[str, Any]:
+    """The message with `word` for each match in its strings. Its role stays, and so do keys."""
+
+    def replace_in(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(word, value)
+        if isinstance(value, Mapping):
+            return {key: replace_in(item) for key, item in value.items()}
+        return [replace_in(item) for item in value] if isinstance(value, list) else value
+
+    return {key: value if key == "role" else replace_in(value) for key, value in message.items()}
+
+
+def _replace_texts(
+    message: Mapping[str, Any], word: str, names: list[str], *, keeps_texts: bool = False
+) -> dict[str, Any]:
+    """The message with a new sentinel, which is added to `names`, as each text of its content, or at its end."""
+
+    def replace_text(text: str) -> str:
         names.append(f"{word}New{len(names)}z")
-        return names[-1]
+        return text + names[-1] if keeps_texts else names[-1]
 
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": next_name()}
-    parts = [{**part, "text": next_name()} if part["type"] == "text" else part for part in content]
+        return {**message, "content": replace_text(content)}
+    parts = [{**part, "text": replace_text(part["text"])} if part["type"] == "text" else part for part in content]
     return {**message, "content": parts}
 
 
@@ -390,20 +573,30 @@ def _add_to_content(content: Any, sentinel: str) -> Any:
     return [*content[:-1], {"type": "text", "text": (content[-1]["text"] if content else "") + sentinel}]
 
 
+def _read_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call; empty if there are none, or they are no object."""
+    given = call["function"].get("arguments")
+    arguments = parse_arguments(given) if isinstance(given, str) else given
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
 def _add_sentinels(call: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
     """The call with a sentinel at the end of each argument, or as its only one; and the sentinels."""
     function = call["function"]
-    given = function.get("arguments")
-    arguments = parse_arguments(given) if isinstance(given, str) else given
-    if not arguments or not isinstance(arguments, Mapping):
-        arguments = {prefix: ""}
+    arguments = _read_arguments(call) or {prefix: ""}
     sentinels = [f"{prefix}z{number}z" for number in range(len(arguments))]
     values = {
         key: value + sentinel if isinstance(value, str) else sentinel
         for (key, value), sentinel in zip(arguments.items(), sentinels, strict=True)
     }
-    changed = json.dumps(values, ensure_ascii=False) if isinstance(given, str) else values
+    changed = json.dumps(values, ensure_ascii=False) if isinstance(function.get("arguments"), str) else values
     return {**call, "function": {**function, "arguments": changed}}, sentinels
+
+
+def _add_to_name(call: Mapping[str, Any], sentinel: str) -> tuple[dict[str, Any], list[str]]:
+    """The call with a sentinel at the end of its name, and that."""
+    function = call["function"]
+    return {**call, "function": {**function, "name": function["name"] + sentinel}}, [sentinel]
 
 
 def _add_arguments(named: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,6 +625,29 @@ def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
             return False
         position = found + len(piece)
     return text.startswith(pieces[0]) and text.endswith(pieces[-1]) and position <= stop
+
+
+def _has_pieces(pieces: Sequence[str], text: str) -> bool:
+    """Whether a text is these pieces. White space at the end of each, which a template may cut, does not count."""
+    *others, last = pieces
+    return (
+        re.fullmatch("".join(rf"{re.escape(each.rstrip())}\s*" for each in others) + re.escape(last), text) is not None
+    )
+
+
+def _stand_once(shown: Sequence[int], expected: Sequence[int], new: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the texts of new messages, named by the messages' indices, stand once each and in order.
+
+    Results that follow each other may stand in another order: some templates sort them as the calls are. Images are not
+    named, and must stand in order.
+    """
+    if shown == expected:
+        return True
+    if sorted(shown) != sorted(expected) or any(part["type"] != "text" for m in new for part in _get_parts(m)):
+        return False
+    groups = [index for index, _ in itertools.groupby(shown)]
+    runs = [*itertools.accumulate(int(m["role"] != "tool" or new[k - 1]["role"] != "tool") for k, m in enumerate(new))]
+    return len(groups) == len(set(groups)) and [runs[index] for index in shown] == [runs[index] for index in expected]
 
 
 def _count_common_suffix(left: str, right: str) -> int:
@@ -467,11 +683,13 @@ class _HistoryEffects:
         *,
         tools: Sequence[ToolSchema],
         glue: str,
+        writes_calls: bool,
         sampled_text: Callable[[], str],
     ) -> HistoryEffect | None:
         """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
 
-        None if the template refuses to render the messages before the turn alone.
+        None if the template refuses to render the messages before the turn alone. If not all calls of the turn stand
+        in it (`writes_calls`), they are lost in each rendering of it, so that two are equal.
         """
         try:
             prompt = self._prompts.find(messages[:turn], tools)
@@ -479,9 +697,17 @@ class _HistoryEffects:
                 prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
             if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
                 return effect
+            if not writes_calls or self._is_lost(messages[turn], sampled_text()):
+                return HistoryEffect.REWRITTEN
             return self._compare_rendered(prompt, full, messages, turn, tools=tools, glue=glue)
         except TemplateError:
             return None
+
+    def _is_lost(self, turn: Mapping[str, Any], sampled: str) -> bool:
+        """Whether the turn says nothing, though something was sampled: a call that failed is in no message."""
+        return not _says_something(turn) and bool(
+            self._end_pattern.sub("", self._empty_reasoning.sub("", sampled)).strip()
+        )
 
     def _compare_sampled(self, prompt: str, full: str, sampled_text: Callable[[], str]) -> HistoryEffect | None:
         """Compare the turn with its sampled text; None if they differ in more than reasoning."""

@@ -97,12 +97,18 @@ class TurnEndProbe:
     def find_turn_ends(self) -> TurnEnds:
         """Find the tokens that end a turn.
 
-        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message.
+        Raises `BridgeRefusedError` if no control token is between an assistant turn and a user message, or other text
+        is before it.
         """
-        next_tokens = {role: self._find_tokens_before_next(role) for role in ("user", "tool", "system")}
+        between = {role: self._find_text_before_next(role) for role in ("user", "tool", "system")}
+        next_tokens = {role: self._list_first_tokens(text) for role, text in between.items()}
         if not next_tokens["user"]:
+            found = next(self._control.find(between["user"]), None)
+            what = "no control token" if found is None else repr(between["user"][: found.stop].strip())
             raise BridgeRefusedError(
-                RefusalReason.UNDERIVABLE, "no control token between an assistant turn and a user message after it"
+                RefusalReason.UNDERIVABLE,
+                f"{what} between an assistant turn and a user message after it: a turn must end with a control token "
+                "and no other text before that",
             )
         first = next_tokens["user"][0]
         last = self._find_last_turn_end()
@@ -178,15 +184,19 @@ class TurnEndProbe:
             position = match.stop
         return found
 
-    def _find_tokens_before_next(self, role: str) -> list[str]:
-        """The control tokens between a turn's text and the text of a next message with this role."""
+    def _find_text_before_next(self, role: str) -> str:
+        """The text between a turn's text and the text of a next message with this role; empty if one is left out."""
         following: dict[str, Any] = {"role": role, "content": _NEXT_TEXT}
         if role == "tool":
             following |= {"tool_call_id": "callprob1", "name": PROBE_NAMES[0]}
         messages = [_USER, _build_turn(has_text=True), following]
         text = _get_text_after(self._turns.render(messages, add_generation_prompt=True), PROBE_CONTENT)
-        stop = text.find(_NEXT_TEXT)
-        return [match.token for match in self._control.find(text, 0, stop)] if stop >= 0 else []
+        return text[: max(text.find(_NEXT_TEXT), 0)]
+
+    def _list_first_tokens(self, text: str) -> list[str]:
+        """The control tokens of a text; none if it begins with other text, as the header `user: <|img|>` does."""
+        found = list(self._control.find(text))
+        return [match.token for match in found] if found and not text[: found[0].start].strip() else []
 
     def _opens_user_message(self, token: str) -> bool:
         text = self._turns.render([_USER])

@@ -10,7 +10,8 @@ which has no added tokens:
 
 Both ways give the same ids for text without control tokens. Text that can be encoded in neither way is refused:
 
-- a control token that counts only as a separate word (`single_word`), directly next to a message's text;
+- a control token that counts only as a separate word (`single_word`), directly next to a message's text that makes it
+  part of a word, as `so` does, but not `so.`;
 - text that may forge, with a tokenizer that prepends something to a text and then looks for control tokens (older
   sentencepiece conversions with `normalized` tokens): whether it finds them depends on the text before;
 - text for which the text tokenizer itself writes a control id.
@@ -20,6 +21,7 @@ The id of unknown characters, `<unk>`, is not a control id: vocabularies without
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -85,16 +87,6 @@ class _ControlTokenRules:
             words=tuple(token.content for token in tokens if token.single_word),
         )
 
-    def check_words(self, text: str, spans: Sequence[Span]) -> None:
-        """Refuse a token if the text from outside next to it decides whether it is one."""
-        for word in self.words:
-            for span in spans:
-                if text.endswith(word, 0, span.start) or text.startswith(word, span.stop):
-                    raise UnsafeTextError(
-                        f"{word!r} is a control token only as a separate word, and is directly beside "
-                        f"{text[span.start : span.stop][:60]!r}"
-                    )
-
 
 class SafeEncoder:
     """Encodes rendered text with its own copy of a tokenizer, which no caller can reconfigure.
@@ -119,7 +111,7 @@ class SafeEncoder:
 
     def encode(self, text: str, spans: Sequence[Span]) -> Encoding:
         """Encode `text`, in which `spans` (in order, disjoint) are text from outside. Raises `UnsafeTextError`."""
-        self._rules.check_words(text, spans)
+        self._check_words(text, spans)
         encoding = encode_text(self._tokenizer, text, lock=self._lock)
         ids, owners = read_ids(encoding), _read_message_indices(encoding, spans)
         control = self._find_control(ids)
@@ -141,6 +133,17 @@ class SafeEncoder:
     def may_forge(self, text: str) -> bool:
         """Whether `text`, with other text around it, may become part of a control token and must be marked."""
         return self._may_forge(text) if len(text) <= _MAX_NAME else self._find_out_if_forgery(text)
+
+    def _check_words(self, text: str, spans: Sequence[Span]) -> None:
+        """Refuse a token that counts only as a separate word if text from outside next to it makes it part of one."""
+        for word, span in itertools.product(self._rules.words, spans):
+            after_word = text.endswith(word, 0, span.start) and not self._spells_control(word + text[span.start])
+            before_word = text.startswith(word, span.stop) and not self._spells_control(text[span.stop - 1] + word)
+            if after_word or before_word:
+                raise UnsafeTextError(
+                    f"{word!r} is a control token only as a separate word, and is directly beside "
+                    f"{text[span.start : span.stop][:60]!r}"
+                )
 
     def _find_out_if_control(self, text: str) -> bool:
         return bool(self._find_control(self.encode_plain(text)).any())

@@ -52,8 +52,9 @@ class TokenizerFacts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InvalidInputError(
-                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load it with "
-                "AutoTokenizer, or wrap a tokenizers.Tokenizer in PreTrainedTokenizerFast(tokenizer_object=...)"
+                f"tokenizer must be a fast tokenizer of transformers, got {type(tokenizer).__name__}: load the model "
+                "with load_renderer, which converts a tekken.json too, or wrap a tokenizers.Tokenizer in "
+                "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         return cls(
             backend=backend,

@@ -39,6 +39,8 @@ class CallBody:
     header: CallBody | None = None
     closing: str = ""
     """The delimiter that closed it, if it is a header."""
+    value_ends: tuple[str, str] = ("", "")
+    """`CallFormat.value_ends`."""
 
     def split(self) -> Iterator[tuple[str, str]]:
         """Split the text at its delimiters into pairs of a delimiter and the text after it; the first has no delimiter.
@@ -154,7 +156,11 @@ class CallFormat:
     """Like `separators`, but also in a turn that can have no calls."""
     header: Header | None = None
     hints: tuple[str, ...] = ()
-    """Texts that are all in the source of a template for these models, if it renders no calls."""
+    """Texts that are all in the source of a template for these models, if no format reads back calls it renders."""
+
+    value_ends: tuple[str, str] = ("", "")
+    r"""What the template writes before and after an argument between tags, `<parameter=a>\n1\n</parameter>`, and is no
+    part of its value. Detection reads it off the template."""
 
     @property
     def reasoning(self) -> Region | None:

@@ -201,14 +201,122 @@ class _CallGrammar:
         self, function: Mapping[str, Any], control: AddedTokens, excludes: Sequence[str]
     ) -> Mapping[str, Any]:
         """`excludes` are control tokens that end a call, also within a text."""
+        parameters = function.get("parameters") or _ANY_OBJECT
+        try:
+            schema = _exclude_in_schema(parameters, excludes) if excludes else parameters
+        except InvalidInputError as error:
+            raise InvalidInputError(f"calls of {function['name']!r} cannot be required: {error}") from None
         arguments = {
             "type": "json_schema",
-            "json_schema": function.get("parameters") or _ANY_OBJECT,
+            "json_schema": schema,
             "style": self.style.name,
             "excludes": list(excludes),
             "max_whitespace_cnt": 1,  # templates write no more, and a model may write white space without end
         }
         return _sequence([*_describe_text(function["name"] + self.middle, control), arguments])
+
+
+# xgrammar 0.2 forgets minLength and maxLength of a text where it keeps tokens out of it, and keeps none out of texts
+# with a pattern or a format (https://xgrammar.mlc.ai/docs/tutorials/structural_tag, `excludes`). So lengths are written
+# as patterns, and patterns that keep the tokens out by themselves: a text cannot have one of each token's characters.
+_MAX_LENGTH = 1000
+"""The largest length that is followed: with 50,000 tokens, such a pattern takes 5 s to compile."""
+_BLOCK = 100
+"""Patterns repeat at most this many characters at once: xgrammar 0.2.8 fails for 200, and does not for 128."""
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_VALUES = frozenset(("enum", "const", "default", "examples"))
+"""Keywords whose values are no schemas."""
+_POINTER = "(/([^~/]|~[01])*)*"
+_FORMATS = {
+    "email": "^[A-Za-z0-9.!#$%&'*+/=?^_`{}~-]+@[A-Za-z0-9-]+([.][A-Za-z0-9-]+)+$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+}
+"""The formats whose texts could spell a control token, as patterns."""
+_PIECE = re.compile(r"\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""An escape, a class of characters or one character of a pattern."""
+
+
+def _exclude_in_schema(schema: Any, excludes: Sequence[str]) -> Any:
+    """A JSON schema whose patterns and lengths keep these tokens out of texts.
+
+        {"type": "string", "maxLength": 40}, ["</tool_call>"]   ->   {"type": "string", "pattern": "^[^>]{0,40}$"}
+
+    Raises:
+        InvalidInputError: a length is too large, or nothing shows that a pattern cannot spell a token.
+    """
+    if isinstance(schema, list):
+        return [_exclude_in_schema(each, excludes) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "patternProperties" and isinstance(value, dict):
+            value = {_exclude_in_pattern(name, excludes): each for name, each in value.items()}
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            result[key] = {name: _exclude_in_schema(each, excludes) for name, each in value.items()}
+        else:
+            result[key] = value if key in _VALUES else _exclude_in_schema(value, excludes)
+    if "enum" in schema or "const" in schema:
+        return result  # xgrammar leaves out the values that have a token
+    if isinstance(pattern := schema.get("pattern", _FORMATS.get(str(schema.get("format")))), str):
+        result["pattern"] = _exclude_in_pattern(pattern, excludes)
+        result.pop("format", None)  # xgrammar follows a format rather than a pattern
+    elif "format" not in schema and isinstance(maximum := schema.get("maxLength"), int):
+        # minLength alone is not followed: xgrammar writes no line break and no quote in texts with a pattern or a
+        # length, which a limited text can do without and the content of a file cannot.
+        fits = [token for token in excludes if len(token) <= maximum]
+        result["pattern"] = f"^{_repeat(_exclude_in_pattern('.', fits), schema.get('minLength', 0), maximum)}$"
+        result = {key: value for key, value in result.items() if key not in ("minLength", "maxLength")}
+    return result
+
+
+def _exclude_in_pattern(pattern: str, excludes: Sequence[str]) -> str:
+    """A pattern that matches what this one does, less texts with one of the characters that spell the tokens."""
+    # Of each token a mark, the last one of Unicode: `|` and `｜` are in fewer texts than `<`.
+    letters = sorted({max(re.findall(r"\W", token), default=token[0]) for token in excludes})
+    if not letters:
+        return pattern
+    kept_out = "".join(f"\\{letter}" if letter in "\\]^-[" else letter for letter in letters)
+
+    def narrow(match: re.Match[str]) -> str:
+        piece = match[0]
+        if piece == ".":
+            return f"[^{kept_out}]"
+        if piece.startswith("[^"):
+            return f"[^{kept_out}{piece[2:]}"
+        if piece in ("\\S", "\\D", "\\W"):
+            return f"[^{kept_out}{piece.lower()}]"
+        if len(piece) == 1 and piece in "|()*+?^$":
+            return piece  # syntax, which stands for no character
+        try:
+            is_clear = not any(re.fullmatch(piece if len(piece) > 1 else re.escape(piece), each) for each in letters)
+        except re.error:
+            is_clear = False
+        if not is_clear:
+            raise InvalidInputError(
+                f"the pattern {pattern!r} could spell {' or '.join(excludes)}, which ends the call: write it without "
+                f"{' and '.join(letters)} and classes such as [ -~], or let the model decide (tool_choice 'auto')"
+            )
+        return piece
+
+    return _PIECE.sub(narrow, pattern)
+
+
+def _repeat(character: str, minimum: Any, maximum: int) -> str:
+    """The pattern of `minimum` to `maximum` characters."""
+    if not (isinstance(minimum, int) and 0 <= minimum <= maximum <= _MAX_LENGTH):
+        raise InvalidInputError(
+            f"a text has minLength {minimum} and maxLength {maximum}, which can be followed from 0 to {_MAX_LENGTH}: "
+            "leave them out, or let the model decide (tool_choice 'auto')"
+        )
+    block = f"(?:{character}{{{_BLOCK}}})"
+    required = f"{block}{{{minimum // _BLOCK}}}{character}{{{minimum % _BLOCK}}}"
+    blocks, rest = divmod(maximum - minimum, _BLOCK)
+    optional = f"{block}{{{blocks}}}{character}{{0,{rest}}}"
+    if blocks:  # `x{0,100}` ten times in a row would be the same, and takes ten times as long to compile
+        optional = f"(?:{block}{{0,{blocks - 1}}}{character}{{0,{_BLOCK - 1}}}|{optional})"
+    return required + optional
 
 
 def _find_call_grammar(

@@ -8,16 +8,18 @@ places, and read with each format:
     probe_one({"text": "it's"}), reasoning, ..                                 the format that reads most of these is
                                                                                taken: not all templates can write them
 
-A turn or call that the template refuses or leaves out says nothing. The template's source, which may describe how to
-call, counts only if it renders no calls. A template that shows no known format is read without calls, except ChatML
-that renders no calls: its models are asked to write the Hermes format.
+A turn or call that the template refuses or leaves out says nothing. The template's source may describe how to call
+(`CallFormat.hints`). That counts if the template renders no calls, or if no format reads back those that it renders,
+and the one described finds their names: Llama's and ToolACE's templates write `[add(a=two, b=3r)]` in the history, and
+ask for `[add(a="two", b=3)]`. A template that shows no known format is read without calls, except ChatML that renders
+no calls: its models are asked to write the Hermes format.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unbroken.errors import InvalidInputError, TemplateError
@@ -59,6 +61,8 @@ _UNUSUAL: tuple[dict[str, Any], ...] = (
     {"text": "a < b & <i>c</i> </parameter>"},
     {"text": "Größe 今天"},
     {"text": ""},
+    {"text": "\nline\n"},
+    {"text": "  indented\n\n"},
     {"page": None},
     {"items": [], "where": {}},
     {"where": {"k": None, "m": {"x": [1, "it's", False]}}},
@@ -81,8 +85,18 @@ _TOOLS: tuple[ToolSchema, ...] = tuple(
     }
     for name in PROBE_NAMES
 )
+_MAX_EXAMPLE_CHARS = 120
 _RESULT = "Xq7Result"
 _PARTIAL_TAG = re.compile(r"[<\[][^\s<>\[\]]*\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserChoice:
+    """The parser of a renderer."""
+
+    parser: ResponseParser
+    unread_calls: str = ""
+    """What is wrong, if it does not read back the calls that the template renders; empty if it was named."""
 
 
 def choose_parser(
@@ -94,25 +108,32 @@ def choose_parser(
     response_template: Any,
     reasoning: ReasoningDelimiters | None,
     tokens: CompletionTokens,
-) -> ResponseParser:
+) -> ParserChoice:
     """Choose a parser by name.
 
     Without a name, the first of these that exists:
-    1. a format of ours that reads back the calls that the chat template renders, or that its source describes;
+    1. a format of ours that reads back the calls that the chat template renders; if it renders none, one that its
+       source describes;
     2. the tokenizer's response template, which reads less of each turn, but is certain to be the right format;
-    3. the usual format of templates that show none.
+    3. a format that the source describes and that finds the names of the calls that the template renders;
+    4. the usual format of templates that show none.
 
     Raises:
         InvalidInputError: there is no such parser, or the tokenizer's response template is missing or broken.
     """
     call_format: CallFormat | None
+    unread_calls = ""
+    probe = _ReadBackProbe(template, message_format, tokens, reasoning)
     if name == RESPONSE_TEMPLATE:
         call_format = None
     elif name is not None:
         call_format = get_format(name)
     else:
-        probe = _ReadBackProbe(template, message_format, tokens, reasoning)
-        call_format = _find_shown(probe, source)
+        described = [known for known in FORMATS if known.hints and all(hint in source for hint in known.hints)]
+        call_format = probe.find_best(FORMATS) if probe.renders_calls else next(iter(described), None)
+        if call_format is None and response_template is None and probe.renders_calls:
+            call_format = probe.find_by_names(described)
+            unread_calls = _describe_unread_calls(probe.example, call_format)
         if call_format is None and response_template is None:
             call_format = get_format("hermes" if _CHATML in source and not probe.renders_calls else "none")
     if call_format is None:
@@ -120,18 +141,25 @@ def choose_parser(
             raise InvalidInputError(
                 f"parser={RESPONSE_TEMPLATE!r} needs a tokenizer with a response_template: set it, or name a format"
             )
-        return ResponseTemplateParser(response_template, tokens)
+        return ParserChoice(parser=ResponseTemplateParser(response_template, tokens))
+    call_format = probe.adapt(call_format)
     if reasoning is not None:
         call_format = call_format.with_reasoning(reasoning.opening, reasoning.closing)
-    return FormatParser(call_format, tokens)
+    return ParserChoice(parser=FormatParser(call_format, tokens), unread_calls=unread_calls)
 
 
-def _find_shown(probe: _ReadBackProbe, source: str) -> CallFormat | None:
-    """Find the format that the template shows; None if it shows none."""
-    if probe.renders_calls:
-        return probe.find_best(FORMATS)
-    described = (known for known in FORMATS if known.hints and all(hint in source for hint in known.hints))
-    return next(described, None)
+def _describe_unread_calls(example: str, described: CallFormat | None) -> str:
+    written = f"the chat template renders calls that no format reads back, such as {example!r}"
+    if described is None:
+        return (
+            f"{written}: a model's calls are part of its text, and no tool is run. Name the format that the model "
+            "writes (parser), or use a template that renders the calls so that they can be read"
+        )
+    return (
+        f"{written}: a model's calls are read in the format {described.name!r}, which the template describes, but a "
+        "history that is rendered again shows other arguments than it wrote. Use a template that renders the calls so "
+        "that they can be read"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +183,9 @@ class _RenderedTurn:
     prompt: str
     completion: str
     is_required: bool
+
+
+_ARGUMENT = re.compile(rf"(\s*){PROBE_ARGUMENT}(\s*)")
 
 
 class _ReadBackProbe:
@@ -191,13 +222,44 @@ class _ReadBackProbe:
                 return best
         return None
 
+    def find_by_names(self, formats: Sequence[CallFormat]) -> CallFormat | None:
+        """Find the first format that sees a call of the right name in all required turns, whatever its arguments."""
+        for setting in _SETTINGS:
+            turns = [turn for turn in self._get_turns(setting) if turn.is_required]
+            found = (known for known in formats if turns and all(self._finds_name(known, turn) for turn in turns))
+            if (first := next(found, None)) is not None:
+                return first
+        return None
+
+    @property
+    def example(self) -> str:
+        """The beginning of a turn with a call, as the template renders it."""
+        turn = next(turn for setting in _SETTINGS for turn in self._get_turns(setting))
+        text = self._codec.decode(self._cut_at_stop(self._codec.encode(turn.completion))).strip()
+        return text if len(text) <= _MAX_EXAMPLE_CHARS else f"{text[:_MAX_EXAMPLE_CHARS]}.."
+
+    def _finds_name(self, call_format: CallFormat, turn: _RenderedTurn) -> bool:
+        calls = self._parse(self._make_parser(call_format), turn).tool_calls
+        return bool(calls) and calls[0].name == turn.turn["tool_calls"][0]["function"]["name"]
+
+    def adapt(self, call_format: CallFormat) -> CallFormat:
+        """Adapt a format to what the template writes around values, if it then reads back the template's calls."""
+        for setting in _SETTINGS:
+            turns = self._get_turns(setting)
+            if self._count_read(call_format, turns):
+                return _with_value_ends(call_format, turns[0])
+        return call_format
+
+    def _make_parser(self, call_format: CallFormat) -> FormatParser:
+        if self._reasoning is not None:
+            call_format = call_format.with_reasoning(self._reasoning.opening, self._reasoning.closing)
+        return FormatParser(call_format, self._tokens)
+
     def _count_read(self, call_format: CallFormat, turns: Sequence[_RenderedTurn]) -> int:
         """The number of turns that the format reads back; 0 if a required one is not among them."""
         if not turns or not _may_open(call_format, turns[0].completion):
             return 0
-        if self._reasoning is not None:
-            call_format = call_format.with_reasoning(self._reasoning.opening, self._reasoning.closing)
-        parser = FormatParser(call_format, self._tokens)
+        parser = self._make_parser(_with_value_ends(call_format, turns[0]))
         num_read = 0
         for turn in turns:
             is_read = self._reads(parser, turn)
@@ -207,14 +269,17 @@ class _ReadBackProbe:
         return num_read
 
     def _reads(self, parser: FormatParser, turn: _RenderedTurn) -> bool:
-        parsed = parser.parse(
+        parsed = self._parse(parser, turn)
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.turn["tool_calls"]]
+        read = [(call.name, call.arguments) if call.status is ToolCallStatus.OK else None for call in parsed.tool_calls]
+        return read == calls and _has_texts(parsed, turn)
+
+    def _parse(self, parser: FormatParser, turn: _RenderedTurn) -> ParsedResponse:
+        return parser.parse(
             self._cut_at_stop(self._codec.encode(turn.completion)),
             reasoning_opened=parser.opens_reasoning(turn.prompt),
             tools=_TOOLS,
         )
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.turn["tool_calls"]]
-        read = [(call.name, call.arguments) if call.status is ToolCallStatus.OK else None for call in parsed.tool_calls]
-        return read == calls and _has_texts(parsed, turn)
 
     def _cut_at_stop(self, token_ids: list[int]) -> list[int]:
         """Without what the template writes behind the last stop id."""
@@ -260,6 +325,11 @@ class _ReadBackProbe:
             )
         except TemplateError:
             return None
+
+
+def _with_value_ends(call_format: CallFormat, turn: _RenderedTurn) -> CallFormat:
+    found = _ARGUMENT.search(turn.completion)
+    return call_format if found is None else replace(call_format, value_ends=(found[1], found[2]))
 
 
 class _TextCodec:

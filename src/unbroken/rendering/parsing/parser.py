@@ -7,8 +7,9 @@ turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from unbroken.errors import InvariantError
@@ -16,6 +17,9 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, ResponseReader, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, InnerDelimiter, Region
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder, TextPiece
+
+_MAX_CHARS_BEHIND_TEXT = 200_000
+"""Each bracket in a text may begin a call that ends it: they are tried up to this many characters in all."""
 
 
 class ResponseParser(Protocol):
@@ -141,6 +145,7 @@ class FormatReader:
         if self._response is None:
             self._follow(self._stream.close())
             is_complete = self._end()
+            self._report_calls_behind_text()
             self._response = ParsedResponse(
                 content=self._content.text,
                 reasoning=self._reasoning.text,
@@ -252,6 +257,10 @@ class FormatReader:
                 return False
             held = self._held_call = _HeldCall()
         elif is_end:
+            if held.region is not None and not held.region.closings:  # the end of the reasoning ends its call too
+                self._end_held_call(held, thought, piece.start, piece.start, is_closed=True)
+                self._follow([piece])
+                return True
             self._release_held_call(held)
             return False
         region, body = held.region, held.body
@@ -283,7 +292,7 @@ class FormatReader:
         region, body = held.region, held.body
         assert region is not None
         assert body is not None
-        attempts = _read_attempts(region, body.build(), self._tools, is_closed=is_closed)
+        attempts = self._read_attempts(region, body.build(), is_closed=is_closed)
         if not any(attempt.status is ToolCallStatus.OK for attempt in attempts):
             self._release_held_call(held)
             return
@@ -474,7 +483,7 @@ class FormatReader:
         self, region: Region, body: _OpenBody, stop: int | None, *, is_closed: bool, closing: str
     ) -> None:
         whole = body.build()
-        attempts = _read_attempts(region, whole, self._tools, is_closed=is_closed)
+        attempts = self._read_attempts(region, whole, is_closed=is_closed)
         if region.starts_with and not attempts:
             self._add_text(self._content, PartKind.CONTENT, whole.text, body.start)
             return
@@ -483,6 +492,54 @@ class FormatReader:
             self._content.cut()
         for call in _build_calls(attempts, body, whole.text, closing, stop, self._parts):
             self._add_call(call)
+
+    def _report_calls_behind_text(self) -> None:
+        """Report calls that end the turn but do not begin it, where they are the whole turn.
+
+        vLLM (`llama3_json`) and SGLang (`pythonic`) read them. In our view they may be text about calls: they stay
+        content, and are failures, which are counted and which the model can be told of.
+        """
+        if self._calls or not self._tools:
+            return
+        names = {tool["function"]["name"] for tool in self._tools}
+        text, num_chars = self._content.text, 0
+        for region in self._start_regions:
+            for match in re.finditer(re.escape(region.starts_with), text):
+                raw = text[match.start() :]
+                num_chars += len(raw)
+                if num_chars > _MAX_CHARS_BEHIND_TEXT:
+                    return
+                attempts = self._read_attempts(region, CallBody(text=raw), is_closed=True)
+                if attempts and all(each.status is ToolCallStatus.OK and each.name in names for each in attempts):
+                    end = (self._parts.num_ids, self._parts.num_ids)
+                    # No deltas: the text has been returned as content.
+                    self._calls += [
+                        CallAttempt(status=ToolCallStatus.BEHIND_TEXT, name=each.name).to_call(
+                            raw[slice(*each.span)] if each.span else raw, end
+                        )
+                        for each in attempts
+                    ]
+                    return
+
+    def _read_attempts(self, region: Region, body: CallBody, *, is_closed: bool) -> Sequence[CallAttempt]:
+        """Read a region's body as attempts.
+
+        In a region that was cut, only a call without closings may be complete, and none behind which something must
+        follow.
+        """
+        assert region.read_calls is not None
+        is_open = bool(body.inner_delimiters) and not body.text[body.inner_delimiters[-1].stop :].strip()
+        if not is_closed and (region.closings or is_open):
+            return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
+        attempts = region.read_calls(replace(body, value_ends=self._call_format.value_ends), self._tools)
+        if is_closed:
+            return attempts
+        return [
+            attempt
+            if attempt.status is ToolCallStatus.OK
+            else CallAttempt(status=ToolCallStatus.UNCLOSED, name=attempt.name, span=attempt.span)
+            for attempt in attempts
+        ]
 
     def _add_call(self, call: ParsedToolCall) -> None:
         self._calls.append(call)
@@ -548,28 +605,6 @@ class _HeldCall:
         assert self.body is not None
         self.pieces.append(piece)
         self.body.add(piece, self.region.inner_delimiters)
-
-
-def _read_attempts(
-    region: Region, body: CallBody, tools: Sequence[ToolSchema], *, is_closed: bool
-) -> Sequence[CallAttempt]:
-    """Read a region's body as attempts.
-
-    In a region that was cut, only a call without closings may be complete, and none behind which something must follow.
-    """
-    assert region.read_calls is not None
-    is_open = bool(body.inner_delimiters) and not body.text[body.inner_delimiters[-1].stop :].strip()
-    if not is_closed and (region.closings or is_open):
-        return [CallAttempt(status=ToolCallStatus.UNCLOSED)]
-    attempts = region.read_calls(body, tools)
-    if is_closed:
-        return attempts
-    return [
-        attempt
-        if attempt.status is ToolCallStatus.OK
-        else CallAttempt(status=ToolCallStatus.UNCLOSED, name=attempt.name, span=attempt.span)
-        for attempt in attempts
-    ]
 
 
 def _build_calls(

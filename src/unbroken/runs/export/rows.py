@@ -161,6 +161,7 @@ def _make_record(stored: StoredSession) -> dict[str, Any]:
         messages, images = grown.find_messages(last), grown.find_images(cut)
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
         own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
+        own |= {"turns": grown.find_turns(cut), "tools": grown.find_tools(cut)}
         rows.append({**describe_path(cut), **own})
     metadata = stored.record.settings.get("metadata")
     return {**describe_session(stored), "rows": rows, "data": {"columns": metadata} if metadata else None}
@@ -182,6 +183,8 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
     origins = ((each["start"], each["stop"], each["origin"] == Origin.SAMPLED) for each in row["segments"])
     sampled = _expand(origins, length, False)
     numbers = row.get("messages")
+    # A session's branches are of several agents: the rows of one had the tools of another, whose turn was the last.
+    turns = record["turns"] if (own := row.get("turns")) is None else [record["turns"][number] for number in own]
     return {
         "kind": rollout.kind,
         "step": head.get("step"),
@@ -189,8 +192,8 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "tokenizer": head.get("model"),
         **{name: record.get(name) for name in ("group", "trajectory", "status", "error", "reward", "wall_time_s")},
         "branch": number,
-        "num_turns": len(record["turns"]),
-        "finish_reasons": [turn["finish_reason"] for turn in record["turns"]],
+        "num_turns": len(turns),
+        "finish_reasons": [turn["finish_reason"] for turn in turns],
         "temperature": row.get("temperature"),
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
@@ -203,7 +206,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "reward_parts": record.get("reward_parts") or {},
         "images": row.get("images") or [],
         "messages": record["messages"] if numbers is None else [record["messages"][number] for number in numbers],
-        "tools": list(record.get("tools") or ()),
+        "tools": list(row.get("tools", record.get("tools")) or ()),
         "data": record.get("data"),
     }
 

@@ -138,16 +138,20 @@ class Config(RunConfig):
         named: dict[str, Path | str | None] = {name: getattr(self, name) for name in ("environment", "loss")}
         named |= {"advantages": self.advantages, "curriculum": self.curriculum}
         named |= {"agent.function": self.agent.function} if self.agent else {}
-        named |= {"data.file": self.data.file} if self.data else {}
-        named |= {"evaluation_data.file": self.evaluation_data.file} if self.evaluation_data else {}
-        named |= {f"evaluation_sets[{k}].data.file": each.data.file for k, each in enumerate(self.evaluation_sets)}
         named |= {f"rewards[{k}].function": each.function for k, each in enumerate(self.rewards)}
         named |= {f"tools[{k}]": each for k, each in enumerate(self.tools)}
         for name, value in named.items():
-            is_file = name.endswith(".file")
-            file = str(value) if is_file else str(value).rpartition(":")[0]
-            if value is not None and (is_file or file.endswith(".py")) and not Path(file).is_file():
+            file = str(value).rpartition(":")[0]
+            if value is not None and file.endswith(".py") and not Path(file).is_file():
                 raise InvalidInputError(f"{name} must name a file that exists, got {file}: there is no such file")
+        data = {"data": self.data, "evaluation_data": self.evaluation_data}
+        data |= {f"evaluation_sets[{k}].data": each.data for k, each in enumerate(self.evaluation_sets)}
+        for name, each in data.items():
+            for path in () if each is None else each.files:
+                if not path.exists():
+                    raise InvalidInputError(
+                        f"{name}.file must name a file that exists, got {path}: there is no such file"
+                    )
 
     def _check_package(self) -> None:
         for name in ("data", "evaluation_data", "evaluation_sets", "tools", "rewards", "agent"):
@@ -244,7 +248,7 @@ class ProblemMaker:
         else:
             make_env = self._environments(rows, self._tools, split=split)
         if rows is None:
-            return Problems(env=make_env)
+            return Problems(env=make_env, tools=[tool.schema for tool in self._tools])
         return Problems(
             env=make_env,
             score=self._make_score(rows) if self._config.rewards else None,
@@ -253,6 +257,7 @@ class ProblemMaker:
             num_problems=len(rows),
             has_images=rows.has_images,
             first_messages=None if self._environments else partial(self._find_first_messages, rows),
+            tools=[tool.schema for tool in self._tools],
             check_prompts=None if self._environments else partial(rows.check_prompts, self._tools),
         )
 

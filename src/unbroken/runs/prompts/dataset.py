@@ -6,7 +6,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,16 @@ from unbroken.runs.prompts.images import UndecodedRows, count_features, find_sou
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSED = ".gz"
+_SAVED = "a folder of save_to_disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """The data set with the prompts."""
 
-    file: Path | None = None
-    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv, also compressed, such as .jsonl.gz."""
+    file: Path | tuple[Path, ...] | None = None
+    """A file with a row for each prompt: .jsonl, .json, .parquet or .csv, also compressed, such as .jsonl.gz; a list of
+    such files in one format; or a folder that `save_to_disk` of `datasets` wrote."""
     hub: str | None = None
     """Instead of a file: the name of a data set on the hub, such as openai/gsm8k."""
     subset: str | None = None
@@ -40,7 +43,8 @@ class DataConfig:
     """The column with the prompts: text, or messages, which may be written as JSON."""
     images: str | None = None
     """The column with the images of each prompt: one or a list, each a picture, a file's bytes, a path (relative to
-    the file of the data set), a data URL or base64. Prompts that are messages may have their images inside instead."""
+    the folder with the file, or that with all files), a data URL or base64. Prompts that are messages may have their
+    images inside instead."""
     tools: str | None = None
     """The column with the names of the tools that each prompt may use, null for none; if left out, all tools."""
     system: str | None = None
@@ -51,10 +55,30 @@ class DataConfig:
     def __post_init__(self) -> None:
         if (self.file is None) == (self.hub is None):
             raise InvalidInputError(f"exactly one of file and hub must be given, got file={self.file}, hub={self.hub}")
-        if self.file is not None and _find_loader(self.file) is None:
+        names = ", ".join(map(str, self.files))
+        loaders = {_find_loader(file) for file in self.files}
+        if self.hub is None and (None in loaders or not loaders):
             raise InvalidInputError(
-                f"file must be one of {', '.join(_LOADERS)}, each also with {_COMPRESSED}, got {self.file}"
+                f"file must be one of {', '.join(_LOADERS)}, each also with {_COMPRESSED}, or {_SAVED}, got "
+                f"{names or 'an empty list'}"
             )
+        if len(loaders) > 1 or (_SAVED in loaders and len(self.files) > 1):
+            raise InvalidInputError(f"file must be a list of files in one format, or a single folder, got {names}")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, or the one folder; empty for a data set on the hub."""
+        return self.file if isinstance(self.file, tuple) else () if self.file is None else (self.file,)
+
+    @property
+    def name(self) -> str:
+        """Its files or its name on the hub, as errors show them."""
+        return str(self.hub or ", ".join(map(str, self.files)))
+
+    @property
+    def loader(self) -> str | None:
+        """The loader of `datasets` for its files; None for a data set on the hub."""
+        return _find_loader(self.files[0]) if self.files else None
 
 
 _NUM_CACHED = 16
@@ -74,38 +98,46 @@ class Rows:
             MessagesError: the prompt of a row is neither text nor messages, or has not as many places as images.
             ImageError: an image of a row is broken or not there.
         """
-        self.name = str(config.file or config.hub)
+        self.name = config.name
         self._config = config
-        self._rows = _load(config, self.name)
+        self._rows = _load(config)
         self._stored = self._rows.with_format("arrow")
         self.columns = tuple(self._rows.column_names)
-        self._folder = None if config.file is None else config.file.resolve().parent
+        folders = [file.resolve().parent for file in config.files]
+        self._folder = Path(os.path.commonpath(folders)) if folders else None
         for field, column in (("prompt", config.prompt), ("images", config.images), ("tools", config.tools)):
             if column is not None and column not in self.columns:
                 raise InvalidInputError(
                     f"{self.name} must have the column {column!r}, which {field} names: its columns are "
                     f"{', '.join(self.columns)}"
                 )
-        self._undecoded = UndecodedRows(
-            self._rows,
-            [each for each in (config.prompt, config.images) if each],
-            filled=config.prompt if _fills_keys(config) else None,
-        )
-        digest = hashlib.sha256()
+        read = [each for each in (config.prompt, config.images) if each]
+        self._undecoded = UndecodedRows(self._rows, read, fills_keys=_fills_keys(config))
+        prompts, columns = hashlib.sha256(), hashlib.sha256()
         self.has_images = False
         """Whether a prompt has images."""
-        for number, row in enumerate(self._undecoded):
+        for number, (row, cells) in enumerate(zip(self._undecoded, self._iterate_other_columns(), strict=True)):
             messages = self._make_messages(number, row)
-            prompt = json.dumps(row[config.prompt], sort_keys=True, default=lambda value: type(value).__name__)
-            digest.update(prompt.encode())
+            prompts.update(_to_stable_json(row[config.prompt]))
             for source in find_sources(messages):
                 self.has_images = True
-                digest.update(identify(source).encode())
-        self.source = f"{len(self)} rows with the prompts {digest.hexdigest()[:16]}"
+                prompts.update(identify(source).encode())
+            columns.update(_to_stable_json(cells))
+        names = f"the prompts {prompts.hexdigest()[:16]} and the other columns {columns.hexdigest()[:16]}"
+        self.source = f"{len(self)} rows with {names}"
         self._order = EpochOrder(len(self), seed=seed, shuffle=config.shuffle)
         self._messages = functools.lru_cache(maxsize=_NUM_CACHED)(
             lambda index: self._make_messages(index, self._undecoded[index])
         )
+
+    def _iterate_other_columns(self) -> Iterator[dict[str, Any]]:
+        """The cells of each row that belong to no prompt, as they are stored."""
+        others = [name for name in self.columns if name not in (self._config.prompt, self._config.images)]
+        if not others:
+            return iter([{}] * len(self))
+        batches = self._stored.select_columns(others).iter(batch_size=64)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        return ({name: _without_folder(cell) for name, cell in row.items()} for row in rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -121,15 +153,15 @@ class Rows:
 
     def row(self, number: int) -> Mapping[str, Any]:
         """All columns of row `number` of the run, as `datasets` gives them: an `Image` is decoded."""
-        index = self.index(number)
-        found: dict[str, Any] = self._rows[index]
-        column = self._config.prompt
-        return {**found, column: _read_prompt(self._undecoded.drop_filled_keys(column, found[column]))}
+        cells: dict[str, Any] = self._rows[self.index(number)]
+        found = {column: self._undecoded.drop_filled_keys(column, cell) for column, cell in cells.items()}
+        return {**found, self.prompt_column: _read_prompt(found[self.prompt_column])}
 
     def describe(self, number: int) -> dict[str, Any]:
         """Row `number` of the run as rollout files keep it."""
         index = self.index(number)
-        return describe_row(index, self._stored[index].to_pylist()[0])
+        cells = self._stored[index].to_pylist()[0]
+        return describe_row(index, {name: self._undecoded.drop_filled_keys(name, cells[name]) for name in cells})
 
     def messages(self, number: int) -> list[Message]:
         """The prompt of row `number` of the run as messages; images are an `EncodedImage` or the path of a file."""
@@ -209,27 +241,64 @@ class Rows:
         return placed
 
 
-def _load(config: DataConfig, name: str) -> Any:
-    if config.file is not None and not config.file.is_file():
-        raise InvalidInputError(f"the data set {name} cannot be loaded: there is no such file")
-    if config.file is not None and config.file.stat().st_size == 0:
-        raise InvalidInputError(f"{config.file} must have at least one row, but the file is empty")
+def _load(config: DataConfig) -> Any:
+    for file in config.files:
+        if not file.exists():
+            raise InvalidInputError(f"the data set {config.name} cannot be loaded: there is no such file as {file}")
+        if file.stat().st_size == 0:
+            raise InvalidInputError(f"{file} must have at least one row, but the file is empty")
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        if config.file is None:
+        if config.hub is not None:
             return datasets.load_dataset(config.hub, config.subset, split=config.split)
-        return datasets.load_dataset(
-            _find_loader(config.file), data_files=str(config.file.resolve()), split=config.split
-        )
+        if config.loader == _SAVED:
+            return _load_saved(config.files[0], config.split)
+        files = [str(file.resolve()) for file in config.files]
+        return datasets.load_dataset(config.loader, data_files=files, split=config.split)
     except (DatasetGenerationError, OSError, ConnectionError) as error:
         cause = error.__cause__ or error
-        raise InvalidInputError(f"the data set {name} cannot be loaded: {type(cause).__name__}: {cause}") from error
+        raise InvalidInputError(
+            f"the data set {config.name} cannot be loaded: {type(cause).__name__}: {cause}"
+        ) from error
     except ValueError as error:
         if isinstance(error, InvalidInputError):
             raise
-        raise InvalidInputError(f"the data set {name} cannot be loaded: {error}") from error
+        raise InvalidInputError(f"the data set {config.name} cannot be loaded: {error}") from error
+
+
+def _load_saved(folder: Path, split: str) -> Any:
+    """The split, or the part of it, of a folder of `save_to_disk`; a data set without splits is `train`, as a file is.
+
+    `load_dataset`, which knows parts of splits, refuses such a folder.
+    """
+    import datasets
+
+    saved = datasets.load_from_disk(str(folder)).with_format(None)  # a format such as torch is saved too
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    chosen = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    found = datasets.concatenate_datasets(
+        [splits[each.splitname].select(range(each.from_, each.to)) for each in chosen]
+    )
+    if not len(found):
+        raise ValueError(f'Instruction "{split}" corresponds to no data!')
+    return found
+
+
+def _without_folder(cell: Any) -> Any:
+    """A cell without the folder of its file, if it is an image or another file: it may be in the user's cache."""
+    is_file = isinstance(cell, dict) and cell.keys() == {"bytes", "path"} and cell["path"]
+    return {**cell, "path": Path(cell["path"]).name} if is_file else cell
+
+
+def _to_stable_json(value: Any) -> bytes:
+    """Bytes that are the same for an equal value in every process and on every machine."""
+
+    def convert(inner: Any) -> str:
+        return hashlib.sha256(inner).hexdigest() if isinstance(inner, bytes) else f"{type(inner).__name__} {inner}"
+
+    return json.dumps(value, sort_keys=True, default=convert).encode()
 
 
 def _read_prompt(cell: Any) -> Any:
@@ -251,16 +320,19 @@ def _fills_keys(config: DataConfig) -> bool:
     """Whether objects have keys, with null, only because the same object of another row has them.
 
     Files in Arrow's types have one list of keys for a whole column. JSON lines do not since `datasets` 4.8, whose type
-    `Json` keeps each object as it is: a null in them is the author's.
+    `Json` keeps each object as it is: a null in them is the author's. Of several files, the first one's types are those
+    of all.
     """
     import datasets
 
     keeps_json = hasattr(datasets, "Json")
-    return not (keeps_json and config.file is not None and _find_loader(config.file) == "json")
+    return not (keeps_json and config.loader == "json" and len(config.files) == 1)
 
 
 def _find_loader(file: Path) -> str | None:
-    """The loader of `datasets` for a file, which may be compressed: `prompts.jsonl.gz`."""
+    """The loader of `datasets` for a file, which may be compressed: `prompts.jsonl.gz`; `_SAVED` for a folder."""
+    if file.is_dir():
+        return _SAVED
     return _LOADERS.get(Path(file.stem).suffix if file.suffix == _COMPRESSED else file.suffix)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,15 +30,14 @@ _LOADER = ImageLoader()
 class UndecodedRows:
     """The rows of a data set with the files of images as they are stored: decoding and encoding would change them."""
 
-    def __init__(self, rows: Any, columns: Sequence[str], *, filled: str | None = None) -> None:
+    def __init__(self, rows: Any, columns: Sequence[str], *, fills_keys: bool) -> None:
         """`rows` is a `datasets.Dataset`, of which these columns are read.
 
-        In the objects of the column `filled`, a null is a key that only objects of other rows have.
+        With `fills_keys`, a null in an object is a key that only objects of other rows have.
         """
         import datasets
 
-        self._filled = filled
-
+        self._filled = rows.features if fills_keys else {}
         self._rows = rows.select_columns(list(dict.fromkeys(columns))).with_format("arrow")
         self._features = datasets.Features({name: _without_decoding(self._rows.features[name]) for name in columns})
 
@@ -50,17 +49,11 @@ class UndecodedRows:
             yield from map(self._decode, batch.to_pylist())
 
     def drop_filled_keys(self, column: str, value: Any) -> Any:
-        """Remove the keys that objects of a prompt's cell have only because those of other rows have them."""
-        if column != self._filled:
-            return value
-        dropped = _drop_nulls(value, self._features[column])
-        if not isinstance(value, list):
-            return dropped
-        # A message without content, such as one of calls alone, has null for it in JSON too.
-        return [
-            {**new, "content": None} if isinstance(old, Mapping) and old.get("content", "") is None else new
-            for old, new in zip(value, dropped, strict=True)
-        ]
+        """Remove the keys that messages, calls and tools of a cell have only because those of other rows have them.
+
+        Other objects keep them: a function of the user may expect the null.
+        """
+        return _drop_filled_keys(value, self._filled[column]) if column in self._filled else value
 
     def _decode(self, row: dict[str, Any]) -> dict[str, Any]:
         decoded: dict[str, Any] = self._features.decode_example(row)
@@ -165,18 +158,42 @@ def _read(source: Any, folder: Path | None, *, name: str) -> ImageSource:
         raise ImageError(f"{error}{where}") from None
 
 
-def _drop_nulls(value: Any, feature: Any) -> Any:
-    """Remove the nulls of objects that have a fixed list of keys; what `datasets` keeps as JSON stays as it is.
+_CALL_OR_TOOL = ({"function"}, {"name", "arguments"}, {"name", "parameters"})
+"""Keys of which a call or a tool's schema has one set."""
+
+
+def _drop_filled_keys(value: Any, feature: Any) -> Any:
+    """Remove the nulls of messages, calls and tools, at any depth of a value.
 
     A Parquet file wrote the call `{"a": 2}` as `{"a": 2, "city": null}`, because another row's call had a city: the
     prompt showed the model a call that nobody had made.
     """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        keys = feature.keys()
+        if "role" in keys and ("content" in keys or "tool_calls" in keys):
+            # A message without content, such as one of calls alone, has null for it in JSON too.
+            empty = {"content": None} if value.get("content", "") is None else {}
+            return {**_drop_nulls(value, feature), **empty}
+        if any(each <= keys for each in _CALL_OR_TOOL):
+            return _drop_nulls(value, feature)
+    return _map_inner(_drop_filled_keys, value, feature)
+
+
+def _drop_nulls(value: Any, feature: Any) -> Any:
+    """Remove the nulls of objects that have a fixed list of keys; what `datasets` keeps as JSON stays as it is."""
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        value = {key: inner for key, inner in value.items() if inner is not None}
+    return _map_inner(_drop_nulls, value, feature)
+
+
+def _map_inner(change: Callable[[Any, Any], Any], value: Any, feature: Any) -> Any:
+    """The value with what is directly in it changed, each with its own feature."""
     import datasets
 
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
-        return {key: _drop_nulls(inner, feature[key]) for key, inner in value.items() if inner is not None}
+        return {key: change(inner, feature[key]) for key, inner in value.items()}
     if isinstance(feature, (datasets.List, datasets.LargeList)) and isinstance(value, list):
-        return [_drop_nulls(inner, feature.feature) for inner in value]
+        return [change(inner, feature.feature) for inner in value]
     return value
 
 

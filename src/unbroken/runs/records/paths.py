@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from unbroken.ledger.nodes import BridgeKind, Path
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
+from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
 from unbroken.types import NO_VERSION
 
@@ -44,10 +45,18 @@ def describe_session(stored: StoredSession) -> dict[str, Any]:
         "reward_parts": outcome.get("metrics") or {},
         "wall_time_s": round(turns[-1].created_s - record.created_s, 3) if turns else None,
         "counters": stored.counters,
-        "tools": stored.tools.get(turns[-1].tools_key, ()) if turns else (),
+        "tools": _find_tools(stored),
         "messages": [message.message for message in stored.messages],
         "turns": [_describe_turn(stored, turn) for turn in turns],
     }
+
+
+def _find_tools(stored: StoredSession) -> list[ToolSchema]:
+    """The tools of all turns, each once: the last turn may be that of another agent, which had none."""
+    tools: list[ToolSchema] = []
+    for key in dict.fromkeys(turn.tools_key for turn in stored.turns):
+        tools += [tool for tool in stored.tools.get(key, ()) if tool not in tools]
+    return tools
 
 
 def _find_status(record: SessionRecord) -> str:

@@ -29,6 +29,7 @@ from unbroken.errors import (
     StoreError,
     TemplateError,
     UnknownImageError,
+    UnknownPolicyError,
     UnknownSessionError,
     WeightsError,
 )
@@ -102,6 +103,8 @@ def _choose_status(error: Exception) -> HttpError:
             return error
         case ContextOverflowError():
             return HttpError(400, str(error), code="context_length_exceeded")
+        case UnknownPolicyError():
+            return HttpError(404, str(error), param="model", code="model_not_found")
         case UnknownImageError():
             return HttpError(400, str(error), code="unknown_image", details={"sha256": error.sha256[:64]})
         case ImageError():

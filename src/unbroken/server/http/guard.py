@@ -27,8 +27,10 @@ KNOWS_RETRIES = "unbroken.knows_retries"
 """Where the scope says that the application keeps its answers, and answers retries itself."""
 MAX_HEAD_BYTES = 2**16
 """Of headers and query, which are read before a key is checked."""
+SESSION = "unbroken.session"
+"""Where the scope has the id of the session that a request belongs to."""
 ANY_MODEL = "unbroken.any_model"
-"""Where the scope says that every name of a model means the served one."""
+"""Where the scope has the session whose agent may call its policy what it likes (`server.policies`)."""
 
 
 class Guard:

@@ -102,9 +102,7 @@ class Idempotency:
             entry = begun = self._entries[key] = _Entry(digest=digest, work=work, scope=scope)
             work.add_done_callback(lambda _: self._keep_or_drop(key, begun))
         elif entry.digest != digest:
-            raise HttpError(
-                400, "Idempotency-Key was used for a request with another body: use a new key for each request"
-            )
+            raise refuse_reused_key()
         else:
             self._metrics.repeated.inc()
         entry.num_waiting += 1
@@ -158,6 +156,15 @@ class Idempotency:
                 return
             del self._kept[key], self._entries[key]
             self._kept_bytes -= kept.size
+
+
+def refuse_reused_key() -> HttpError:
+    """The error for a key that came with another body before."""
+    return HttpError(
+        400,
+        "Idempotency-Key was used for a request with another body: use a new key for each request",
+        code="idempotency_key_reused",
+    )
 
 
 def _is_cancelled() -> bool:

@@ -46,8 +46,8 @@ def negotiated_response(request: Request, value: Any) -> Response:
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:
-    """Name these fields in the header of the answer."""
-    request.scope[_IGNORED] = names
+    """Name these fields in the header of the answer, after those that are named already."""
+    request.scope[_IGNORED] = [*request.scope.get(_IGNORED, ()), *names]
 
 
 class OrjsonRoute(APIRoute):

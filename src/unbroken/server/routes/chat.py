@@ -8,7 +8,7 @@ cannot be parsed: it is content, and listed in `malformed_tool_calls`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,9 @@ from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.http.event_stream import Events, open_event_stream
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import continue_prompt, render_question
-from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint
-from unbroken.server.wire.conversation import Tools, get_name, require_tool
-from unbroken.server.wire.fields import CHAT
+from unbroken.server.turns import OpenTurn, Question, get_session_id, open_reply, read_retry_hint, stream_events
+from unbroken.server.wire.conversation import Tools, fill_arguments, get_name, require_tool
+from unbroken.server.wire.fields import CHAT, find_unknown_keys
 from unbroken.server.wire.images import format_features
 from unbroken.server.wire.openai import (
     OpenAIFields,
@@ -43,7 +43,8 @@ from unbroken.server.wire.openai import (
 from unbroken.server.wire.reply import ReplyCall, ReplyReader
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, token_ids
 
-_TEXT_KEYS = {PartKind.REASONING: "reasoning_content", PartKind.CONTENT: "content"}
+_TEXT_KEYS = {PartKind.REASONING: ("reasoning_content", "reasoning"), PartKind.CONTENT: ("content",)}
+"""Clients read reasoning under either name: vLLM had the first one before 0.32, and has the second."""
 _ID_PREFIX = "chatcmpl-"
 router = Routes(Access.CLIENT)
 
@@ -174,12 +175,18 @@ async def chat_completions_tokens(body: ChatTokensBody, request: Request) -> Res
 
 
 async def _read_question(context: ServerContext, request: Request, body: ChatBody) -> Question:
-    adapter = context.find_adapter(request, body.model)
-    note_ignored(request, body.check_supported())
+    policy = await context.policies.find(request, body.model)
+    ignored, unknown = body.check_supported(), find_unknown_keys(body.messages)
+    if unknown:  # a template may read any key of a message
+        ignored += await context.run_in_text_thread(
+            lambda: [name for name in unknown if not context.reads_key(name.rpartition(".")[2])]
+        )
+    note_ignored(request, ignored)
     settings = context.images.encode_settings(body.mm_processor_kwargs)
-    loaded: Any = await context.images.load_messages(body.messages, settings)
+    loaded: Any = await context.images.load_messages(fill_arguments(body.messages), settings)
     tools: Any = body.tools or ()
     options = body.chat_template_kwargs or {}
+    note_ignored(request, await context.find_ineffective(tools, options))
     messages = await context.adapt_roles(loaded, options)
     return Question(
         messages=messages,
@@ -194,7 +201,7 @@ async def _read_question(context: ServerContext, request: Request, body: ChatBod
         num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
         structured_output=body.structured_output,
         n=body.num_choices,
-        adapter=adapter,
+        policy=policy,
         session_id=get_session_id(request, body.session_id),
         retry=await read_retry_hint(request),
     )
@@ -205,7 +212,9 @@ async def _answer(context: ServerContext, body: ChatBody, question: Question, tu
         codec=context.codec, model_name=body.model or context.config.model_name, body=body, answer_id=turn.answer_id
     )
     if body.stream:
-        readers = [open_reply(turn, question, context.metrics.events, index=k) for k in range(turn.request.n)]
+        readers = [
+            open_reply(turn, question, context.codec, context.metrics.events, index=k) for k in range(turn.request.n)
+        ]
         streams = [ChoiceStream(writer, k, reader) for k, reader in enumerate(readers)]
         return await open_event_stream(_stream(body, turn, writer, streams))
     result = await turn.sample()
@@ -228,18 +237,15 @@ async def _stream(
     body: ChatBody, turn: OpenTurn, writer: ChoiceWriter, streams: Sequence[ChoiceStream]
 ) -> AsyncGenerator[Events]:
     """Yield one event per chunk; text that is not certain yet comes with a later event."""
-    request = turn.request
     head = writer.format_head("chat.completion.chunk")
-    num_sampled = 0
-    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids} if body.return_token_ids else {}
-    async with aclosing(turn.stream()) as chunks:
-        async for chunk in chunks:
-            num_sampled += len(chunk.completion_ids)
-            stream = streams[chunk.index]
-            yield [{**head, **prompt, "choices": [stream.format_event(chunk)]}]
+    prompt: dict[str, Any] = {"prompt_token_ids": turn.request.prompt_ids} if body.return_token_ids else {}
+    async with aclosing(stream_events(turn, streams)) as parts:
+        async for choices in parts:
+            yield [{**head, **(prompt if k == 0 else {}), "choices": [choice]} for k, choice in enumerate(choices)]
             prompt = {}
     if body.includes_usage:
-        yield [{**head, "choices": [], "usage": format_usage(len(request.prompt_ids), num_sampled)}]
+        num_sampled = sum(stream.num_sampled for stream in streams)
+        yield [{**head, "choices": [], "usage": format_usage(len(turn.request.prompt_ids), num_sampled)}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +265,7 @@ class ChoiceWriter:
         """Format a whole choice, whose reply is closed. With logprobs, call this in a text thread."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
         if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+            message |= dict.fromkeys(_TEXT_KEYS[PartKind.REASONING], reply.reasoning)
         if reply.calls:
             message["tool_calls"] = [_format_call(call) for call in reply.calls]
         return {
@@ -297,16 +303,23 @@ class ChoiceStream:
         self._index = index
         self._reply = reply
         self._is_first = True
+        self.num_sampled = 0
 
-    def format_event(self, chunk: SampleChunk) -> dict[str, Any]:
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
+
+    def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """Format the choice of one event. Text that is not certain yet comes with a later one."""
+        self.num_sampled += len(chunk.completion_ids)
         num_calls = len(self._reply.calls)
         pieces = self._reply.read(chunk)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
-        for kind, key in _TEXT_KEYS.items():
+        for kind, keys in _TEXT_KEYS.items():
             if text := "".join(piece.text for piece in pieces if piece.kind is kind):
-                delta[key] = text
+                delta |= dict.fromkeys(keys, text)
         if calls := self._reply.calls[num_calls:]:
             delta["tool_calls"] = [{"index": k, **_format_call(call)} for k, call in enumerate(calls, num_calls)]
         choice: dict[str, Any] = {
@@ -318,7 +331,7 @@ class ChoiceStream:
         if chunk.finish_reason is not None:
             choice["finish_reason"] = _format_finish_reason(chunk.finish_reason, has_calls=bool(self._reply.calls))
             choice |= self._writer.format_versions(chunk) | _format_malformed(self._reply)
-        return choice
+        yield choice
 
 
 def _format_call(call: ReplyCall) -> dict[str, Any]:

@@ -68,7 +68,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise HttpError(400, "prompt must hold at least one prompt, got []", param="prompt")
     placed = await context.images.place(prompts, [None] * len(prompts), "{}", names=lambda index: f"prompt[{index}]")
     answer_id = f"cmpl-{uuid4().hex}"
-    requests = _make_requests(context, request, body, placed, name=answer_id)
+    requests = await _make_requests(context, request, body, placed, name=answer_id)
     head = {
         "id": answer_id,
         "object": "text_completion",
@@ -92,9 +92,10 @@ def _name_prompt(prompt: Any) -> Callable[[int], str]:
     return "prompt[{}]".format if isinstance(prompt, list) else lambda index: "prompt"
 
 
-def _make_requests(
+async def _make_requests(
     context: ServerContext, request: Request, body: CompletionBody, prompts: list[RequestPrompt], *, name: str
 ) -> list[SampleRequest]:
+    policy = await context.policies.find(request, body.model)
     params = body.to_params(
         end_ids=context.get_stop_token_ids(),
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -105,7 +106,7 @@ def _make_requests(
         prompts,
         params,
         n=body.num_choices,
-        adapter=context.find_adapter(request, body.model),
+        policy=policy,
         session_id=get_session_id(request, body.session_id),
         name=name,
     )

@@ -51,9 +51,9 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     )
     if body.stream:
         path = request.url.path
-        stream = MessageStream(writer, open_reply(turn, question, context.metrics.events))
+        stream = MessageStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
         return await open_named_event_stream(
-            stream_events(turn, stream), format_error=lambda error: error_object(error, path=path)
+            stream_events(turn, [stream]), format_error=lambda error: error_object(error, path=path)
         )
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_message(await context.read_reply(turn, question, sequence), sequence))
@@ -70,8 +70,10 @@ async def count_tokens(body: ConversationBody, request: Request) -> Response:
 
 
 async def _read_question(context: ServerContext, request: Request, body: ConversationBody) -> Question:
-    note_ignored(request, body.check_supported())
-    return await make_question(context, request, body, read_conversation(body), format_name="output_config.format")
+    ignored = body.check_supported()
+    conversation = read_conversation(body)
+    note_ignored(request, [*ignored, *conversation.ignored])
+    return await make_question(context, request, body, conversation, format_name="output_config.format")
 
 
 def _choose_shown(body: ConversationBody) -> ShownThinking:
@@ -168,6 +170,11 @@ class MessageStream:
         self._blocks = BlockList(writer.shown)
         self._num_sampled = 0
         self._has_begun = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""

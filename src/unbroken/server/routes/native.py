@@ -125,7 +125,7 @@ async def sample(body: SampleBody, request: Request) -> Response:
         await _place(context, prompts, body),
         body.params.to_params(),
         n=body.n,
-        adapter=body.adapter,
+        policy=await context.policies.get(request, body.adapter),
         session_id=get_session_id(request, body.session_id),
     )
     if body.stream:

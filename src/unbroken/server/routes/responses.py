@@ -1,32 +1,49 @@
-"""OpenAI's Responses, whole and streamed. No answer is kept: the input is the whole conversation.
+"""OpenAI's Responses, whole and streamed. A request may name earlier answers instead of sending them again.
 
 A whole answer is its stream, joined.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request, Response
+from pydantic import Field
 
+from unbroken.counters import Event as CountedEvent
+from unbroken.errors import ContextOverflowError
+from unbroken.messages import Message, has_images
 from unbroken.rendering.base import PartKind
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
+from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_named_event_stream
+from unbroken.server.http.guard import SESSION
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question
-from unbroken.server.turns import Question, open_reply, stream_events
+from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
+from unbroken.server.wire.answers import find_item, get_answer_id, list_input, make_item, read_output, refuse_forgotten
 from unbroken.server.wire.conversation import make_seal
 from unbroken.server.wire.openai import format_finish_reason, list_version_spans
 from unbroken.server.wire.reply import ReplyCall, ReplyPiece, ReplyReader, WholeReply
-from unbroken.server.wire.responses import ResponsesBody, read_conversation
+from unbroken.server.wire.responses import Item, ReferenceItem, ResponsesBody, read_conversation
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest
 
 router = Routes(Access.CLIENT)
+
+
+class NewConversation(StrictBody):
+    """A conversation to begin."""
+
+    items: Annotated[list[Item], Field(fail_fast=True)] | None = None
+    """What it begins with."""
+    metadata: dict[str, Any] | None = None
+    """Comes back in the answer."""
 
 
 @router.post(
@@ -37,22 +54,135 @@ router = Routes(Access.CLIENT)
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Render the input and answer."""
     context = get_context(request)
-    asked = await _read_question(context, request, body)
+    ignored = body.check_supported()
+    earlier = await find_earlier(context, request, body)
+    conversation = read_conversation(body, earlier.items, earlier=earlier.messages, num_earlier=earlier.num_items)
+    note_ignored(request, [*ignored, *conversation.ignored])
+    asked = await make_question(context, request, body, conversation, format_name="text.format")
     question = replace(asked, sampling=body.sampling, max_tokens=body.max_output_tokens, caps_max_tokens=True)
-    turn = await context.turns.open(request, question, id_prefix="resp_")
+    turn = await _open_turn(context, request, question, truncates=body.truncation == "auto")
     writer = ResponseWriter(
-        answer_id=turn.answer_id, model_name=body.model or context.config.model_name, body=body, request=turn.request
+        answer_id=turn.answer_id,
+        model_name=body.model or context.config.model_name,
+        body=body,
+        request=turn.request,
+        keep=_make_keep(context, request, body, earlier, turn.answer_id, len(await request.body())),
     )
     if body.stream:
-        stream = ResponseStream(writer, open_reply(turn, question, context.metrics.events))
-        return await open_named_event_stream(stream_events(turn, stream), format_error=stream.format_failure)
+        stream = ResponseStream(writer, open_reply(turn, question, context.codec, context.metrics.events))
+        return await open_named_event_stream(stream_events(turn, [stream]), format_error=stream.format_failure)
     (sequence,) = (await turn.sample()).sequences
     return json_response(writer.format_whole(await context.read_reply(turn, question, sequence), sequence))
 
 
-async def _read_question(context: ServerContext, request: Request, body: ResponsesBody) -> Question:
-    note_ignored(request, body.check_supported())
-    return await make_question(context, request, body, read_conversation(body), format_name="text.format")
+@router.post(
+    "/v1/conversations",
+    summary="Begin a conversation of OpenAI's Responses",
+    response_description="`id`, for the field `conversation` of `/v1/responses`",
+)
+async def create_conversation(body: NewConversation, request: Request) -> Response:
+    """Begin a conversation, which is kept in memory."""
+    name = get_context(request).answers.open_conversation(request.scope.get(SESSION), body.items or ())
+    made = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
+    return json_response(made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a request names instead of sending it."""
+
+    items: Sequence[Item]
+    """All items of the conversation."""
+    num_items: int = 0
+    """How many of them come before the input of the request."""
+    messages: Sequence[Message] = ()
+    """What comes before all items, from the disk."""
+
+
+async def find_earlier(context: ServerContext, request: Request, body: ResponsesBody) -> Earlier:
+    """Find the answers, items and the conversation that a request names.
+
+    Raises:
+        HttpError: one of them is not kept.
+    """
+    owner = request.scope.get(SESSION)
+    items: Sequence[Item] | None = ()
+    messages: Sequence[Message] = ()
+    if (name := body.conversation_id) is not None:
+        if (items := context.answers.find(owner, name)) is None:
+            raise refuse_forgotten("conversation", name)
+    elif (name := body.previous_response_id) is not None and (items := context.answers.find(owner, name)) is None:
+        recorded = await context.turns.recall(request, name)
+        if recorded is None or any(has_images(message.get("content")) for message in recorded):
+            raise refuse_forgotten("previous_response_id", name)
+        # Instructions are those of each request; on disk they are a system message like others.
+        items, messages = (), recorded[bool(body.instructions and recorded[0]["role"] == "system") :]
+    assert items is not None
+    own = [
+        await _dereference(context, request, item, f"input.{k}") if isinstance(item, ReferenceItem) else item
+        for k, item in enumerate(list_input(body))
+    ]
+    return Earlier(items=[*items, *own], num_items=len(items), messages=messages)
+
+
+async def _dereference(context: ServerContext, request: Request, item: ReferenceItem, place: str) -> Item:
+    """The item that a reference stands for."""
+    answer_id = get_answer_id(item.id)
+    found = None
+    if (kept := context.answers.find(request.scope.get(SESSION), answer_id)) is not None:
+        found = find_item(kept, item.id)
+    elif recorded := await context.turns.recall(request, answer_id):
+        found = make_item(recorded[-1], item.id)
+    if found is None:
+        raise refuse_forgotten(f"{place}.id", item.id)
+    return found
+
+
+def _make_keep(
+    context: ServerContext, request: Request, body: ResponsesBody, earlier: Earlier, answer_id: str, num_bytes: int
+) -> Callable[[Sequence[dict[str, Any]]], None]:
+    """What keeps the items of an answer, once they are whole."""
+
+    def keep(output: Sequence[dict[str, Any]]) -> None:
+        items = [*earlier.items, *read_output(output)]
+        for name in (answer_id if body.store is not False else None, body.conversation_id):
+            if name is not None and not earlier.messages:  # what is on disk is found there
+                context.answers.keep(request.scope.get(SESSION), name, items, num_bytes=2 * num_bytes)
+
+    return keep
+
+
+async def _open_turn(context: ServerContext, request: Request, question: Question, *, truncates: bool) -> OpenTurn:
+    """Open the turn; with `truncates`, of a conversation that is too long the oldest messages are left out.
+
+    Raises:
+        ContextOverflowError: the conversation is too long, and may not be cut, or cannot be cut any more.
+    """
+    number = 0
+    while True:
+        messages = question.messages if number == 0 else leave_out_oldest(question.messages, number)
+        try:
+            turn = await context.turns.open(request, replace(question, messages=messages), id_prefix="resp_")
+        except ContextOverflowError:
+            number = max(1, 2 * number)
+            if not truncates or len(leave_out_oldest(question.messages, number)) == len(messages):
+                raise
+            continue
+        context.metrics.events.count(CountedEvent.CUT, "truncation_auto", len(question.messages) - len(messages))
+        return turn
+
+
+def leave_out_oldest(messages: Sequence[Message], number: int) -> Sequence[Message]:
+    """Messages without the oldest after the first question: at most `number`, each with the results that follow it.
+
+    The last one stays, with what it answers.
+    """
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") + 1 if "user" in roles else 0
+    starts = [k for k in range(first, len(messages)) if roles[k] != "tool"]
+    if len(starts) < 2:
+        return messages
+    return [*messages[:first], *messages[starts[min(number, len(starts) - 1)] :]]
 
 
 Event = dict[str, Any]
@@ -62,6 +192,9 @@ Event = dict[str, Any]
 class ResponseWriter:
     """Formats one answer."""
 
+    keep: Callable[[Sequence[dict[str, Any]]], None]
+    """Keeps the output items."""
+
     answer_id: str
     model_name: str
     body: ResponsesBody
@@ -69,7 +202,7 @@ class ResponseWriter:
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def format_response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response object. It says what was asked, and that it is not kept."""
+        """The response object. It says what was asked."""
         body = self.body
         return {
             "id": self.answer_id,
@@ -84,15 +217,16 @@ class ResponseWriter:
             "model": self.model_name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "reasoning": {"effort": body.effort, "summary": None},
-            "store": False,
+            "store": body.store is not False,
             "temperature": self.request.params.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools or ()],
             "top_p": self.request.params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             **fields,
         }
@@ -104,6 +238,7 @@ class ResponseWriter:
         assert sampled.finish_reason is not None
         is_cut = format_finish_reason(sampled.finish_reason) == "length"
         malformed = reply.list_malformed()
+        self.keep(items.items)
         return self.format_response(
             "incomplete" if is_cut else "completed",
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
@@ -127,6 +262,7 @@ class ResponseWriter:
             self.answer_id.removeprefix("resp_"),
             seals=self.body.seals_reasoning,
             namespaces=self.body.find_namespaces(),
+            custom=self.body.find_custom(),
         )
 
     def _format_usage(self, reply: ReplyReader, num_sampled: int) -> dict[str, Any]:
@@ -151,6 +287,11 @@ class ResponseStream:
         self._items = writer.make_items()
         self._num_sampled = 0
         self._num_events = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the events so far have a whole call."""
+        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""
@@ -187,11 +328,13 @@ class ResponseStream:
 class ItemList:
     """The output items so far. The last one may be open."""
 
-    def __init__(self, name: str, *, seals: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, name: str, *, seals: bool, namespaces: Mapping[str, tuple[str, str]], custom: Set[str]) -> None:
+        """`namespaces` and `custom` have the names of functions with another form than `function_call`."""
         self.items: list[dict[str, Any]] = []
         self._name = name
         self._seals = seals
         self._namespaces = namespaces
+        self._custom = custom
         self._open: PartKind | None = None
 
     def add(self, piece: ReplyPiece) -> Iterator[Event]:
@@ -242,6 +385,9 @@ class ItemList:
         yield self._tell("response.content_part.added", content_index=0, part=dict(part))
 
     def _add_call(self, call: ReplyCall) -> Iterator[Event]:
+        if call.name in self._custom:
+            yield from self._add_custom_call(call)
+            return
         namespace, name = self._namespaces.get(call.name, (None, call.name))
         item = self._make_item("fc", "function_call", call_id=call.call_id, name=name, arguments="")
         if namespace is not None:
@@ -251,6 +397,18 @@ class ItemList:
         yield self._tell("response.function_call_arguments.delta", delta=call.arguments)
         yield self._tell("response.function_call_arguments.done", name=name, arguments=call.arguments)
         item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._tell_item("done")
+
+    def _add_custom_call(self, call: ReplyCall) -> Iterator[Event]:
+        given = json.loads(call.arguments)
+        # Without the text `input`, the tool gets all that the model wrote.
+        text = given["input"] if isinstance(given.get("input"), str) else call.arguments
+        item = self._make_item("ctc", "custom_tool_call", call_id=call.call_id, name=call.name, input="")
+        self.items.append(item)
+        yield self._tell_item("added")
+        yield self._tell("response.custom_tool_call_input.delta", delta=text)
+        yield self._tell("response.custom_tool_call_input.done", input=text)
+        item |= {"input": text, "status": "completed"}
         yield self._tell_item("done")
 
     def _tell(self, kind: str, **fields: Any) -> Event:

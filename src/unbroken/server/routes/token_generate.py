@@ -118,7 +118,7 @@ class TokenGenerateBody(BodyModel):
 async def generate(body: TokenGenerateBody, request: Request) -> Response:
     """Continue `token_ids`: `choices` with `token_ids`, `logprobs` by id, and `finish_reason`."""
     context = get_context(request)
-    adapter = context.find_adapter(request, body.model)
+    policy = await context.policies.find(request, body.model)
     note_ignored(request, body.check_supported())
     prompt = await _place(context, body)
     sampling = body.sampling_params
@@ -137,7 +137,7 @@ async def generate(body: TokenGenerateBody, request: Request) -> Response:
     n = 1 if sampling.n is None else sampling.n
     answer_id = body.request_id or f"generate-tokens-{uuid4().hex}"
     (sample_request,) = context.service.make_requests(
-        [prompt], params, n=n, adapter=adapter, session_id=get_session_id(request, body.session_id), name=answer_id
+        [prompt], params, n=n, policy=policy, session_id=get_session_id(request, body.session_id), name=answer_id
     )
     if body.stream:
         return await open_event_stream(_stream(context, body, sample_request, answer_id))

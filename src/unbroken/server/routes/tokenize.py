@@ -58,7 +58,7 @@ class DetokenizeBody(BodyModel):
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """`{"count", "max_model_len", "tokens", "token_strs"}`, with `images` also the place of each."""
     context = get_context(request)
-    context.find_adapter(request, body.model)
+    await context.policies.find(request, body.model)
     note_ignored(request, CHAT.check(body.model_extra))
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "give either prompt or messages", param="messages")
@@ -66,6 +66,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     settings = intake.encode_settings(body.mm_processor_kwargs)
     messages: Any = await intake.load_messages(body.messages or (), settings)
     if body.messages is not None:
+        tools: Any = body.tools or ()
+        note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
         messages = await context.adapt_roles(messages, body.chat_template_kwargs or {})
     ids = await context.run_in_text_thread(lambda: _to_ids(context, body, messages, settings))
     spans: tuple[ImageSpan, ...] = ()
@@ -89,7 +91,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """`{"prompt": text}`."""
     context = get_context(request)
-    context.find_adapter(request, body.model)
+    await context.policies.find(request, body.model)
     size = context.codec.vocab_size
     if max(body.tokens, default=0) >= size:
         raise HttpError(400, f"tokens must lie in [0, {size}), got {max(body.tokens)}", param="tokens")
@@ -109,11 +111,17 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{model_id:path}", summary="One model", response_description="its entry in /v1/models")
 async def model(model_id: str, request: Request) -> Response:
-    """The entry of the model, or of an adapter. In a session, any other name is the model's too."""
+    """The entry of a policy, with `policy`, its name without a version, and `policy_version`, the one that would answer
+    now. In a session, any other name has the model's entry.
+    """
     context = get_context(request)
-    adapter = context.find_adapter(request, model_id)
-    own, *_ = models = _list_models(context)
-    return json_response(next((one for one in models if one["id"] == adapter), {**own, "id": model_id}))
+    policy = await context.policies.find(request, model_id)
+    entry = {**_list_models(context)[0], "id": model_id}
+    if policy is not None:
+        version = await context.policies.find_version(request, policy)
+        entry |= {"policy": policy.name, "policy_version": version}
+        entry |= {} if policy.adapter is None else {"parent": context.config.model_name}
+    return json_response(entry)
 
 
 def _list_models(context: ServerContext) -> list[dict[str, Any]]:
@@ -128,7 +136,7 @@ def _list_models(context: ServerContext) -> list[dict[str, Any]]:
         "numerics": getattr(context.service.engine, "numerics", Numerics.FAST),
         "tensor_parallel_size": getattr(context.service.engine, "tensor_parallel_size", 1),
     }
-    return [own, *({**own, "id": name, "parent": own["id"]} for name in context.adapters)]
+    return [own, *({**own, "id": name, "parent": own["id"]} for name in context.policies.adapters)]
 
 
 def _to_ids(context: ServerContext, body: TokenizeBody, messages: Any, settings: str) -> TokenIds:

@@ -18,7 +18,7 @@ from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel, Ids, ObjectOrObjects, Objects, Prompts
 from unbroken.server.http.errors import HttpError, field_error
-from unbroken.server.http.json import json_response
+from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import check_conversation, encode_prompts
 from unbroken.server.wire.conversation import Tools
@@ -111,6 +111,8 @@ async def chat(body: TrlChatBody, request: Request) -> Response:
     CHAT.check({"chat_template": body.chat_template})
     settings = context.images.encode_settings(body.mm_processor_kwargs)
     conversations = await context.images.load_conversations(body.messages, settings)
+    tools: Any = body.tools or ()
+    note_ignored(request, await context.find_ineffective(tools, body.chat_template_kwargs or {}))
     prompts = await context.run_in_text_thread(lambda: _render_all(context, body, conversations, settings))
     return await _sample(context, body, prompts)
 

@@ -265,6 +265,12 @@ class ConversationBody(BodyModel):
             )
         return effort
 
+    @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from."""
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        return "thinking" if is_off else "output_config.effort"
+
 
 class MessagesBody(ConversationBody):
     """A conversation to answer."""
@@ -338,7 +344,7 @@ def _read_user(conversation: ConversationBuilder, name: str, message: InputMessa
 
 
 def _read_result(conversation: ConversationBuilder, place: str, block: ToolResultBlock) -> Message:
-    block.refuse_extra(place)
+    conversation.check_extra(MESSAGES_BLOCKS, block.model_extra, place)
     conversation.check_answers(block.tool_use_id, place=f"{place}.tool_use_id", call="tool_use block")
     content: Any = block.content or ""
     if not isinstance(content, str):
@@ -364,7 +370,7 @@ def _read_assistant(conversation: ConversationBuilder, name: str, message: Input
             calls.append(make_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
         else:
             raise refuse_misplaced(place, block.type, message.role)
-        block.refuse_extra(place)
+        conversation.check_extra(MESSAGES_BLOCKS, block.model_extra, place)
     conversation.add_reply(content=content, reasoning=reasoning, calls=calls)
 
 
@@ -387,7 +393,7 @@ def _read_content(conversation: ConversationBuilder, blocks: Iterable[tuple[str,
     """One text as it is, anything else as parts."""
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
-        block.refuse_extra(place)
+        conversation.check_extra(MESSAGES_BLOCKS, block.model_extra, place)
         if isinstance(block, TextBlock):
             parts.append({"type": "text", "text": block.text})
             continue

@@ -12,8 +12,9 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
@@ -22,6 +23,9 @@ from pydantic_core import PydanticCustomError
 
 from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.errors import HttpError, shorten
+from unbroken.server.wire.fields import Fields
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
@@ -33,6 +37,18 @@ class ConversationBuilder:
     """The field of each image in the request, in order."""
     call_ids: set[str] = field(default_factory=set)
     """Of all calls so far."""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """The keys inside messages that have no effect, in order."""
+
+    def check_extra(self, fields: Fields, given: Mapping[str, Any] | None, place: str) -> None:
+        """Note the keys of an object inside a message that are ignored. Raises `HttpError` for others."""
+        if given:
+            self.ignored |= {_NUMBER.sub("", name): None for name in fields.check(given, place=place)}
+
+    def add_earlier(self, messages: Sequence[Message]) -> None:
+        """Add messages that are recorded."""
+        self.messages.extend(messages)
+        self.call_ids |= {call["id"] for message in messages for call in message.get("tool_calls") or ()}
 
     def make_image_part(self, url: str, *, place: str) -> dict[str, Any]:
         """Make the part of an image, and remember its place."""
@@ -63,6 +79,30 @@ def simplify_parts(parts: Sequence[dict[str, Any]]) -> Any:
 def make_call(call_id: str, name: str, arguments: str) -> ToolCall:
     """Make a call; `arguments` are the text of a JSON object."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def fill_arguments(messages: Sequence[Any]) -> Sequence[Any]:
+    """Messages in which empty arguments of calls are `{}`: clients send "" and null for a call without arguments."""
+    return [_fill_call(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _fill_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or not any(_is_without_arguments(call) for call in calls):
+        return message
+    filled = [
+        {**call, "function": {**call["function"], "arguments": "{}"}} if _is_without_arguments(call) else call
+        for call in calls
+    ]
+    return {**message, "tool_calls": filled}
+
+
+def _is_without_arguments(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return False
+    arguments = function.get("arguments")
+    return arguments is None or (isinstance(arguments, str) and not arguments.strip())
 
 
 def refuse_misplaced(place: str, kind: str, role: str) -> HttpError:

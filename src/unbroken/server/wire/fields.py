@@ -12,10 +12,11 @@ file (`make fields`), and a test compares it with the fields that OpenAI's and A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from unbroken.messages import REASONING_KEYS
 from unbroken.server.http.errors import HttpError, shorten
 
 _NO_EFFECT: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -37,6 +38,8 @@ class Fields:
 
     refused: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    returned: frozenset[str] = frozenset()
+    """Ignored fields that our own answers have: a client sends them back without a wish, and nothing names them."""
     ignores_unknown: bool = False
     """Whether a field that is in no table is ignored; otherwise it is refused."""
 
@@ -61,7 +64,37 @@ class Fields:
             raise HttpError(
                 400, f"{place or 'the body'} must not have {', '.join(named)}{more}", param=prefix + next(iter(wrong))
             )
-        return [f"{prefix}{name}" for name in sorted(asked) if _SAFE_NAME.fullmatch(name)][:_MAX_NAMED]
+        named = [name for name in sorted(asked) if name not in self.returned and _SAFE_NAME.fullmatch(name)]
+        return [f"{prefix}{name}" for name in named][:_MAX_NAMED]
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a header can have this name of a field."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
+_MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
+_PART_KEYS = frozenset({"type", "text", "image", "image_url", "image_pil"})
+
+
+def find_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of chat messages and of their parts that are no fields of messages, and ask for something."""
+    found: dict[str, None] = {}
+    for message in messages:
+        if not _MESSAGE_KEYS.issuperset(message):
+            found |= {f"messages.{name}": None for name in _list_asked(message, _MESSAGE_KEYS)}
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping):
+                found |= {f"messages.content.{name}": None for name in _list_asked(part, _PART_KEYS)}
+    return list(found)[:_MAX_NAMED]
+
+
+def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
+    return [
+        name for name, value in given.items()
+        if name not in known and value not in _NO_EFFECT and _SAFE_NAME.fullmatch(name)
+    ]  # fmt: skip
 
 
 def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -119,8 +152,7 @@ CHAT = Fields(
 )
 RESPONSES = Fields(
     refused={
-        "this server keeps no answers: send the whole conversation as input": "conversation previous_response_id "
-        "previous_input_messages prompt",
+        "send the whole conversation as input": "previous_input_messages prompt",
         "an answer comes with its request": "background background_options",
         "the conversation is never edited": "context_management",
         "chat completions have it": "frequency_penalty ignore_eos include_stop_str_in_output logit_bias min_p "
@@ -132,8 +164,8 @@ RESPONSES = Fields(
     },
     ignored={
         _PLATFORM: "access_programs client_metadata prompt_cache_key prompt_cache_options prompt_cache_retention "
-        "safety_identifier service_tier store user",
-        "it counts calls of OpenAI's own tools, which are refused": "max_tool_calls",
+        "safety_identifier service_tier user",
+        "it counts calls of OpenAI's own tools, which are left out": "max_tool_calls",
         "the events are what they are": "stream_options",
         _CACHE: "cache_salt",
         _ID: "request_id",
@@ -146,7 +178,8 @@ RESPONSES_ITEMS = Fields(
     ignored={
         "it is no content: items come back as this server or another one sent them": "annotations caller created_by "
         "detail end_turn id logprobs phase status prompt_cache_breakpoint"
-    }
+    },
+    returned=frozenset({"annotations", "id", "logprobs", "status"}),
 )
 MESSAGES = Fields(
     refused={

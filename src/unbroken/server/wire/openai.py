@@ -41,6 +41,11 @@ class StopCutter:
         self.found: str | None = None
         """The stop string that ended the text."""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._stop_strings)
+
     def feed(self, text: str) -> str:
         """Take a piece of text; returns the certain text."""
         if self.found is not None or not self._stop_strings:
@@ -113,7 +118,7 @@ class SamplingFields(BodyModel):
     structured_outputs: StructuredOutputs | None = None
 
     def make_cutter(self) -> StopCutter:
-        """Make the cutter of one text of the answer."""
+        """Make the cutter of one answer."""
         return StopCutter(() if self.include_stop_str_in_output else self._stop_strings)
 
     @property

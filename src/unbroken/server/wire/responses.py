@@ -4,6 +4,8 @@
     message                                     one message
     reasoning, message, function_call, ..       one assistant message: reasoning, content, calls
     function_call_output                        one tool message
+    custom_tool_call, custom_tool_call_output   the same, of a function with the text `input`
+    item_reference                              the item of an answer that is kept (`server.wire.answers`)
 
 All items of the assistant that follow one another are one message: they are the items of one reply.
 """
@@ -11,10 +13,11 @@ All items of the assistant that follow one another are one message: they are the
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
@@ -30,7 +33,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS
+from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS, is_safe_name
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -88,8 +91,8 @@ class CallItem(_Item):
     call_id: str
     name: str = Field(min_length=1)
     namespace: str | None = None
-    arguments: str
-    """A JSON object as text."""
+    arguments: str | None = None
+    """A JSON object as text; null and blank for none."""
 
 
 class OutputItem(_Item):
@@ -98,6 +101,31 @@ class OutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrParts
+
+
+class CustomCallItem(_Item):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    input: str
+    """Any text."""
+
+
+class CustomOutputItem(_Item):
+    """The result of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: TextOrParts
+
+
+class ReferenceItem(_Item):
+    """An item of an answer that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 class ReasoningText(BodyModel):
@@ -116,12 +144,18 @@ class ReasoningItem(_Item):
     encrypted_content: str | None = None
 
 
-_ITEMS = by_type("message", "function_call", "function_call_output", "reasoning", what="items", default="message")
+_ITEMS = by_type(
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
+    "item_reference", what="items", default="message",
+)  # fmt: skip
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[OutputItem, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ReferenceItem, Tag("<item_reference>")],
     _ITEMS[1],
     _ITEMS[0],
 ]
@@ -150,10 +184,54 @@ class NamespaceTool(_Item):
     tools: Annotated[list[Annotated[FunctionTool, _MEMBERS[0]]], Field(fail_fast=True)]
 
 
-_TOOLS = by_type("function", "namespace", what="tools")
+class CustomTool(_Item):
+    """A tool that is called with any text: the model sees a function with the text `input`.
+
+    A grammar of the text is in its description: it is not enforced.
+    """
+
+    type: Literal["custom"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    """Type `text`, or `grammar` with `syntax` and `definition`."""
+
+    def describe(self) -> str | None:
+        """What the model reads of it."""
+        grammar = (self.format or {}).get("definition")
+        if grammar is None:
+            return self.description
+        syntax = (self.format or {}).get("syntax")
+        return "\n\n".join(filter(None, (self.description, f"`input` follows this grammar ({syntax}):\n{grammar}")))
+
+
+class HostedTool(BodyModel):
+    """A tool that OpenAI runs, such as `web_search`: the prompt does not have it, which a header of the answer says."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+_TOOLS = ("function", "namespace", "custom")
+
+
+def _find_tool(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        return None
+    return f"<{kind}>" if kind in _TOOLS else "<hosted>"
+
+
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")] | Annotated[NamespaceTool, Tag("<namespace>")], _TOOLS[1], _TOOLS[0]
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[HostedTool, Tag("<hosted>")],
+    Discriminator(_find_tool, custom_error_type="object", custom_error_message="must be an object with a type"),
 ]
+CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The parameters of a custom tool."""
 
 
 def flatten_name(namespace: str | None, name: str) -> str:
@@ -186,10 +264,10 @@ class ResponsesBody(BodyModel):
     instructions: str | None = None
     """A system message before the input."""
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    """Functions, or namespaces of functions. OpenAI's own tools are refused by their type."""
+    """Functions, namespaces of functions, custom tools. Those that OpenAI runs are left out."""
     tool_choice: Any = None
-    """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function to call, as
-    `{"type": "function", "name": ...}`."""
+    """"auto"; "none" to read no calls (the tools are rendered all the same); "required", or a function or custom tool
+    to call, as `{"type": "function", "name": ...}`."""
     parallel_tool_calls: bool | None = None
     """False for exactly one call where calls are required; no effect where the model decides whether it calls."""
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -201,7 +279,14 @@ class ResponsesBody(BodyModel):
     include: Texts | None = None
     metadata: dict[str, Any] | None = None
     """Comes back in the answer."""
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """`auto`: of a conversation that is too long, the oldest messages after its first question are left out."""
+    store: bool | None = None
+    """False: the answer is not kept for `previous_response_id` and references to its items."""
+    previous_response_id: str | None = None
+    """An answer that is kept: its input and output come before this input, its instructions do not."""
+    conversation: str | dict[str, Any] | None = None
+    """The id of a conversation (`/v1/conversations`), or an object with it: it gets the input and the answer."""
     stream: bool | None = None
     """Answer with server-sent events."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -209,14 +294,34 @@ class ResponsesBody(BodyModel):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the image processor for all images, such as `max_pixels`."""
 
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation."""
+        given = self.conversation
+        name = given.get("id") if isinstance(given, dict) else given
+        if given is not None and not isinstance(name, str):
+            raise HttpError(
+                400, f"conversation must be an id, or an object with one, got {shorten(given)}", param="conversation"
+            )
+        return name
+
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise HttpError(
+                400,
+                "previous_response_id must be left out with a conversation, which has its answers",
+                param="previous_response_id",
+            )
         ignored = RESPONSES.check(self.model_extra)
         if _LOGPROBS in (self.include or ()):
             raise HttpError(
                 400, f"include must not have {_LOGPROBS!r}: chat completions have logprobs", param="include"
             )
         for k, tool in enumerate(self.tools or ()):
+            if isinstance(tool, HostedTool):
+                ignored += [name] if (name := f"tools.{tool.type}") not in ignored and is_safe_name(name) else []
+                continue
             tool.refuse_extra(f"tools.{k}")
             for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
                 member.refuse_extra(f"tools.{k}.tools.{number}")
@@ -225,9 +330,15 @@ class ResponsesBody(BodyModel):
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""
         return [
-            make_tool(flatten_name(namespace, tool.name), tool.description, tool.parameters)
+            make_tool(tool.name, tool.describe(), CUSTOM_INPUT)
+            if isinstance(tool, CustomTool)
+            else make_tool(flatten_name(namespace, tool.name), tool.description, tool.parameters)
             for namespace, tool in self._list_functions()
         ]
+
+    def find_custom(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def find_namespaces(self) -> dict[str, tuple[str, str]]:
         """Namespace and name of each function in a namespace, by the name that the model sees."""
@@ -237,12 +348,12 @@ class ResponsesBody(BodyModel):
             if namespace is not None
         }
 
-    def _list_functions(self) -> list[tuple[str | None, FunctionTool]]:
-        functions: list[tuple[str | None, FunctionTool]] = []
+    def _list_functions(self) -> list[tuple[str | None, FunctionTool | CustomTool]]:
+        functions: list[tuple[str | None, FunctionTool | CustomTool]] = []
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
                 functions += [(tool.name, member) for member in tool.tools]
-            else:
+            elif not isinstance(tool, HostedTool):
                 functions.append((None, tool))
         return functions
 
@@ -257,7 +368,7 @@ class ResponsesBody(BodyModel):
             case "required":
                 functions = require_tool(tools, name=None, choice=self.tool_choice)
                 return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=several)
-            case {"type": "function", "name": str(name)}:
+            case {"type": "function" | "custom", "name": str(name)}:
                 functions = require_tool(tools, name=name, choice=self.tool_choice)
                 return ToolChoice(reads_calls=True, required_functions=functions, may_call_several=False)
         raise HttpError(
@@ -291,6 +402,11 @@ class ResponsesBody(BodyModel):
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
+    def effort_field(self) -> str:
+        """The field that `effort` is from."""
+        return "reasoning.effort"
+
+    @property
     def seals_reasoning(self) -> bool:
         """Whether reasoning items have `encrypted_content`."""
         return SEALED in (self.include or ())
@@ -310,8 +426,16 @@ class _Reply:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def read_conversation(body: ResponsesBody) -> ConversationBuilder:
+def read_conversation(
+    body: ResponsesBody,
+    items: Sequence[Item] | None = None,
+    *,
+    earlier: Sequence[Message] = (),
+    num_earlier: int = 0,
+) -> ConversationBuilder:
     """Translate a body's instructions and input.
+
+    `items` come instead of its input, with `num_earlier` of other requests at the beginning, after `earlier` messages.
 
     Raises:
         HttpError: a part is not allowed in its item, an output answers no call, or reasoning cannot be read.
@@ -320,16 +444,21 @@ def read_conversation(body: ResponsesBody) -> ConversationBuilder:
     conversation = ConversationBuilder()
     if body.instructions:
         conversation.messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
+    conversation.add_earlier(earlier)
+    if items is None and isinstance(body.input, str):
         conversation.messages.append({"role": "user", "content": body.input})
         return conversation
     reply: _Reply | None = None
-    for k, item in enumerate(body.input):
-        place = f"input.{k}"
-        item.refuse_extra(place)
-        if isinstance(item, (CallItem, ReasoningItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
+    for k, item in enumerate(cast(Sequence[Item], body.input) if items is None else items):
+        place = f"input.{k - num_earlier}"
+        conversation.check_extra(RESPONSES_ITEMS, item.model_extra, place)
+        if isinstance(item, ReferenceItem):
+            raise HttpError(400, f"{place}.id must be the id of an item that is kept", param=f"{place}.id")
+        if isinstance(item, (CallItem, CustomCallItem, ReasoningItem)) or (
+            isinstance(item, MessageItem) and item.role == "assistant"
+        ):
             reply = reply or _Reply()
-            _add_to_reply(reply, place, item)
+            _add_to_reply(conversation, reply, place, item)
             continue
         if reply is not None:
             conversation.add_reply(content=reply.content, reasoning=reply.reasoning, calls=reply.calls)
@@ -340,10 +469,18 @@ def read_conversation(body: ResponsesBody) -> ConversationBuilder:
     return conversation
 
 
-def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | ReasoningItem) -> None:
-    if isinstance(item, CallItem):
-        _check_arguments(place, item.arguments)
-        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), item.arguments))
+def _add_to_reply(
+    conversation: ConversationBuilder,
+    reply: _Reply,
+    place: str,
+    item: MessageItem | CallItem | CustomCallItem | ReasoningItem,
+) -> None:
+    if isinstance(item, CustomCallItem):
+        reply.calls.append(make_call(item.call_id, item.name, json.dumps({"input": item.input}, ensure_ascii=False)))
+    elif isinstance(item, CallItem):
+        arguments = item.arguments if item.arguments and item.arguments.strip() else "{}"
+        _check_arguments(place, arguments)
+        reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), arguments))
     elif isinstance(item, ReasoningItem):
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
@@ -352,11 +489,13 @@ def _add_to_reply(reply: _Reply, place: str, item: MessageItem | CallItem | Reas
         for k, part in enumerate(item.content):
             if not isinstance(part, InputTextPart):
                 raise refuse_misplaced(f"{place}.content.{k}", part.type, item.role)
-            part.refuse_extra(f"{place}.content.{k}")
+            conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.content.{k}")
             reply.content += part.text
 
 
-def _read_given(conversation: ConversationBuilder, place: str, item: MessageItem | OutputItem) -> Message:
+def _read_given(
+    conversation: ConversationBuilder, place: str, item: MessageItem | OutputItem | CustomOutputItem
+) -> Message:
     if isinstance(item, MessageItem):
         content = _read_content(conversation, f"{place}.content", item.content)
         return cast(Message, {"role": item.role, "content": content})
@@ -373,7 +512,7 @@ def _read_content(
         return content
     parts: list[dict[str, Any]] = []
     for k, part in enumerate(content):
-        part.refuse_extra(f"{place}.{k}")
+        conversation.check_extra(RESPONSES_ITEMS, part.model_extra, f"{place}.{k}")
         if isinstance(part, InputTextPart):
             parts.append({"type": "text", "text": part.text})
         else:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unbroken.ledger.nodes import ForkReason
-from unbroken.messages import Message
+from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.retokenising.changes import CAUSE_WORDS, IdOrigin
@@ -101,7 +101,7 @@ def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: Tem
     for each in row["segments"]:
         if each["origin"] == "sampled":
             origins[each["start"] : each["stop"]] = [IdOrigin.SAMPLED] * (each["stop"] - each["start"])
-    found = retokenise(texts, exact, origins[: len(exact)], sampled, messages, tools=record.get("tools") or ())
+    found = retokenise(texts, exact, origins[: len(exact)], sampled, messages, tools=_get_tools(record, row))
     if found is None:
         return _refuse("The chat template refuses the conversation as it was parsed.")
     ids = found.retokenised_ids.tolist()
@@ -154,5 +154,11 @@ def _parse(
     if not len(completion_ids):
         return ParsedResponse(content="")
     return texts.template_renderer.parse_response(
-        completion_ids, prompt_ids=token_ids(row["token_ids"][:start]), tools=record.get("tools") or ()
+        completion_ids, prompt_ids=token_ids(row["token_ids"][:start]), tools=_get_tools(record, row)
     )
+
+
+def _get_tools(record: Mapping[str, Any], row: Mapping[str, Any]) -> Sequence[ToolSchema]:
+    """The tools of a row: a session's branches have their own, as they may be of several agents."""
+    tools: Sequence[ToolSchema] = row.get("tools", record.get("tools")) or ()
+    return tools

@@ -338,7 +338,7 @@ def _make_row(grown: StoredTree, leaf: Position) -> dict[str, Any]:
     return {
         **described, "message_indices": spans, "messages": messages, **dict.fromkeys(_NOT_STORED),
         "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
-        "loss": [], "advantages": [], "images": grown.find_images(path),
+        "loss": [], "advantages": [], "images": grown.find_images(path), "tools": grown.find_tools(path),
     }  # fmt: skip
 
 

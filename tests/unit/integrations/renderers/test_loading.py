@@ -137,7 +137,7 @@ def test_a_template_or_parser_for_a_renderer_that_has_its_own_is_an_error(tokeni
 
 
 def test_an_unknown_history_policy_is_an_error(tokenizer: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"history must be one of \['exact', 'template'\], got 'all'"):
+    with pytest.raises(InvalidInputError, match=r"history must be one of \[.*\], got 'all'"):
         load_renderer(tokenizer, history="all")
 
 

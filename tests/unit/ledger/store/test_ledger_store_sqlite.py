@@ -54,17 +54,17 @@ def test_a_second_process_is_told_which_one_uses_the_folder(tmp_path):
     open_store(str(tmp_path)).close()
 
 
-def test_a_store_of_the_first_version_is_opened_and_its_turns_have_no_kept_ids(tmp_path):
+def test_a_store_of_the_first_version_is_opened_and_its_turns_have_none_of_the_later_columns(tmp_path):
     fill(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as connection:
-        for statement in ("DROP COLUMN kept_ids", "DROP COLUMN kept_sizes"):
-            connection.execute(f"ALTER TABLE turns {statement}")
+        for column in ("kept_ids", "kept_sizes", "policy", "sampling"):
+            connection.execute(f"ALTER TABLE turns DROP COLUMN {column}")
         connection.execute("PRAGMA user_version = 1")
     assert read_version(tmp_path) == 1
     store = open_store(str(tmp_path))
     loaded = store.load("s")
     assert loaded is not None
-    assert [turn.sequence.kept_ids for turn in loaded.turns] == [None]
+    assert [(turn.sequence.kept_ids, turn.policy, turn.sampling) for turn in loaded.turns] == [(None, None, None)]
     store.close()
     assert read_version(tmp_path) == len(MIGRATIONS)
 

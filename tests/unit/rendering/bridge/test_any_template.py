@@ -281,7 +281,6 @@ DEPENDS_ON_THE_TEXTS = (
     "an empty turn",
     "a blank turn",
     "a turn left out if it is empty",
-    "a call without arguments",
     "a result quotes the first of two calls' arguments",
     "a result of digits after many results and a system message",
 )
@@ -450,3 +449,51 @@ def text_and_bridge_of_any(template: str, history: list[Any], last: Any, new: li
     renderer = TemplateRenderer(tokenizer)
     outcome = renderer.bridge_to_next_turn(token_ids([]), completion_ids, new, assistant=last, earlier=history)
     return text, outcome, tokenizer
+
+
+PINS = "{%- for m in messages if m.role == 'user' and CONDITION -%}{{- '(' + m.content + ') ' -}}{%- endfor -%}"
+
+
+@pytest.mark.parametrize(
+    ("condition", "pinned"),
+    [
+        ("'keep' in m.content", "keep this"),
+        ("m.content.startswith('keep')", "keep this"),
+        ("m.content == 'keep'", "keep"),
+        ("m.content | length == 9", "keep this"),
+    ],
+    ids=["a word in it", "its first word", "all of it", "its length"],
+)
+def test_i1_a_message_that_is_moved_because_of_what_it_says_is_refused(condition: str, pinned: str) -> None:
+    """It moves into the header of the next turn, so that no more ends of turns stand there."""
+    pins = PINS.replace("CONDITION", condition)
+    prompt = "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    template = chatml_with().replace(prompt, "{{- '<|im_start|>assistant ' -}}" + pins + "{{- '\\n' -}}{%- endif -%}")
+    assert template != chatml_with()
+    template = template.replace(
+        "for message in messages",
+        f"for message in messages if not (message.role == 'user' and {condition})".replace("m.c", "message.c"),
+    )
+    for text, is_refused in ((pinned, True), ("so what", False)):
+        history, last, new = [user(text), turn("a"), user("go on")], turn("so"), [user("more")]
+        written, outcome, _ = text_and_bridge_of_any(template, history, last, new)
+        assert written.endswith(f"assistant ({text}) \n" if is_refused else "assistant \n")
+        assert isinstance(outcome, Refusal) is is_refused, outcome
+
+
+@pytest.mark.parametrize("quotes", [True, False], ids=["quoted", "not quoted"])
+def test_i5_a_control_token_that_an_earlier_message_spells_is_none_where_the_template_quotes_it(quotes: bool) -> None:
+    quote = "{{- '<|im_start|>user re ' + messages[0].content + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    usual = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    rule = "{%- if loop.index > 2 -%}" + quote + "{%- else -%}" + usual + "{%- endif -%}"
+    template = chatml_with().replace(usual, rule if quotes else usual)
+    assert (template != chatml_with()) is quotes
+    for text in ("why?", "why <|im_start|> and not <|im_end|>?"):
+        written, outcome, tokenizer = text_and_bridge_of_any(template, [user(text)], turn("so"), [user("more")])
+        if quotes and "<|" in text:
+            assert isinstance(outcome, Refusal), outcome
+            assert outcome.reason is RefusalReason.UNSAFE_TEXT
+            assert "'<|im_" in outcome.detail
+        else:
+            assert isinstance(outcome, Bridge), outcome
+            assert written.endswith(tokenizer.decode(outcome.bridge_ids.tolist()))

@@ -8,11 +8,12 @@ import pytest
 
 from support.corpus import corpus_template
 from support.corpus_oracle import facts_of
-from support.templates import QWEN, TOOLS_IN_LAST_QUESTION
+from support.templates import CHATML, QWEN, TOOLS_IN_LAST_QUESTION, chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Bridge, HistoryEffect, HistoryPolicy, Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.types import token_ids
 
 KEPT, DROPS = HistoryEffect.KEPT, HistoryEffect.DROPS_REASONING
 USER: Any = {"role": "user", "content": "go on"}
@@ -131,5 +132,96 @@ def test_the_template_policy_refuses_a_bridge_whose_history_would_be_rewritten(h
 
 
 def test_a_history_policy_that_does_not_exist_is_named_with_those_that_do() -> None:
-    with pytest.raises(InvalidInputError, match=r"history must be one of \['exact', 'template'\], got 'keep'"):
+    names = r"\['exact', 'template', 'repeat_system'\]"
+    with pytest.raises(InvalidInputError, match=rf"history must be one of {names}, got 'keep'"):
         TemplateRenderer(make_tokenizer(QWEN), history="keep")
+
+
+ONLY_THE_LAST_CALL = chatml_with().replace("message.tool_calls or []", "(message.tool_calls or [])[-1:]")
+
+
+@pytest.mark.parametrize(
+    ("template", "num_calls", "effect"),
+    [
+        (CHATML, 1, HistoryEffect.REWRITTEN),
+        (ONLY_THE_LAST_CALL, 2, HistoryEffect.REWRITTEN),
+        (CHATML, 0, KEPT),
+        (chatml_with(), 2, KEPT),
+    ],
+    ids=["no call is rendered", "one of two is rendered", "no call is made", "all are rendered"],
+)
+def test_a_call_that_the_template_does_not_render_is_not_kept(
+    template: str, num_calls: int, effect: HistoryEffect
+) -> None:
+    """The model sampled it; it is no part of the content of the message that is rendered afresh."""
+    tokenizer = make_tokenizer(template, eos_token="<|im_end|>")
+    renderer = TemplateRenderer(tokenizer, parser="hermes")
+    calls = [f'<tool_call>\n{{"name": "add", "arguments": {{"x": {k}}}}}\n</tool_call>' for k in range(num_calls)]
+    sampled = tokenizer("\n".join(calls) or "It is 42.", add_special_tokens=False)["input_ids"]
+    completion_ids = token_ids([*sampled, tokenizer.eos_token_id])
+    parsed = renderer.parse_response(completion_ids)
+    assert len(parsed.tool_calls) == num_calls
+    message = parsed.to_message([f"call0000{k + 1}" for k in range(num_calls)])
+    results = [{**RESULT, "tool_call_id": f"call0000{k + 1}"} for k in range(num_calls)] or [USER]
+    outcome = renderer.bridge_to_next_turn(
+        renderer.render([USER]).token_ids, completion_ids, results, assistant=message, earlier=[USER]
+    )
+    assert isinstance(outcome, Bridge)
+    assert outcome.history is effect
+
+
+@pytest.mark.parametrize(
+    ("sampled", "effect"),
+    [("<tool_call>\n{bad\n</tool_call>", HistoryEffect.REWRITTEN), ("", KEPT), (" \n", KEPT)],
+    ids=["a call that failed", "nothing", "white space"],
+)
+def test_a_call_that_failed_and_is_in_no_message_is_not_kept(sampled: str, effect: HistoryEffect) -> None:
+    tokenizer = make_tokenizer(chatml_with(), eos_token="<|im_end|>")
+    renderer = TemplateRenderer(tokenizer)
+    completion_ids = token_ids(tokenizer(sampled + "<|im_end|>", add_special_tokens=False)["input_ids"])
+    parsed = renderer.parse_response(completion_ids)
+    message = parsed.to_message(["call00001"] * len(parsed.tool_calls))
+    outcome = renderer.bridge_to_next_turn(
+        renderer.render([USER]).token_ids, completion_ids, [USER], assistant=message, earlier=[USER]
+    )
+    assert isinstance(outcome, Bridge)
+    assert outcome.history is effect
+
+
+MOVES_SYSTEM = (
+    "{%- set last = (messages | selectattr('role', 'equalto', 'user') | list | last) -%}"
+    "{%- for m in messages if m.role != 'system' -%}"
+    "{{- '[INST] ' if m.role == 'user' else '' -}}"
+    "{%- if messages[0].role == 'system' and m == last -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}"
+    "{{- m.content + ('[/INST]' if m.role == 'user' else '</s>') -}}{%- endfor -%}"
+)
+"""As Mistral's: the system text stands in the last question."""
+MOVES_QUESTION = MOVES_SYSTEM.replace("messages[0].role == 'system'", "messages[1].role == 'user'").replace(
+    "messages[0].content", "messages[1].content"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "history", "is_bridged"),
+    [
+        (MOVES_SYSTEM, "exact", False),
+        (MOVES_SYSTEM, "template", False),
+        (MOVES_SYSTEM, "repeat_system", True),
+        (MOVES_QUESTION, "repeat_system", False),
+    ],
+)
+def test_a_system_text_that_the_template_moves_behind_the_turn_is_repeated_by_choice(
+    template: str, history: str, is_bridged: bool
+) -> None:
+    tokenizer = make_tokenizer(template, eos_token="</s>")
+    renderer = TemplateRenderer(tokenizer, history=history)
+    earlier: Any = [{"role": "system", "content": "go"}, {"role": "user", "content": "Where to go on?"}]
+    turn: Any = {"role": "assistant", "content": "There."}
+    completion_ids = token_ids([*tokenizer.encode("There.", add_special_tokens=False), tokenizer.eos_token_id])
+    outcome = renderer.bridge_to_next_turn(
+        renderer.render(earlier).token_ids, completion_ids, [USER], assistant=turn, earlier=earlier
+    )
+    assert isinstance(outcome, Bridge) is is_bridged, outcome
+    if isinstance(outcome, Bridge):
+        assert tokenizer.decode(outcome.bridge_ids.tolist()) == "[INST] go\n\ngo on[/INST]"
+        assert outcome.history is HistoryEffect.REWRITTEN

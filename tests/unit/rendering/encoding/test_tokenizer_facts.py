@@ -100,5 +100,7 @@ def test_a_renderer_of_facts_renders_as_one_of_the_tokenizer() -> None:
 
 
 def test_a_tokenizer_of_the_library_tokenizers_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="must be a fast tokenizer of transformers, got Tokenizer: load it"):
+    with pytest.raises(
+        InvalidInputError, match="must be a fast tokenizer of transformers, got Tokenizer: load the model"
+    ):
         TextCodec(Tokenizer(models.BPE()))

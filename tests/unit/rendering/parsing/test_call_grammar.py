@@ -13,6 +13,7 @@ from support.parsing import tool
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import ConstrainsCalls, ToolCallStatus
+from unbroken.rendering.parsing import call_grammar
 from unbroken.rendering.template import TemplateRenderer
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -23,10 +24,17 @@ NOW = tool("now")
 USER: Any = [{"role": "user", "content": "hi"}]
 WITH_GRAMMAR = {
     *("apertus", "cohere", "cohere2", "deepseek", "functionary", "functionary_v31", "gigachat", "kimi_k2"),
-    *("minimax_m2", "mistral", "nemotron", "phi", "solar"),
+    *("minimax_m2", "mistral", "nemotron", "phi", "solar", "granite", "internlm", "xlam"),
 }
 ADD_1 = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 NOW_0 = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def required(text: Any) -> Any:
+    """A function with one argument, which must be there."""
+    function = tool("say", text=text)
+    function["function"]["parameters"] |= {"required": ["text"], "additionalProperties": False}
+    return function
 
 
 class Matcher:
@@ -148,6 +156,77 @@ def test_a_text_in_a_call_cannot_hold_the_token_that_ends_the_call() -> None:
     said = '<tool_call>\n{"name": "say", "arguments": {"text": "%s"}}\n</tool_call><|im_end|>'
     assert matcher.allows(said % "</tool> é 😀")
     assert not matcher.allows(said % "</tool_call>")
+
+
+SAID = '<tool_call>\n{"name": "say", "arguments": {"text": "%s"}}\n</tool_call><|im_end|>'
+WRITTEN = "<tool_call>\n<function=say>\n<parameter=text>\n%s\n</parameter>\n</function>\n</tool_call><|im_end|>"
+
+
+@pytest.mark.parametrize(("minimum", "maximum"), [(3, 6), (0, 12), (0, 128), (3, 255), (150, 250), (40, 40)])
+def test_a_text_in_a_call_has_the_lengths_of_its_schema(minimum: int, maximum: int) -> None:
+    text = {"type": "string", "minLength": minimum, "maxLength": maximum}
+    for tokenizer, call in ((qwen(), SAID), (corpus_template("trl/qwen3_5_nothink").tokenizer(), WRITTEN)):
+        matcher, _ = make_matcher(tokenizer, [required(text)])
+        for length in {minimum, (minimum + maximum) // 2, maximum}:
+            assert matcher.allows(call % ("é" * length))
+        assert not matcher.allows(call % ("é" * (maximum + 1)))
+        assert not matcher.allows(call % "</tool_call>")
+        # xgrammar's own grammar between tags takes the line breaks around a text for a part of it
+        assert minimum < 3 or not matcher.allows(call % ("é" * (minimum - 3)))
+
+
+def test_lengths_are_followed_within_lists_and_definitions() -> None:
+    short = {"type": "string", "maxLength": 2}
+    schema: Any = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/maxLength"}, {"type": "integer"}]}}
+    function = required(schema)
+    function["function"]["parameters"]["$defs"] = {"maxLength": short}
+    matcher, _ = make_matcher(qwen(), [function])
+    assert matcher.allows(SAID.replace('"%s"', '["ab", 5]'))
+    assert not matcher.allows(SAID.replace('"%s"', '["abc"]'))
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ({"type": "string", "pattern": "^.{2,20}$"}, "a<b"),
+        ({"type": "string", "pattern": r"^[^a]\S[^\\d]*$"}, "b<c"),
+        ({"type": "string", "pattern": "^(a|<b)+$"}, "a<b"),
+        ({"type": "string", "format": "email"}, "a@b.org"),
+        ({"type": "string", "format": "json-pointer"}, "/a/b"),
+    ],
+    ids=str,
+)
+def test_a_text_with_a_pattern_cannot_hold_the_token_that_ends_the_call(text: Any, allowed: str) -> None:
+    matcher, _ = make_matcher(qwen(), [required(text)])
+    assert matcher.allows(SAID % allowed)
+    for held in ("</tool_call>", "/</tool_call>", "bb</tool_call>", r"\"</tool_call>\"@b.org"):
+        assert not matcher.allows(SAID % held)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            {"pattern": "^<b>.*$"},
+            r"'say' cannot be required: the pattern '\^<b>.*could spell </tool_call> or",
+        ),
+        ({"pattern": "^[ -~]*$"}, "could spell"),
+        ({"pattern": r"^\u003e*$"}, "could spell"),
+        ({"pattern": r"^\p{L}*$"}, "could spell"),
+        ({"maxLength": 1001}, "maxLength 1001, which can be followed from 0 to 1000"),
+        ({"minLength": 5, "maxLength": 4}, "minLength 5 and maxLength 4"),
+    ],
+    ids=str,
+)
+def test_a_schema_that_cannot_be_followed_is_refused_by_name(text: Any, error: str) -> None:
+    with pytest.raises(InvalidInputError, match=error):
+        make_matcher(qwen(), [required({"type": "string", **text})])
+
+
+def test_a_schema_whose_names_and_values_are_words_of_schemas_stays_as_it_is() -> None:
+    schema: Any = {"type": "object", "properties": {"pattern": {"enum": [">"]}, "maxLength": {"type": "integer"}}}
+    schema["properties"]["default"] = {"const": {"pattern": ">", "maxLength": 9000}}
+    assert call_grammar._exclude_in_schema(schema, ["</tool_call>"]) == schema
 
 
 @pytest.mark.parametrize("name", ['add", "x', "a b", ""])

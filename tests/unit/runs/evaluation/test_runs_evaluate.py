@@ -163,7 +163,9 @@ def test_an_interrupted_evaluation_keeps_what_it_sampled_and_the_same_command_go
     assert "3 of 4 problems of evaluation are answered, and kept in" in capsys.readouterr().err
     assert main(["eval", *words, "--samples=2"]) == 1
     assert "--samples must be left out as in the evaluation in" in capsys.readouterr().err
-    for path, name in ((tasks, f"the SHA-256 of {tasks}"), (own / "model.safetensors", f"the weights of {own}")):
+    code = tmp_path / "rewards.py"
+    files = {tasks: f"the SHA-256 of {tasks}", code: f"the SHA-256 of {code}"}
+    for path, name in {**files, own / "model.safetensors": f"the weights of {own}"}.items():
         then = path.read_bytes()
         path.write_bytes(then[:-4] + b'5"}\n')
         assert main(["eval", *words]) == 1
@@ -232,3 +234,9 @@ def test_what_cannot_be_evaluated_is_said_in_one_sentence(tmp_path, model, capsy
     output = "" if "--output" in words else f"--output {tmp_path / 'out'}"
     assert main(["eval", task, *output.split(), *words.split()]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_a_saved_data_set_is_a_task_as_its_file_is(tmp_path):
+    for task in (str(tmp_path), "prompts.jsonl.gz"):
+        recipe, words = open_task(task)
+        assert (recipe.name, words) == ("built-in recipe", ["--data.file", task])

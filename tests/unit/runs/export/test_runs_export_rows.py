@@ -214,6 +214,17 @@ async def test_sessions_of_a_store_are_rows_with_the_messages_of_each_branch_and
         assert sampled[np.array(row["loss_mask"])].all()
 
 
+async def test_rows_of_a_session_have_the_turns_and_tools_of_their_own_branch(tmp_path):
+    """The sub-agent, which has no tools, took the last turn of the session."""
+    await write_store(tmp_path / "store")
+    rows = export(tmp_path / "store", tmp_path / "rows.jsonl")
+    assert [[tool["function"]["name"] for tool in row["tools"]] for row in rows] == [["look"], ["look"], [], []]
+    replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
+    # The second branch begins with ids of the first turn, whose reply the agent edited.
+    assert [row["num_turns"] for row in rows] == replies == [2, 2, 1, 0]
+    assert [row["finish_reasons"] for row in rows] == [["stop", "stop"], ["stop", "stop"], ["stop"], []]
+
+
 def test_a_store_is_exported_from_both_databases(tmp_path, location):  # noqa: F811
     store = open_store(location)
     store.create(make_session(tokenizer="a/tokenizer", model="policy"))

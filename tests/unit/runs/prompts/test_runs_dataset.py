@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import csv
+import datetime
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +111,42 @@ def test_the_source_tells_data_sets_apart(tmp_path):
     }
 
 
+def test_the_source_tells_every_column_apart_and_says_which_differ(tmp_path):
+    def find(*rows: dict[str, Any]) -> str:
+        return Rows(DataConfig(file=jsonl(tmp_path, *rows)), seed=0).source
+
+    row = {"prompt": "1?", "answer": 1, "info": {"tests": ["a"]}}
+    first, again = find(row), find(dict(reversed(row.items())))
+    assert first == again
+    prompts, _, columns = first.partition(" and the other columns ")
+    assert not find(row | {"prompt": "2?"}).startswith(prompts)
+    assert find(row | {"prompt": "2?"}).endswith(columns)
+    others = [row | {"answer": 2}, row | {"info": {"tests": ["b"]}}, {"prompt": "1?", "right": 1}, {"prompt": "1?"}]
+    found = [find(other).partition(" and the other columns ") for other in others]
+    assert {each[0] for each in found} == {prompts}
+    assert len({columns, *(each[2] for each in found)}) == 5
+
+
+def test_the_source_is_the_same_in_another_process_and_from_another_folder(tmp_path):
+    """Bytes are known by their contents, and files of media by their names."""
+    script = (
+        "import sys, datasets; from pathlib import Path; datasets.config.HF_DATASETS_CACHE = Path(sys.argv[2])\n"
+        "from unbroken.runs.prompts.dataset import DataConfig, Rows\n"
+        "print(Rows(DataConfig(file=Path(sys.argv[1])), seed=0).source)"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        columns = {"prompt": ["1?"], "raw": [b"\x00\xff"], "when": [datetime.datetime(2026, 1, 1)]}
+        picture = {"bytes": None, "path": str(folder / "a.png")}  # as `imagefolder` of `datasets` has it
+        pq.write_table(pa.table({**columns, "picture": [picture]}), folder / "p.parquet")
+        words = [sys.executable, "-c", script, str(folder / "p.parquet"), str(folder / "cache")]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run(words, capture_output=True, text=True, env=environment, check=True).stdout)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
@@ -156,7 +196,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     [
         ({}, r"exactly one of file and hub must be given"),
         ({"file": Path("a.jsonl"), "hub": "a/b"}, r"exactly one of file and hub must be given"),
-        ({"file": Path("a.txt")}, r"file must be one of .jsonl, .json, .parquet, .csv, each also with .gz, got a.txt"),
+        ({"file": Path("a.txt")}, r".jsonl, .json, .parquet, .csv, each also with .gz, or a folder .*, got a.txt"),
+        ({"file": ()}, r"file must be one of .*, got an empty list"),
+        ({"file": (Path("a.csv"), Path("b.jsonl"))}, r"file must be a list of files in one format, .*a.csv, b.jsonl"),
+        ({"file": (Path(__file__).parent,) * 2}, r"file must be a list of files in one format, or a single folder"),
     ],
 )
 def test_what_names_no_data_set_is_refused(options, message):
@@ -196,25 +239,44 @@ def arrow_type(values: list[Any]) -> Any:
     return pa.array(kept).type
 
 
-def write(file: Path, prompts: list[Any]) -> Path:
-    rows = [{"prompt": prompt} for prompt in prompts]
+def write(file: Path, prompts: list[Any], **columns: list[Any]) -> Path | tuple[Path, ...]:
+    """Write rows in the form that the name says, and return the file, or the files."""
+    cells = {"prompt": prompts, **columns}
+    rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    name = file.name
-    if name.endswith(".parquet"):
-        pq.write_table(pa.table({"prompt": pa.array(prompts, type=arrow_type(prompts))}), file)
-    elif name.endswith(".json"):
-        file.write_text(json.dumps(rows))
-    elif name.endswith(".csv"):
-        with file.open("w", newline="") as lines:
-            csv.writer(lines).writerows([["prompt"], *([json.dumps(prompt)] for prompt in prompts)])
-    elif name.endswith(".gz"):
-        file.write_bytes(gzip.compress(text.encode()))
-    else:
-        file.write_text(text)
+    table = pa.table({name: pa.array(values, type=arrow_type(values)) for name, values in cells.items()})
+    match file.suffix:
+        case ".parquet":
+            pq.write_table(table, file)
+        case ".json":
+            file.write_text(json.dumps(rows))
+        case ".csv":
+            with file.open("w", newline="") as lines:
+                texts = ([json.dumps(cell) for cell in row.values()] for row in rows)
+                csv.writer(lines).writerows([list(cells), *texts])
+        case ".gz":
+            file.write_bytes(gzip.compress(text.encode()))
+        case ".saved":
+            datasets.Dataset(table).save_to_disk(file)
+        case ".splits":
+            datasets.DatasetDict(train=datasets.Dataset(table), test=datasets.Dataset(table)).save_to_disk(file)
+        case ".list":
+            parts = file.with_suffix(".0.parquet"), file.with_suffix(".1.parquet")
+            for part, rows_of_part in zip(parts, (table.slice(0, 1), table.slice(1)), strict=True):
+                pq.write_table(rows_of_part, part)
+            return parts
+        case ".lines":
+            parts = file.with_suffix(".0.jsonl"), file.with_suffix(".1.jsonl.gz")
+            first, _, rest = text.partition("\n")
+            parts[0].write_text(first + "\n")
+            parts[1].write_bytes(gzip.compress(rest.encode()))
+            return parts
+        case _:
+            file.write_text(text)
     return file
 
 
-FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz")
+FORMS = ("p.jsonl", "p.json", "p.parquet", "p.csv", "p.jsonl.gz", "p.saved", "p.splits", "p.list", "p.lines")
 KEYS = st.sampled_from(["a", "b", "city"])
 ARGUMENTS = st.dictionaries(KEYS, st.integers(0, 9)) | st.fixed_dictionaries(
     {"query": st.fixed_dictionaries({}, optional={"x": st.text("xyz"), "y": st.lists(st.integers(0, 9), max_size=2)})}
@@ -232,6 +294,74 @@ def test_a_prompt_with_calls_is_the_same_from_every_file_format(tmp_path_factory
         rows = Rows(DataConfig(file=write(folder / form, prompts), shuffle=False), seed=0)
         assert [rows.messages(number) for number in range(len(prompts))] == prompts, form
         assert [rows.row(number)["prompt"] for number in range(len(prompts))] == prompts, form
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    """A tool's schema."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("p.csv", "p.lines")])
+def test_schemas_and_calls_in_other_columns_have_no_keys_that_only_other_rows_have(tmp_path, form):
+    # Not of CSV, whose other columns are text, nor of JSON lines in two files, which must have the same types.
+    city, number = {"type": "string", "enum": ["Rome"]}, {"type": "integer", "minimum": 0}
+    schemas = [[schema(city=city)], [schema(a=number, city=city)]]
+    calls = [[{"name": "f", "arguments": {"city": "Rome"}}], [{"name": "f", "arguments": {"a": 1}}]]
+    replies = [[{"role": "assistant", "content": None, "tool_calls": each}] for each in calls]
+    columns = {"tools": schemas, "info": [{"expected": each} for each in calls], "replies": replies}
+    file = write(tmp_path / form, ["1?", "2?"], **columns)
+    rows = Rows(DataConfig(file=file, shuffle=False), seed=0)
+    assert [rows.row(number) for number in range(2)] == [
+        {"prompt": f"{k + 1}?", **{name: cells[k] for name, cells in columns.items()}} for k in range(2)
+    ]
+
+
+def test_a_tool_has_no_keys_that_only_tools_of_the_first_file_have(tmp_path):
+    both, one = schema(a={"type": "integer"}, city={"type": "string"}), schema(city={"type": "string"})
+    files = (tmp_path / "0.jsonl", tmp_path / "1.jsonl")
+    for file, tool in zip(files, (both, one), strict=True):
+        write(file, ["1?"], tools=[tool])
+    rows = Rows(DataConfig(file=files, shuffle=False), seed=0)
+    assert [rows.row(number)["tools"] for number in range(2)] == [both, one]
+
+
+def test_a_null_of_another_object_in_another_column_stays_for_the_users_function(tmp_path):
+    file = write(tmp_path / "p.parquet", ["1?", "2?"], info=[{"answer": None, "k": 1}, {"answer": "2", "k": 2}])
+    assert Rows(DataConfig(file=file, shuffle=False), seed=0).row(0)["info"] == {"answer": None, "k": 1}
+
+
+@pytest.mark.parametrize("form", ["p.parquet", "p.saved", "p.splits", "p.list"])
+def test_a_part_of_a_split_is_the_same_from_every_form(tmp_path, form):
+    file = write(tmp_path / form, [f"{k}?" for k in range(5)])
+    for split, found in (("train[1:4]", [1, 2, 3]), ("train[:1]+train[4:]", [0, 4]), ("train[:40%]", [0, 1])):
+        rows = Rows(DataConfig(file=file, split=split, shuffle=False), seed=0)
+        assert [rows.row(number)["prompt"] for number in range(len(rows))] == [f"{k}?" for k in found]
+    for split, message in (("validation", 'Unknown split "validation"'), ("train[:0]", "no data")):
+        with pytest.raises(InvalidInputError, match=f"cannot be loaded: .*{message}"):
+            Rows(DataConfig(file=file, split=split), seed=0)
+
+
+def test_a_saved_data_set_has_its_splits_and_no_format(tmp_path):
+    texts = {name: datasets.Dataset.from_dict({"prompt": [name], "n": [1]}) for name in ("train", "test")}
+    datasets.DatasetDict(texts).with_format("numpy").save_to_disk(tmp_path / "data")
+    for split in ("train", "test"):
+        row = Rows(DataConfig(file=tmp_path / "data", split=split), seed=0).row(0)
+        assert (row["prompt"], type(row["n"])) == (split, int)
+
+
+def test_a_folder_that_is_no_data_set_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded: .*neither a `Dataset` directory"):
+        Rows(DataConfig(file=tmp_path), seed=0)
+
+
+def test_paths_of_images_are_relative_to_the_folder_with_all_files(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "dot.png").write_bytes(png())
+    files = tuple(jsonl(tmp_path / name, {"prompt": name, "image": "b/dot.png"}) for name in ("a", "b"))
+    rows = Rows(DataConfig(file=files, images="image", shuffle=False), seed=0)
+    assert [rows.messages(number)[0]["content"][0]["image"] for number in range(2)] == [tmp_path / "b/dot.png"] * 2
 
 
 def test_keys_of_other_rows_parts_are_not_filled_into_a_part(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,6 +62,7 @@ class Config(Base):
         default_factory=lambda: TrainerConfig(optimizer=OptimizerConfig(learning_rate=0.1, eps=1e-3))
     )
     extra: Part | None = None
+    data: Path | tuple[Path, ...] | None = None
 
 
 SECTION = section_of(Config)
@@ -100,6 +102,8 @@ def from_toml(text: str, folder: Path) -> Config:
         (["--trainer.optimizer.betas", "0.8,0.9"], "trainer.optimizer.betas", (0.8, 0.9)),
         (["--trainer.optimizer.max_grad_norm", "inf"], "trainer.optimizer.max_grad_norm", math.inf),
         (["--extra.file", "b.py"], "extra", Part(file=Path("b.py"))),
+        (["--data", "a,b.csv"], "data", Path("a,b.csv")),
+        (["--data", '["a.csv", "b.csv"]'], "data", (Path("a.csv"), Path("b.csv"))),
     ],
 )
 def test_an_option_sets_its_field(words, name, value):
@@ -126,6 +130,16 @@ def test_a_toml_file_sets_fields_and_its_paths_are_relative_to_it(tmp_path):
     assert config.parts == (Part(file=tmp_path / "a.py"), Part(file=Path("/b.py"), weight=2.0))
     assert config.trainer.optimizer == OptimizerConfig(learning_rate=0.1, eps=1e-3, betas=(0.8, 0.9))
     assert (config.colour, config.names, config.variables) == (Colour.BLUE, ("a",), {"thinking": False})
+
+
+def test_a_file_or_a_list_of_files_is_written_either_way_and_what_is_neither_is_named(tmp_path):
+    assert from_toml('data = "a.csv"', tmp_path).data == tmp_path / "a.csv"
+    assert from_toml('data = ["a.csv"]', tmp_path).data == (tmp_path / "a.csv",)
+    for value, name in (("3", "data"), ("[3]", r"data\[0\]")):
+        with pytest.raises(
+            InvalidInputError, match=rf"recipe.toml: {name} must be a valid string, got {re.escape(value)}"
+        ):
+            from_toml(f"data = {value}", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -174,14 +174,18 @@ app = make_app(scripted_engine(say))
     max_examples=num_cases(40), derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
-@given(reply=replies, cut=st.one_of(st.none(), st.integers(1, 40)), stops=st.booleans())
+@given(
+    reply=replies,
+    cut=st.one_of(st.none(), st.integers(1, 40)),
+    stop=st.sampled_from(["", "END", "</think>\n\n", "l>\n", "a"]),
+)
 async def test_joined_streams_are_whole_answers_and_every_dialect_reads_the_same(
-    reply: str, cut: int | None, stops: bool
+    reply: str, cut: int | None, stop: str
 ) -> None:
     max_tokens = cut or len(encode(reply)) + 1
     user = {"role": "user", "content": "hi"}
-    stop = {"stop_sequences": ["END"]} if stops else {}
-    in_messages = {"messages": [user], "tools": MESSAGES_TOOLS, "max_tokens": max_tokens, **stop}
+    stops = {"stop_sequences": [stop]} if stop else {}
+    in_messages = {"messages": [user], "tools": MESSAGES_TOOLS, "max_tokens": max_tokens, **stops}
     in_responses = {"input": "hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens}
     in_chat = {"messages": [user], "tools": CHAT_TOOLS, "max_completion_tokens": max_tokens}
     say.ids = tuple(encode(reply))
@@ -191,7 +195,7 @@ async def test_joined_streams_are_whole_answers_and_every_dialect_reads_the_same
         response = await post(client, RESPONSES, in_responses)
         streamed = await read_events(client, RESPONSES, in_responses)
         assert without_ids(join_response(streamed)) == without_ids(response)
-        choice = await joined_stream(client, CHAT, {**in_chat, **({"stop": "END"} if stops else {})})
+        choice = await joined_stream(client, CHAT, {**in_chat, **({"stop": stop} if stop else {})})
         assert of_message(message) == of_choice(choice)
         assert of_response(response) == of_choice(await joined_stream(client, CHAT, in_chat))
     assert [block["type"] for block in message["content"] if not block.get("text", "x")] == []

@@ -69,6 +69,7 @@ async def test_a_reply_is_thinking_text_and_calls_in_their_order() -> None:
         (f"{CALL}<|im_end|>", {"tools": TOOLS, "tool_choice": {"type": "none"}}, "end_turn", None, CALL),
         (f"{BROKEN}<|im_end|>", {"tools": TOOLS}, "end_turn", None, BROKEN),
         ("a END b<|im_end|>", {"stop_sequences": ["no", "END"]}, "stop_sequence", "END", "a "),
+        ("<think>\n</think>\n\na b<|im_end|>", {"stop_sequences": ["k>\n\na"]}, "stop_sequence", "k>\n\na", None),
     ],
 )
 async def test_a_message_says_why_it_ended(

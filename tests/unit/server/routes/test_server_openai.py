@@ -131,7 +131,7 @@ async def test_a_malformed_call_and_a_truncation_are_counted(stream: bool) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_content_ends_before_a_stop_string_and_ids_do_not(stream: bool) -> None:
-    reply = ScriptedReply(completion_ids=encode("<think>\nhm STOP m\n</think>\n\none STOP two"))
+    reply = ScriptedReply(completion_ids=encode("<think>\nhm\n</think>\n\none STOP two"))
     asked: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": [" STOP", "unheard of"]}
     answer = await sdk(make_app(scripted_engine(lambda prompt_ids: reply))).chat.completions.create(
         **asked, stream=stream, extra_body={"return_token_ids": True}
@@ -347,7 +347,7 @@ async def test_a_model_may_be_an_adapters_name() -> None:
                 assert (await client.post(path, json={**body, "model": model})).status_code == 200
         unknown = await client.post("/v1/completions", json={"prompt": [5], "model": "parrot"})
         assert unknown.status_code == 404
-        assert "['tiny', 'pirate']" in unknown.json()["error"]["message"]
+        assert "['tiny', 'tiny@0', 'pirate']" in unknown.json()["error"]["message"]
         named = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
     assert [request.adapter for request in engine.requests] == ["pirate", None] * 4
     assert named == [MODEL, "pirate"]

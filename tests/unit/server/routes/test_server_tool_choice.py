@@ -1,5 +1,6 @@
 """Tools in chat completions: when calls are read, and what becomes of text that is no call."""
 
+import json
 from typing import Any
 
 import pytest
@@ -174,9 +175,82 @@ async def test_a_choice_that_cannot_be_made_is_refused(fields: dict[str, Any], e
     assert engine.requests == []
 
 
-@pytest.mark.parametrize("choice", ["required", FUNCTION])
-async def test_an_engine_without_structured_output_is_named(choice: Any) -> None:
-    async with asgi_client(make_app(scripted_engine(CALL))) as client:
-        answer = await client.post(CHAT, json={"messages": USER, "tools": TOOLS, "tool_choice": choice})
-    assert answer.status_code == 400
-    assert "needs structured output, which ScriptedEngine does not have" in answer.json()["error"]["message"]
+async def test_reasoning_has_both_of_its_names_whole_and_streamed() -> None:
+    async with asgi_client(make_app(scripted_engine(f"{REPLY}<|im_end|>"))) as client:
+        message = (await client.post(CHAT, json={"messages": USER})).json()["choices"][0]["message"]
+        events = (await client.post(CHAT, json={"messages": USER, "stream": True})).text
+    assert message["reasoning"] == message["reasoning_content"] == "hmm"
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in events.splitlines() if line.startswith("data: {")]
+    joined = {name: "".join(delta.get(name, "") for delta in deltas) for name in ("reasoning", "reasoning_content")}
+    assert joined == {"reasoning": "hmm", "reasoning_content": "hmm"}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None])
+async def test_empty_arguments_in_a_history_are_an_empty_object(arguments: str | None) -> None:
+    prompts = []
+    for own in (arguments, "{}"):
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": own}}
+        result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+        history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+        prompts.append((await ask("ok", messages=history, tools=[NOW]))[1])
+    assert prompts[0] == prompts[1]
+
+
+async def test_keys_inside_messages_without_effect_are_named() -> None:
+    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
+    message = {"role": "user", "content": parts, "priority": 3, "name": "me", "refusal": None, "é": 1}
+    async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:
+        for stream in (False, True):
+            answer = await client.post(CHAT, json={"messages": [message], "user": "u", "stream": stream})
+            assert answer.headers["x-unbroken-ignored"] == "user, messages.priority, messages.content.cache_control"
+        assert "x-unbroken-ignored" not in (await client.post(CHAT, json={"messages": USER})).headers
+
+
+def scripted_in_turn(*texts: str) -> Any:
+    """An engine without structured output, that answers with these texts, the last one again and again."""
+    left = [f"{text}<|im_end|>" for text in texts]
+    return scripted_engine(lambda _: encode(left.pop(0) if len(left) > 1 else left[0]))
+
+
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "texts", "num_tried"),
+    [
+        ("required", (CALL,), 1),
+        ("required", ("No.", BROKEN, f"{CALL}\n{CALL}"), 3),
+        (FUNCTION, (OTHER, f"{CALL}\n{CALL}", CALL), 3),
+    ],
+)
+async def test_an_engine_that_cannot_be_constrained_is_asked_again_for_a_required_call(
+    choice: Any, texts: tuple[str, ...], num_tried: int, stream: bool
+) -> None:
+    engine = scripted_in_turn(*texts)
+    app = make_app(engine)
+    async with asgi_client(app) as client:
+        body = {"messages": USER, "tools": [*TOOLS, NOW], "tool_choice": choice, "seed": 7}
+        if stream:
+            answered = await joined_stream(client, CHAT, body)
+        else:
+            answered = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+    assert {call["function"]["name"] for call in answered["tool_calls"]} == {"add"}
+    assert len(engine.requests) == num_tried
+    assert len({request.params.seed for request in engine.requests}) == num_tried
+    assert app.state.context.metrics.events["required_calls/sampled_again"] == num_tried - 1
+    assert app.state.context.metrics.events["required_calls/missing"] == 0
+
+
+@pytest.mark.parametrize(("temperature", "num_tried"), [(1.0, 8), (0.0, 1)])
+async def test_a_model_that_never_calls_is_given_up_and_its_answer_is_counted(
+    temperature: float, num_tried: int
+) -> None:
+    engine = scripted_in_turn("No.")
+    app = make_app(engine)
+    async with asgi_client(app) as client:
+        body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "temperature": temperature}
+        answer = await client.post(CHAT, json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "No."
+    assert len(engine.requests) == num_tried
+    assert app.state.context.metrics.events["required_calls/missing"] == 1

@@ -20,6 +20,7 @@ from unbroken.rendering.parsing.formats.harmony import HARMONY
 from unbroken.rendering.parsing.formats.hermes import HERMES
 from unbroken.rendering.parsing.formats.hunyuan import HUNYUAN3
 from unbroken.rendering.parsing.formats.inkling import INKLING
+from unbroken.rendering.parsing.formats.json_lists import GRANITE, INTERNLM, NEMOTRON, PHI, XLAM
 from unbroken.rendering.parsing.formats.kimi_k2 import KIMI_K2
 from unbroken.rendering.parsing.formats.kimi_k3 import KIMI_K3
 from unbroken.rendering.parsing.formats.lfm2 import LFM2
@@ -30,10 +31,8 @@ from unbroken.rendering.parsing.formats.minimax import MINIMAX_M1, MINIMAX_M2
 from unbroken.rendering.parsing.formats.minimax_m3 import MINIMAX_M3
 from unbroken.rendering.parsing.formats.mistral import MISTRAL
 from unbroken.rendering.parsing.formats.muse import MUSE
-from unbroken.rendering.parsing.formats.nemotron import NEMOTRON
-from unbroken.rendering.parsing.formats.phi import PHI
 from unbroken.rendering.parsing.formats.plain import PLAIN
-from unbroken.rendering.parsing.formats.pythonic import PYTHONIC
+from unbroken.rendering.parsing.formats.pythonic import OLMO3, PYTHONIC, TOOL_CODE
 from unbroken.rendering.parsing.formats.qwen3_coder import QWEN3_CODER, SEED
 from unbroken.rendering.parsing.formats.solar import SOLAR
 
@@ -61,6 +60,9 @@ FORMATS: tuple[CallFormat, ...] = (
     FUNCTION_GEMMA,
     LFM2,
     PYTHONIC,
+    TOOL_CODE,
+    OLMO3,
+    XLAM,
     LLAMA3,
     LLAMA4,
     MISTRAL,
@@ -70,6 +72,8 @@ FORMATS: tuple[CallFormat, ...] = (
     GIGACHAT,
     GIGACHAT3,
     NEMOTRON,
+    GRANITE,
+    INTERNLM,
     PHI,
     HERMES,
     PLAIN,

@@ -84,7 +84,11 @@ class _Values:
         while not self._take("}"):
             if values and not self._take(","):
                 raise _SyntaxError("no comma")
+            self._peek()
+            is_bare = self._position not in self._strings
             key = self._read_string_or_word()
+            if is_bare and key[0] in "\"'":  # JSON's or Python's: the key would be another one, with quotes in it
+                raise _SyntaxError("quotes that are not delimiters")
             if not self._take(":") or key in values:
                 raise _SyntaxError("a key without a value, or given twice")
             values[key] = self._read_value(depth + 1)

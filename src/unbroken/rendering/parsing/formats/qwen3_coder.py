@@ -4,9 +4,9 @@ QWEN3_CODER  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</func
 SEED         <seed:think>hm</seed:think>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n
              </seed:tool_call>
 
-In QWEN3_CODER, one newline before and after a value belongs to the format, other white space to the value. A parameter
-whose name has a `>` in it is read if the tool has one of this name, and is invalid syntax if that is in doubt. Seed-OSS
-writes lists and objects as Python does.
+In QWEN3_CODER, one newline before and after a value belongs to the format, unless the template writes none; other white
+space belongs to the value. With the newline, a parameter whose name has a `>` in it is read if the tool has one of this
+name, and is invalid syntax if that is in doubt. Seed-OSS writes lists and objects as Python does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _TAGS = CallTags(
     parameter="<parameter=",
     end_of_key=">",
     end_of_parameter="</parameter>",
-    strips_newline=True,
     unescape=str.strip,
 )
-_SEED_TAGS = replace(_TAGS, strips_newline=False, writes_python=True)
+_SEED_TAGS = replace(_TAGS, writes_python=True)
 
 QWEN3_CODER = CallFormat(
     name="qwen3_coder",
@@ -34,6 +33,7 @@ QWEN3_CODER = CallFormat(
         reasoning_region(),
         call_region("<tool_call>", "</tool_call>", _TAGS.read_single, inner_delimiters=_TAGS.inner_delimiters),
     ),
+    value_ends=("\n", "\n"),
     hints=("<tool_call>", "<function=", "<parameter="),
 )
 SEED = CallFormat(

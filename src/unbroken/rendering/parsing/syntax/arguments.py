@@ -1,7 +1,8 @@
 """Converts arguments that a format writes as text to values, by the tool's schema.
 
 schema               text                         value
-string               5                            "5": always the text
+string               5, null                      "5", "null": always the text
+string, default null null                         null: the default is a value too
 integer, array ..    5, [1, 2]                    5, [1, 2]: the text as JSON
 boolean, null        true, True, None             true, true, null: some templates write Python's words,
 array, object        ['a', None]                  ["a", null]: and Python's lists and dictionaries
@@ -108,7 +109,9 @@ def _find_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | 
     if isinstance(schema.get("$ref"), str):
         return _find_types(_resolve(schema["$ref"], root), root, depth + 1)
     if isinstance(schema.get("type"), str):
-        return {schema["type"], *(["null"] if schema.get("nullable") is True else [])}
+        # A default of null is a value, whatever the type says: `city: str = None` has the type "string".
+        may_be_null = schema.get("nullable") is True or ("default" in schema and schema["default"] is None)
+        return {schema["type"], *(["null"] if may_be_null else [])}
     if isinstance(schema.get("type"), list):
         return {name for name in schema["type"] if isinstance(name, str)}
     for key in ("anyOf", "oneOf"):

@@ -33,6 +33,8 @@ _TOKEN = re.compile(
     r"|(?P<refused>['\"#]|[-+~]\s*[-+~]|\bn\d|\w(?=['\"])|[0-9_](?:and|else|for|if|in|is|or|not))",
     re.DOTALL,
 )
+_FIRST_NAME = re.compile(r"\s*(?:\[\s*)?(?P<name>[^\W\d][\w.\-]*)\s*\(")
+_NEW_LINE = re.compile(r"(?<=\))\s*\n")
 _PLACEHOLDER = re.compile(r"n[0-9]+")
 _BACKSLASH = re.compile(
     r"\\(?:(?P<escape>[\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
@@ -44,14 +46,15 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read_python_calls(body: CallBody, tools: Sequence[ToolSchema]) -> Sequence[CallAttempt]:
-    """Read a list of calls, each with its span, or one call without brackets. Other bodies are one attempt."""
+    """Read a list of calls, each with its span, or calls on lines or with commas. Other bodies are one attempt."""
     num_blank = len(body.text) - len(body.text.lstrip())
     source = _Source()
     try:
         tree = source.parse(body.text.strip())
     except _InvalidError as error:
-        return [CallAttempt(status=error.status)]
-    if not isinstance(tree, ast.List):
+        first = _FIRST_NAME.match(body.text)
+        return [CallAttempt(status=error.status, name="" if first is None else first["name"])]
+    if not isinstance(tree, (ast.List, ast.Tuple)):
         return [_read_attempt(tree, source)]
     return [replace(_read_attempt(item, source), span=source.get_span(item, num_blank)) for item in tree.elts]
 
@@ -112,11 +115,11 @@ class _Source:
         pieces: list[str] = []
         position = length = depth = 0
         for match in _TOKEN.finditer(text):
-            depth = _count_depth(text[position : match.start()], depth)
-            for piece, start in (
-                (text[position : match.start()], position),
-                (self._convert_match(match), match.start()),
-            ):
+            between = text[position : match.start()]
+            depth = _count_depth(between, depth)
+            if depth == 0 and (line := _NEW_LINE.search(between)):  # calls on lines are as calls with commas
+                between = f"{between[: line.start()]},{between[line.start() + 1 :]}"
+            for piece, start in ((between, position), (self._convert_match(match), match.start())):
                 pieces.append(piece)
                 self._starts.append(length)
                 self._originals.append(start)

@@ -36,6 +36,7 @@ class TagReader:
         self._text = body.text
         self._delimiters = body.inner_delimiters
         self._next = 0
+        self._before_value, self._after_value = body.value_ends
         self.position = 0
 
     def skip_blank(self) -> None:
@@ -85,6 +86,10 @@ class TagReader:
             if self.is_at_end() or any(map(self.is_at, following)):
                 return self._text[start:stop]
 
+    def strip_value(self, text: str) -> str:
+        """Without what the template writes around each value (`CallFormat.value_ends`)."""
+        return text.removeprefix(self._before_value).removesuffix(self._after_value)
+
     def read_until_text(self, end: str) -> str:
         """Read up to the text `end`, not a delimiter, and skip it. Raises `TagSyntaxError` if it does not come."""
         stop = self._text.find(end, self.position)
@@ -95,10 +100,12 @@ class TagReader:
         return text
 
     def read_key(self, end: str, known: Collection[str]) -> str:
-        """Read a key up to `end`, which a newline should follow. A key with `end` in it must be one of the known ones.
+        """Read a key up to `end`. If a newline should follow, a key with `end` in it must be one of the known ones.
 
         Raises `TagSyntaxError` if it is not: the rest could also be the value.
         """
+        if not self._before_value.startswith("\n"):
+            return self.read_until_text(end)
         start, tag = self.position, self._find_delimiter(self.position)
         key, stop = self.read_until_text(end), self._text.find(f"{end}\n", start, None if tag is None else tag.start)
         longer = self._text[start : max(stop, start)]
@@ -129,10 +136,7 @@ def _is_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
-    """The tags of one call with a tag around each argument. Families differ in their tags only.
-
-    All white space inside a parameter belongs to its value, unless the family writes a newline on both sides of it.
-    """
+    """The tags of one call with a tag around each argument. Families differ in their tags only."""
 
     opening: str
     """Before the name: `<invoke name="`."""
@@ -146,8 +150,6 @@ class CallTags:
     string_attributes: Mapping[str, bool] = field(default_factory=dict)
     """Attributes after the key that say whether the value is a string; the value is JSON if not. Without one of them,
     the tool's schema decides."""
-    strips_newline: bool = False
-    """One newline before and after a value belongs to the format."""
     writes_python: bool = False
     """Lists and objects are written as Python does."""
     quotes: tuple[str, str] | None = None
@@ -223,7 +225,8 @@ class CallTags:
         are_strings: dict[str, bool] = {}
         while tags.is_at(self.parameter):
             tags.expect(self.parameter)
-            written, _, attribute = self._read_key(tags, name, tools).partition('" ')
+            known = find_parameters(name, tools).get("properties") or ()
+            written, _, attribute = tags.read_key(self.end_of_key, known).partition('" ')
             key = self.unescape(written)
             if key in texts:
                 raise TagSyntaxError(f"{key} is given twice")
@@ -234,19 +237,12 @@ class CallTags:
                 texts[key] = tags.read_until(self.quotes[1])
                 are_strings[key] = True
             else:
-                texts[key] = self._strip(tags.read_until_before(self.end_of_parameter, (self.parameter, self.closing)))
+                written = tags.read_until_before(self.end_of_parameter, (self.parameter, self.closing))
+                texts[key] = tags.strip_value(written)
         if not name:
             return CallAttempt(status=ToolCallStatus.MISSING_NAME)
         arguments = convert_arguments(texts, name, tools, are_strings=are_strings, writes_python=self.writes_python)
         return CallAttempt(status=ToolCallStatus.OK, name=name, arguments=arguments)
-
-    def _read_key(self, tags: TagReader, name: str, tools: Sequence[ToolSchema]) -> str:
-        if not self.strips_newline:
-            return tags.read_until_text(self.end_of_key)
-        return tags.read_key(self.end_of_key, find_parameters(name, tools).get("properties") or ())
-
-    def _strip(self, value: str) -> str:
-        return value.removeprefix("\n").removesuffix("\n") if self.strips_newline else value
 
 
 class KeyValueTags:
@@ -279,7 +275,7 @@ class KeyValueTags:
                 tags.expect(self._value)
                 if key in texts:
                     raise TagSyntaxError(f"{key} is given twice")
-                texts[key] = tags.read_until_before(self._end_of_value, (self._key,))
+                texts[key] = tags.strip_value(tags.read_until_before(self._end_of_value, (self._key,)))
         except TagSyntaxError:
             return [CallAttempt(status=ToolCallStatus.INVALID_SYNTAX, name=name if _is_name(name) else "")]
         if not name:

@@ -72,6 +72,8 @@ def test_values_are_read(written: str, arguments: dict[str, object]) -> None:
         ("call:f{a:word}", ToolCallStatus.INVALID_SYNTAX),
         ('call:f{a:"x"}', ToolCallStatus.INVALID_SYNTAX),
         ("call:f{a:NaN}", ToolCallStatus.INVALID_SYNTAX),
+        ('call:f{"a":1}', ToolCallStatus.INVALID_SYNTAX),
+        ("call:f{a:{'k':1}}", ToolCallStatus.INVALID_SYNTAX),
         (f"call:f{{a:{Q}x}}", ToolCallStatus.INVALID_SYNTAX),
         (f"call:f{{a:{Q}x{Q}{Q}y{Q}}}", ToolCallStatus.INVALID_SYNTAX),
         (f"call:f{{a:1{Q}x{Q}}}", ToolCallStatus.INVALID_SYNTAX),

@@ -2,9 +2,10 @@
 
 import pytest
 
-from support.parsing import FormatOnTokenizer
+from support.parsing import FormatOnTokenizer, tool
 from unbroken.rendering.base import ToolCallStatus
-from unbroken.rendering.parsing.formats import LLAMA3
+from unbroken.rendering.parsing.call_format import CallFormat
+from unbroken.rendering.parsing.formats import LLAMA3, PYTHONIC, XLAM
 
 FORM = FormatOnTokenizer(LLAMA3, control=("<|python_tag|>", "<|eom_id|>"), stops=("<|eot_id|>",))
 ADD = '{"name": "add", "parameters": {"a": 1}}'
@@ -82,10 +83,43 @@ def test_a_call_behind_text_is_text() -> None:
 def test_a_malformed_call_is_data_with_its_status_and_span(text: str, status: ToolCallStatus, span: str) -> None:
     (call,) = FORM.parse(text).tool_calls
     assert call.status is status
-    assert call.name == ("f" if status is ToolCallStatus.INVALID_ARGUMENTS else "")
+    assert call.name == ("f" if status in (ToolCallStatus.INVALID_ARGUMENTS, ToolCallStatus.INVALID_SYNTAX) else "")
     assert [part for kind, part in FORM.parts(text) if kind == "tool_call"] == [span]
 
 
 def test_a_good_call_before_a_broken_one_counts() -> None:
     calls = FORM.parse(f'{ADD}; {{"name": "now", <|eot_id|>').tool_calls
     assert [call.status for call in calls] == [ToolCallStatus.OK, ToolCallStatus.INVALID_JSON]
+
+
+TOOLS = [tool("add", a={"type": "integer"}), tool("now")]
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "names"),
+    [
+        (LLAMA3, f"Let me see.\n{ADD}", ["add"]),
+        (LLAMA3, f"Let me see. {ADD}; {NOW}", ["add", "now"]),
+        (LLAMA3, f"Let me see. {ADD} It is 3.", []),
+        (LLAMA3, 'Let me see. {"name": "other", "parameters": {}}', []),
+        (LLAMA3, 'Let me see. {"name": "add"}', []),
+        (LLAMA3, 'So: {"a": {"b": 1}}', []),
+        (PYTHONIC, "Let me see [1]. [add(a=1), now()]", ["add", "now"]),
+        (PYTHONIC, "The call [add(a=1)] gave 3.", []),
+        (PYTHONIC, "See a[now()].", []),
+        (XLAM, 'Let me see. [{"name": "add", "arguments": {"a": 1}}]', ["add"]),
+    ],
+)
+def test_a_call_that_ends_a_turn_behind_text_stays_content_and_is_counted(
+    call_format: CallFormat, text: str, names: list[str]
+) -> None:
+    form = FormatOnTokenizer(call_format)
+    parsed = form.parse(f"{text}<|im_end|>", tools=TOOLS)
+    assert parsed.content == text
+    assert [(call.status, call.name) for call in parsed.tool_calls] == [
+        (ToolCallStatus.BEHIND_TEXT, name) for name in names
+    ]
+    assert not form.parse(f"{text}<|im_end|>").tool_calls, "without tools nothing is a call"
+    reader = form.parser.open_reader(tools=TOOLS)
+    deltas = [*reader.feed(form.ids(f"{text}<|im_end|>")), *reader.close()]
+    assert "".join(delta.text for delta in deltas) == text, "it is said once"

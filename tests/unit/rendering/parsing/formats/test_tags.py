@@ -160,3 +160,13 @@ def test_values_have_the_types_of_the_tool_that_is_called() -> None:
     ].arguments == {"a": "1"}
     text = f"<minimax:tool_call>{invoke('f', a='1')}{invoke('g', a='1')}</minimax:tool_call>"
     assert [call.arguments for call in M2.parse(text, tools=tools).tool_calls] == [{"a": "1"}, {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [({"type": "string", "default": None}, None), ({"type": "string"}, "null"), ({"type": ["string", "null"]}, None)],
+)
+def test_a_null_of_glm_is_no_text_if_the_default_of_the_string_is_null(schema: dict[str, Any], value: Any) -> None:
+    text = "<tool_call>f<arg_key>city</arg_key><arg_value>null</arg_value></tool_call>"
+    (call,) = GLM.parse(text, tools=[tool("f", city=schema)]).tool_calls
+    assert call.arguments == {"city": value}

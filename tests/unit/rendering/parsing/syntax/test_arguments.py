@@ -15,6 +15,10 @@ STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"
     [
         ("5", STRING, "5"),
         ("null", STRING, "null"),
+        ("null", {"type": "string", "default": None}, None),
+        ("null", {"type": "string", "default": "null"}, "null"),
+        ("nulls", {"type": "string", "default": None}, "nulls"),
+        ("5", {"type": "string", "default": None}, "5"),
         ('"x"', STRING, '"x"'),
         ('"x"', {"type": ["string", "null"]}, '"x"'),
         ('"x"', None, "x"),

@@ -51,6 +51,15 @@ def test_each_call_has_its_span() -> None:
 
 
 @pytest.mark.parametrize(
+    "body", ["f(a='x\ny')\nnow()", "\nf(a='x\ny')  \n\n now()\n", "f(a='x\ny'),\nnow()", "f(a='x\ny'), now()"]
+)
+def test_calls_may_stand_on_lines_without_a_list(body: str) -> None:
+    calls = read_python_calls(CallBody(text=body), ())
+    assert [(call.name, call.arguments) for call in calls] == [("f", {"a": "x\ny"}), ("now", {})]
+    assert [body[slice(*call.span)] for call in calls if call.span] == ["f(a='x\ny')", "now()"]
+
+
+@pytest.mark.parametrize(
     ("text", "status"),
     [
         ("f(a=g())", ToolCallStatus.INVALID_ARGUMENTS),
