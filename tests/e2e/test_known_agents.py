@@ -17,17 +17,16 @@ from support.gateways import make_gateway
 from support.servers import listening, scripted_engine
 from unbroken.client import AsyncClient
 from unbroken.rollout.agents.command import Check, CommandAgent, Workspace
-from unbroken.rollout.agents.known import KNOWN_AGENTS, UNANSWERED
+from unbroken.rollout.agents.known import KNOWN_AGENTS
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.types import SamplingParams
 
 pytestmark = pytest.mark.clients
-ANSWERED = [name for name, agent in KNOWN_AGENTS.items() if agent.dialect not in UNANSWERED]
 
 
-@pytest.mark.parametrize("name", ANSWERED)
+@pytest.mark.parametrize("name", KNOWN_AGENTS)
 async def test_i4_a_known_agent_does_a_task_in_a_copy_of_a_folder_and_its_row_is_exact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.agents.command import Check, CommandAgent, Workspace, check_program
-from unbroken.rollout.agents.known import KNOWN_AGENTS, UNANSWERED
+from unbroken.rollout.agents.known import KNOWN_AGENTS
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import AgentSession
 from unbroken.rollout.limits import Limits
@@ -139,8 +139,8 @@ def test_what_is_missing_is_named_with_its_install_command(monkeypatch: pytest.M
     for name, agent in KNOWN_AGENTS.items():
         with pytest.raises(InvalidInputError) as raised:
             agent.check(name)
-        assert repr(name) in str(raised.value)
-        assert (agent.install in str(raised.value)) == (agent.dialect not in UNANSWERED)
+        assert f"got {name!r}: there is no program {agent.program} on PATH" in str(raised.value)
+        assert str(raised.value).endswith(f"Install it: {agent.install}")
     install_codex(tmp_path / "bin", monkeypatch)
     KNOWN_AGENTS["codex"].check("codex")
 
@@ -294,3 +294,9 @@ async def test_a_command_works_in_a_copy_too(workspace: Path) -> None:
     assert not isinstance(found, float | None)
     assert (found.reward, found.failure) == (1.0, None)
     assert (workspace / "notes.txt").read_text() == "as it was"
+
+
+def test_the_page_of_the_gateway_has_each_known_agent() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text("utf-8")
+    for name, agent in KNOWN_AGENTS.items():
+        assert f"| `{name}` | `{agent.program}` | `{agent.install}` | {agent.dialect} |" in page

@@ -16,10 +16,6 @@ from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, get_text
 from unbroken.rollout.agents.session import AgentSession
 
-GEMINI = "Gemini"
-UNANSWERED = frozenset({GEMINI})
-"""Dialects that no route of the gateway answers yet."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownAgent:
@@ -43,11 +39,6 @@ class KnownAgent:
 
     def check(self, name: str) -> None:
         """Raise `InvalidInputError` if it cannot be started here as `agent.name`."""
-        if self.dialect in UNANSWERED:
-            raise InvalidInputError(
-                f"agent.name must be an agent whose dialect the gateway answers, got {name!r}, which speaks "
-                f"{self.dialect}'s"
-            )
         if shutil.which(self.program) is None:
             raise InvalidInputError(
                 f"agent.name must be an agent that is installed, got {name!r}: there is no program {self.program} on "
@@ -140,7 +131,7 @@ wire_api = "responses"
     "gemini-cli": KnownAgent(
         program="gemini",
         install="npm install -g @google/gemini-cli",
-        dialect=GEMINI,
+        dialect="Gemini",
         words=("--yolo", "--skip-trust", "--model", "{model}", "--prompt={instruction}"),
         files={
             ".gemini/settings.json": """{"security": {"auth": {"selectedType": "gemini-api-key"}},
