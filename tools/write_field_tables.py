@@ -14,6 +14,7 @@ from unbroken.server.routes.token_generate import TokenGenerateBody, TokenSampli
 from unbroken.server.wire import fields
 from unbroken.server.wire.anthropic import MessagesBody
 from unbroken.server.wire.fields import DEFAULTS, Fields
+from unbroken.server.wire.gemini import ContentPart, ContentsBody, GenerationConfig
 from unbroken.server.wire.responses import ResponsesBody
 
 PAGE = Path(__file__).parents[1] / "docs/protocols.md"
@@ -25,6 +26,10 @@ TABLES: tuple[tuple[str, Fields, type[BaseModel] | None], ...] = (
     ("Items and parts of `/v1/responses`", fields.RESPONSES_ITEMS, None),
     ("`/v1/messages`", fields.MESSAGES, MessagesBody),
     ("Blocks and tools of `/v1/messages`", fields.MESSAGES_BLOCKS, None),
+    ("`:generateContent`, `:streamGenerateContent`", fields.GEMINI, ContentsBody),
+    ("`generationConfig` of `:generateContent`", fields.GEMINI_CONFIG, GenerationConfig),
+    ("Parts of `:generateContent`, and what is in them", fields.GEMINI_PARTS, ContentPart),
+    ("Tools and `toolConfig` of `:generateContent`", fields.GEMINI_TOOLS, None),
     ("`/inference/v1/generate`", fields.GENERATE, TokenGenerateBody),
     ("`sampling_params` of `/inference/v1/generate`", fields.GENERATE_SAMPLING, TokenSampling),
 )
@@ -41,11 +46,16 @@ def write_page(page: str) -> str:
     return f"{before}{START}{make_tables()}{rest[rest.index(END) :]}"
 
 
+def list_names(body: type[BaseModel]) -> set[str]:
+    """The fields of a body as its clients write them."""
+    return {field.alias or name for name, field in body.model_fields.items()}
+
+
 def _make_table(title: str, known: Fields, body: type[BaseModel] | None) -> str:
     rest = "ignored" if known.ignores_unknown else "refused"
     lines = [f"\n**{title}**", "", "| fields | here | why |", "|---|---|---|"]
     if body is not None:
-        followed = ", ".join(f"`{name}`" for name in sorted(body.model_fields))
+        followed = ", ".join(f"`{name}`" for name in sorted(list_names(body)))
         lines.append(f"| {followed} | followed | |")
     lines += _make_rows(known.refused, "refused") + _make_rows(known.ignored, "ignored")
     return "\n".join([*lines, f"| any other | {rest} | it is not a known field |", ""])

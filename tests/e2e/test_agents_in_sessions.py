@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 
 from support.agent_players import ADDITIONS, ANSWER, NOTES, NUMBERS, Player, Step, add_up, count_trained, write_notes
-from support.agent_programs import CLAUDE_CODE, CODEX, OPENCODE, Program, make_environment, mini_swe_agent, script
+from support.agent_programs import (
+    CLAUDE_CODE,
+    CODEX,
+    GEMINI_CLI,
+    OPENCODE,
+    Program,
+    make_environment,
+    mini_swe_agent,
+    script,
+)
 from support.gateways import make_gateway
 from support.servers import listening, scripted_engine
 from unbroken.client import AsyncClient
@@ -32,12 +41,13 @@ SUMS = (
     script("openai", "chat", venv=None),
     script("openai_responses", "Responses", venv=None),
     script("anthropic", "Messages"),
+    script("gemini", "Gemini"),
     script("litellm", "chat"),
     script("langchain", "chat", venv="langchain"),
     script("pydantic_ai", "chat"),
     script("openai_agents", "Responses", venv="openai-agents"),
 )
-SHELLS = (mini_swe_agent(text=False), mini_swe_agent(text=True), CODEX, CLAUDE_CODE, OPENCODE)
+SHELLS = (mini_swe_agent(text=False), mini_swe_agent(text=True), CODEX, CLAUDE_CODE, OPENCODE, GEMINI_CLI)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

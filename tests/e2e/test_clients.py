@@ -55,6 +55,15 @@ def test_anthropics_sdk_uses_a_tool_over_three_turns() -> None:
     assert found["refused"] == "not_found_error"
 
 
+def test_googles_sdk_uses_a_tool_over_three_turns() -> None:
+    found, played = run("gemini", venv="agents")
+    assert found["answer"] == found["streamed"] == ANSWER
+    assert found["calls"] == [[2, 3], [5, 4]] * 2
+    assert len(played.turns) == 6
+    assert found["counted"] > 0
+    assert found["refused"] == "NOT_FOUND"
+
+
 @pytest.mark.parametrize(("name", "venv"), [("openai_responses", None), ("openai_agents", "openai-agents")])
 def test_a_client_of_responses_uses_a_tool_over_three_turns(name: str, venv: str | None) -> None:
     found, played = run(name, venv=venv)

@@ -41,7 +41,7 @@ _SHELLS: dict[str, Callable[[str], dict[str, Any]]] = {
     "exec_command": lambda command: {"cmd": command},
     "shell_command": lambda command: {"command": command},
     "shell": lambda command: {"command": ["bash", "-c", command]},
-    "run_shell_command": lambda command: {"command": command, "is_background": False},
+    "run_shell_command": lambda command: {"command": command, "description": "Run a command", "is_background": False},
     "run_commands": lambda command: {"commands": [command]},
 }
 """Names of agents' shell tools, and the arguments that run a command."""

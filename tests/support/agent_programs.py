@@ -102,6 +102,13 @@ def _opencode(url: str, folder: Path) -> list[str]:
     return [_find_npm("opencode"), "run", "-m", "gateway/any", TASK]
 
 
+def _gemini(url: str, folder: Path) -> list[str]:
+    settings = folder / ".gemini" / "settings.json"
+    settings.parent.mkdir(exist_ok=True)
+    settings.write_text(json.dumps({"security": {"auth": {"selectedType": "gemini-api-key"}}}))
+    return [_find_npm("gemini"), "--yolo", "-m", "any", "-p", TASK]
+
+
 def _read_npm_version(package: str) -> str:
     version: str = json.loads((VENVS / "npm" / "node_modules" / package / "package.json").read_text())["version"]
     return version
@@ -138,6 +145,19 @@ OPENCODE = Program(
     read_version=lambda: _read_npm_version("opencode-ai"),
     command=_opencode,
     environment=lambda url: {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+)
+
+
+GEMINI_CLI = Program(
+    name="gemini-cli",
+    dialect="Gemini",
+    read_version=lambda: _read_npm_version("@google/gemini-cli"),
+    command=_gemini,
+    environment=lambda url: {
+        "GOOGLE_GEMINI_BASE_URL": url,
+        "GEMINI_API_KEY": "none",
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    },
 )
 
 

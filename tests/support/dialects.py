@@ -1,4 +1,4 @@
-"""Anthropic's Messages and OpenAI's Responses for tests: streams joined as their SDKs join them."""
+"""Anthropic's Messages, OpenAI's Responses and Gemini's for tests: streams joined as their SDKs join them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import httpx
 
+from support.servers import MODEL
+
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
+GEMINI = f"/v1beta/models/{MODEL}:generateContent"
 
 
 async def read_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,7 +68,7 @@ def join_message(events: list[dict[str, Any]]) -> dict[str, Any]:
 def without_ids(value: Any) -> Any:
     """An answer without its ids and times, which differ from one answer to the next."""
     if isinstance(value, dict):
-        hidden = ("id", "call_id", "item_id", "created_at", "completed_at")
+        hidden = ("id", "call_id", "item_id", "responseId", "created_at", "completed_at")
         return {key: without_ids(one) for key, one in value.items() if key not in hidden}
     return [without_ids(one) for one in value] if isinstance(value, list) else value
 
@@ -114,3 +117,30 @@ def join_response(events: list[dict[str, Any]]) -> dict[str, Any]:
                 response = event["response"]
     assert response["output"] == output
     return response
+
+
+async def read_answers(client: httpx.AsyncClient, body: dict[str, Any], *, path: str = GEMINI) -> list[dict[str, Any]]:
+    """The events of a streamed answer of Gemini's, which have no names, and no mark at their end."""
+    answer = await client.post(f"{path.replace(':generate', ':streamGenerate')}?alt=sse", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(entry.removeprefix("data: ")) for entry in answer.text.strip().split("\n\n")]
+
+
+def join_answers(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the events of Gemini's dialect: parts one after the other, and all else from the last one."""
+    parts: list[dict[str, Any]] = []
+    for event in events:
+        (candidate,) = event["candidates"]
+        assert ("finishReason" in candidate) == (event is events[-1])
+        for part in candidate["content"]["parts"]:
+            before = parts[-1] if parts else {}
+            if part == {"text": ""}:
+                assert event is events[-1], "an event that has nothing new"
+            elif "text" in before and part.keys() == before.keys() - {"thoughtSignature"}:
+                before["text"] += part["text"]
+            else:
+                parts.append(part)
+    last = events[-1]
+    last["candidates"][0]["content"]["parts"] = parts or [{"text": ""}]
+    return last

@@ -31,6 +31,8 @@ class CreatedSession(TypedDict):
     """It ends with `/v1`."""
     anthropic_base_url: str
     """SDKs add `/v1/messages`."""
+    gemini_base_url: str
+    """SDKs add `/v1beta/models/...`."""
     model: str
     expires_at: float
     """Unix time in seconds."""

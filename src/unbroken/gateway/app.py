@@ -4,10 +4,11 @@
 
 Authorization: Bearer ub-session-...      the session's key opens what an agent needs in this session, nothing else;
 x-api-key: ub-session-...                 Anthropic's SDKs send it so
+x-goog-api-key: ub-session-...            Google's; on their paths also ?key=ub-session-...
 /s/ub-session-.../v1/messages             the key in the path, for an agent that sends another key, or none
 HEAD /s/ub-session-...                    is answered: some agents look first whether their base URL does
 
-The path loses the key there: no metric, log or answer has it. A session's id is a name, and opens nothing.
+Path and query lose the key there: no metric, log or answer has it. A session's id is a name, and opens nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlencode
 
 import httpx
 from fastapi import FastAPI
@@ -40,17 +41,25 @@ from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.app import create_app
 from unbroken.server.config import ServerConfig
 from unbroken.server.context import MakeRenderer, ServerContext
-from unbroken.server.http.errors import HttpError, error_response
-from unbroken.server.http.guard import ANY_MODEL, AUTHORIZED, KNOWS_RETRIES, SESSION, ReplayBody
+from unbroken.server.http.errors import GOOGLE_METHODS, HttpError, error_response
+from unbroken.server.http.guard import (
+    ANY_MODEL,
+    AUTHORIZED,
+    KEY_HEADERS,
+    KNOWS_RETRIES,
+    SESSION,
+    ReplayBody,
+    read_keys,
+)
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener
 
-_KEY_OF_PATH = "unbroken.key_of_path"
-"""Where it has the session's key, if that was in the path."""
+_KEY_OF_URL = "unbroken.key_of_url"
+"""Where it has the session's key, if that was in the path or the query."""
 _ELSEWHERE = "unbroken.elsewhere"
 """Where it says that another gateway took the session first."""
 _HOP = b"x-unbroken-forwarded"
-_KEYS = frozenset({b"authorization", b"x-api-key"})
+_KEYS = frozenset({b"authorization", *KEY_HEADERS})
 _RETRY = b"x-stainless-retry-count"
 _OF_CONNECTION = frozenset(
     {
@@ -73,7 +82,8 @@ _AGENT_PATHS = frozenset(
         ("GET", "/v1/models"),
     }
 )
-"""What the key of a session opens."""
+"""What the key of a session opens, besides the paths of Google's API."""
+_GOOGLE_PATH = "/v1beta/models/{model}:generateContent"
 _log = logging.getLogger(__name__)
 FindByKey = Callable[[str], Awaitable[str | None]]
 
@@ -145,7 +155,7 @@ class SessionGate:
         if (found := _PREFIX.fullmatch(scope["path"])) is not None:
             scope["path"] = found[2] or "/"
             scope["raw_path"] = quote(scope["path"]).encode()
-            scope[_KEY_OF_PATH] = found[1]
+            scope[_KEY_OF_URL] = found[1]
             if (in_path := await self._find_by_key(found[1])) is None:
                 raise HttpError(
                     404,
@@ -154,24 +164,27 @@ class SessionGate:
                     code="session_not_found",
                 )
         key = _read_key(scope)
-        by_key = await self._find_by_key(key) if key is not None and key.startswith(KEY_PREFIX) else None
+        by_key = None if key is None else await self._find_by_key(key)
         if in_path is not None and by_key is not None and in_path != by_key:
             raise HttpError(403, "the key is another session's than the one in the path", code="wrong_session")
         session_id = by_key or in_path
         if session_id is None:
-            if key is not None and key.startswith(KEY_PREFIX):
+            if key is not None:
                 raise HttpError(401, "the key is no session's: it was deleted, or never was", code="invalid_api_key")
             return
         path = scope["path"].rstrip("/")
         is_probe = scope["method"] == "HEAD" and not path
         is_model = scope["method"] == "GET" and path.startswith("/v1/models/")
-        if (scope["method"], path) not in _AGENT_PATHS and not (is_model or is_probe):
-            allowed = sorted({path for _, path in _AGENT_PATHS})
+        is_google = scope["method"] == "POST" and path.endswith(GOOGLE_METHODS)
+        if (scope["method"], path) not in _AGENT_PATHS and not (is_model or is_google or is_probe):
+            allowed = sorted({_GOOGLE_PATH, *(path for _, path in _AGENT_PATHS)})
             raise HttpError(
                 403,
                 f"a session may use the paths {allowed}, not {scope['method']} {path[:100]}",
                 code="path_not_allowed",
             )
+        if is_google:
+            _drop_key_of_query(scope)
         scope[SESSION] = session_id
         scope[ANY_MODEL] = session_id
         scope[AUTHORIZED] = scope[KNOWS_RETRIES] = True
@@ -245,7 +258,7 @@ class Forwarding:
         """Answer as the gateway at `url` does; returns whether it began to. Else `scope` is the request to answer."""
         target = httpx.URL(url).copy_with(raw_path=scope["raw_path"] + (b"?" + scope["query_string"]).rstrip(b"?"))
         headers = _pass_headers(scope["headers"])
-        if (key := scope.get(_KEY_OF_PATH)) is not None:  # in a path, it would be in httpx's log
+        if (key := scope.get(_KEY_OF_URL)) is not None:  # in a URL, it would be in httpx's log
             headers = [pair for pair in headers if pair[0] not in _KEYS]
             headers.append((b"authorization", b"Bearer " + key.encode()))
         has_begun = False
@@ -290,9 +303,19 @@ def add_end(scope: Scope, end: Callable[[bool], None]) -> None:
 
 
 def _read_key(scope: Scope) -> str | None:
-    headers = dict(scope["headers"])
-    given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-    return given.decode("latin-1").strip() or None
+    """The first key that is a session's; some agents send one as `Authorization` without a scheme."""
+    given = [*read_keys(scope), dict(scope["headers"]).get(b"authorization", b"")]
+    return next((key for one in given if (key := one.decode("latin-1").strip()).startswith(KEY_PREFIX)), None)
+
+
+def _drop_key_of_query(scope: Scope) -> None:
+    """Take the key out of the query, for which `_KEY_OF_URL` has it, unless the path had one."""
+    pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    keys = [value for name, value in pairs if name == "key"]
+    if keys:
+        scope["query_string"] = urlencode([pair for pair in pairs if pair[0] != "key"]).encode()
+        if keys[0].startswith(KEY_PREFIX):
+            scope.setdefault(_KEY_OF_URL, keys[0])
 
 
 class SessionTurns:

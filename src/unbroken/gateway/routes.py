@@ -49,7 +49,8 @@ class FinishSessionBody(StrictBody):
 @router.post(
     "/v1/sessions",
     summary="Create a session",
-    response_description="`session_id`, `api_key`, `openai_base_url`, `anthropic_base_url`, `model`, `expires_at`",
+    response_description="`session_id`, `api_key`, `model`, `expires_at`; `openai_base_url`, `anthropic_base_url`, "
+    "`gemini_base_url`",
 )
 async def create_session(body: CreateBody, request: Request) -> Response:
     """Create a session. Give its key and one of its URLs, which contains the key, to an agent."""
@@ -69,6 +70,7 @@ async def create_session(body: CreateBody, request: Request) -> Response:
             "api_key": created.api_key,
             "openai_base_url": f"{root}/v1",
             "anthropic_base_url": root,
+            "gemini_base_url": root,
             "model": name,
             "expires_at": created.record.expires_s,
         }

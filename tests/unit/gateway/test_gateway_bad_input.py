@@ -22,6 +22,7 @@ from unbroken.gateway.app import _AGENT_PATHS
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 from unbroken.ledger.store import open_store
 from unbroken.server.http.access import Access
+from unbroken.server.http.errors import GOOGLE_METHODS
 from unbroken.server.routes import list_access, load_routers
 from unbroken.types import SampleChunk, SampleRequest
 
@@ -80,7 +81,8 @@ async def test_with_the_url_of_a_session_an_agent_reaches_its_own_turns_and_no_o
             for method in route.methods - {"HEAD", "OPTIONS"}:
                 for session_id in (mine["session_id"], other["session_id"]):
                     path = route.path.replace("{session_id}", session_id).replace("{sha256}", "0" * 64)
-                    in_session = (method, route.path.rstrip("/")) in _AGENT_PATHS or "/v1/models/" in route.path
+                    is_agents = "/v1/models/" in route.path or route.path.endswith(GOOGLE_METHODS)
+                    in_session = (method, route.path.rstrip("/")) in _AGENT_PATHS or is_agents
                     for base, key in ((own, None), (own, mine["api_key"]), ("", mine["api_key"]), ("", None)):
                         if ((base or key) and in_session) or (not base and route.path.rstrip("/") in open_to_all):
                             continue

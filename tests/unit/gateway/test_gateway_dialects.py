@@ -10,7 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from support.dialects import MESSAGES, RESPONSES, join_message, join_response, read_events
+from support.dialects import (
+    GEMINI,
+    MESSAGES,
+    RESPONSES,
+    join_answers,
+    join_message,
+    join_response,
+    read_answers,
+    read_events,
+)
 from support.gateways import error, running_gateway, scripted
 from support.servers import encode
 
@@ -103,17 +112,46 @@ async def play_responses(agent: httpx.AsyncClient, stream: bool, keep: Callable[
         ]
 
 
+async def play_gemini(agent: httpx.AsyncClient, stream: bool, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """As gemini-cli 0.61: ids with the function's name, no thoughts but their signatures, texts joined."""
+    path = GEMINI.replace("tiny", "gemini-pro")
+    fields = {
+        "systemInstruction": {"parts": [{"text": "You are an agent."}], "role": "user"},
+        "tools": [{"functionDeclarations": [{"name": "look", "description": "Look.", "parametersJsonSchema": SCHEMA}]}],
+        "generationConfig": {"temperature": 1, "thinkingConfig": {"includeThoughts": keep is keep_all}},
+    }
+    contents: list[dict[str, Any]] = [{"role": "user", "parts": [{"text": "Today."}, {"text": "What is in it?"}]}]
+    for _ in REPLIES:
+        body = {**fields, "contents": contents}
+        if stream:
+            answered = join_answers(await read_answers(agent, body, path=path))
+        else:
+            answer = await agent.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            answered = answer.json()
+        assert answered["modelVersion"] == "gemini-pro"
+        content = answered["candidates"][0]["content"]
+        calls = [part["functionCall"] for part in content["parts"] if "functionCall" in part]
+        if not calls:
+            return
+        for call in calls:
+            call["id"] = f"look__{call['id']}"
+        contents.append({**content, "parts": [part for part in content["parts"] if keep(part)]})
+        responses = [{"id": call["id"], "name": "look", "response": {"output": "17"}} for call in calls]
+        contents.append({"role": "user", "parts": [{"functionResponse": response} for response in responses]})
+
+
 def keep_all(block: dict[str, Any]) -> bool:
     return True
 
 
 def drop_reasoning(block: dict[str, Any]) -> bool:
-    return block["type"] not in ("thinking", "reasoning")
+    return block.get("type") not in ("thinking", "reasoning") and not block.get("thought")
 
 
 @pytest.mark.parametrize("keep", [keep_all, drop_reasoning])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("play", [play_messages, play_responses])
+@pytest.mark.parametrize("play", [play_messages, play_responses, play_gemini])
 async def test_i1_an_agent_of_each_dialect_is_one_exact_row(
     tmp_path: Path, play: Any, stream: bool, keep: Callable[[dict[str, Any]], bool]
 ) -> None:
@@ -130,17 +168,20 @@ async def test_i1_an_agent_of_each_dialect_is_one_exact_row(
     assert trained == [one for reply in REPLIES for one in encode(reply)]
 
 
-@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES, GEMINI])
 async def test_a_session_in_the_path_refuses_in_the_dialects_form(tmp_path: Path, path: str) -> None:
     async with running_gateway(scripted("ok<|im_end|>"), tmp_path) as gateway:
         created = await gateway.create()
         await gateway.client.post(f"/v1/sessions/{created['session_id']}/finish", json={"status": "completed"})
-        body = (
-            {"input": "x"} if path == RESPONSES else {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
-        )
-        refused = await gateway.client.post(f"/s/{created['api_key']}{path}", json=body)
+        bodies: dict[str, dict[str, Any]] = {
+            MESSAGES: {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+            RESPONSES: {"input": "x"},
+            GEMINI: {"contents": [{"parts": [{"text": "x"}]}]},
+        }
+        refused = await gateway.client.post(f"/s/{created['api_key']}{path}", json=bodies[path])
     assert refused.status_code == 409
     assert ("type" in refused.json()) == (path == MESSAGES)
+    assert ("status" in refused.json()["error"]) == (path == GEMINI)
 
 
 async def test_a_default_that_an_agent_adds_to_its_calls_is_no_fork_after_a_restart_too(tmp_path: Path) -> None:
@@ -203,3 +244,20 @@ async def test_an_agent_that_names_earlier_answers_is_one_exact_row_after_a_rest
     assert [i for i, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used] == [
         one for reply in REPLIES for one in encode(reply)
     ]
+
+
+@pytest.mark.parametrize("place", ["path", "header", "query"])
+async def test_googles_clients_give_the_key_of_a_session_in_the_path_a_header_or_the_query(
+    tmp_path: Path, place: str
+) -> None:
+    body = {"contents": [{"role": "user", "parts": [{"text": "x"}]}]}
+    async with running_gateway(scripted("ok<|im_end|>"), tmp_path) as gateway:
+        created = await gateway.create()
+        key = created["api_key"]
+        path = {"path": f"/s/{key}{GEMINI}", "header": GEMINI, "query": f"{GEMINI}?key={key}"}[place]
+        headers = {"x-goog-api-key": key} if place == "header" else {"x-goog-api-key": "their-own"}
+        answer = await gateway.client.post(path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        wrong = await gateway.client.post(f"{GEMINI}?key=ub-session-none", json=body)
+        assert (wrong.status_code, wrong.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
+        assert (await gateway.look(created))["num_turns"] == 1

@@ -266,3 +266,22 @@ async def test_a_path_that_is_not_ascii_behind_a_key_is_passed_on_quoted(postgre
         root = created["openai_base_url"].removeprefix(first)
         answers = [await client.get(f"{url}{root}/models/schl%C3%BCssel") for url in (first, second)]
         assert [answer.status_code for answer in answers] == [200, 200]
+
+
+@pytest.mark.parametrize("in_path", [False, True])
+async def test_a_key_in_the_query_is_passed_on_in_a_header(
+    postgres: PostgresServer, caplog: pytest.LogCaptureFixture, in_path: bool
+) -> None:
+    caplog.set_level("INFO", logger="httpx")
+    method = "/v1beta/models/any:streamGenerateContent"
+    async with two_gateways(postgres) as (first, second, client):
+        created = await create(first)
+        root = created["gemini_base_url"].removeprefix(first) if in_path else ""
+        query = {"alt": "sse", "key": "their-own" if in_path else created["api_key"]}
+        answer = await client.post(
+            f"{second}{root}{method}", params=query, json={"contents": [{"parts": [{"text": "x"}]}]}
+        )
+    assert answer.status_code == 200, answer.text
+    (passed_on,) = [each for each in caplog.messages if each.startswith(f"HTTP Request: POST {first}/v1beta")]
+    assert "alt=sse" in passed_on
+    assert "key" not in passed_on

@@ -369,6 +369,8 @@ def test_the_key_of_a_session_is_in_the_environment_of_a_command_and_not_in_what
     assert "secret" not in repr(session)
     assert session.environment()["OPENAI_BASE_URL"] == "http://h/s/secret/v1"
     assert session.environment()["UNBROKEN_SESSION_ID"] == "s"
+    assert session.environment()["GOOGLE_GEMINI_BASE_URL"] == session.fill("{gemini_base_url}") == "http://h/s/secret"
+    assert session.environment()["GEMINI_API_KEY"] == "secret"
 
 
 async def test_a_cancelled_command_takes_its_process_tree_with_it(tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ class AgentSession:
     """Of the trajectory that the attempt becomes."""
     preparation: Preparation = field(default_factory=Preparation, repr=False, compare=False)
 
+    @property
+    def gemini_base_url(self) -> str:
+        """For Google's SDK and compatible ones, which add `/v1beta/models/...` to the same URL as Anthropic's."""
+        return self.anthropic_base_url
+
     def environment(self) -> dict[str, str]:
         """The environment variables in which programs find the model and their task."""
         return {
@@ -67,6 +72,8 @@ class AgentSession:
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_AUTH_TOKEN": self.api_key,
             "ANTHROPIC_API_KEY": self.api_key,
+            "GOOGLE_GEMINI_BASE_URL": self.gemini_base_url,
+            "GEMINI_API_KEY": self.api_key,
             "UNBROKEN_MODEL": self.model,
             "UNBROKEN_SESSION_ID": self.session_id,
             "UNBROKEN_TASK": json.dumps(self.task, default=str),
@@ -75,16 +82,17 @@ class AgentSession:
     def fill(self, text: str, *, quoted: bool = False) -> str:
         """A text with its placeholders filled in, such as the value of an environment variable.
 
-        They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, `{api_key}`, and `{NAME}` for each text of the
-        task, such as `{instruction}`. All other braces stay as they are. With `quoted`, values are escaped for the
-        quotes of JSON and TOML that they stand in. URLs and key are not for the words of a command: other users of the
-        machine can see these, and the URLs contain the key.
+        They are `{model}`, `{openai_base_url}`, `{anthropic_base_url}`, `{gemini_base_url}`, `{api_key}`, and `{NAME}`
+        for each text of the task, such as `{instruction}`. All other braces stay as they are. With `quoted`, values are
+        escaped for the quotes of JSON and TOML that they stand in. URLs and key are not for the words of a command:
+        other users of the machine can see these, and the URLs contain the key.
         """
         values = {name: value for name, value in self.task.items() if isinstance(value, str)}
         values |= {
             "model": self.model,
             "openai_base_url": self.openai_base_url,
             "anthropic_base_url": self.anthropic_base_url,
+            "gemini_base_url": self.gemini_base_url,
             "api_key": self.api_key,
         }
         if quoted:

@@ -1,7 +1,8 @@
-"""Errors as HTTP: each of our errors has one status and one error object, in the form of OpenAI or of Anthropic.
+"""Errors as HTTP: each of our errors has one status and one error object, in the form of OpenAI, Anthropic or Google.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "prompts.3", "code": "context_length_exceeded"}}
 {"type": "error", "error": {"type": "invalid_request_error", "message": "...", "param": "messages.0", "code": null}}
+{"error": {"code": 400, "message": "...", "status": "INVALID_ARGUMENT", "details": [{..., "metadata": {"param": ...}}]}}
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_GOOGLE_STATUSES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+GOOGLE_METHODS = (":generateContent", ":streamGenerateContent", ":countTokens")
+"""How the paths of Google's API end; they begin with `/v1/models/` or `/v1beta/models/`, as the client has it."""
 
 
 class HttpError(Exception):
@@ -138,7 +151,9 @@ def _choose_status(error: Exception) -> HttpError:
 
 
 def error_object(error: HttpError, *, path: str = "") -> dict[str, Any]:
-    """The body of an error answer of this path: below any prefix, Anthropic's paths have Anthropic's form."""
+    """The body of an error answer of this path: below any prefix, Anthropic's and Google's paths have their form."""
+    if path.endswith(GOOGLE_METHODS):
+        return {"error": _google_error(error)}
     if path.endswith(_ANTHROPIC_PATHS):
         return {
             "type": "error",
@@ -158,6 +173,18 @@ def error_object(error: HttpError, *, path: str = "") -> dict[str, Any]:
             "code": error.code,
             **error.details,
         }
+    }
+
+
+def _google_error(error: HttpError) -> dict[str, Any]:
+    about = {"param": error.param, **error.details}
+    metadata = {name: str(value) for name, value in about.items() if value is not None}
+    info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": error.code or "", "domain": "unbroken"}
+    return {
+        "code": error.status,
+        "message": error.message,
+        "status": _GOOGLE_STATUSES.get(error.status, "INVALID_ARGUMENT"),
+        "details": [{**info, "metadata": metadata}] if metadata or error.code else [],
     }
 
 

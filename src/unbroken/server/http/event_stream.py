@@ -1,4 +1,4 @@
-"""Streamed answers: server-sent events as OpenAI's and Anthropic's clients read them."""
+"""Streamed answers: server-sent events as the clients of OpenAI, Anthropic and Google read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ async def open_event_stream(chunks: AsyncGenerator[Events]) -> Response:
     The answer begins with the first chunk, so that an error in the request gets its own status. A later error is an
     event with the error object, without `[DONE]`.
     """
-    return _EventStream(await _begin(chunks), chunks, format_error=error_object, is_named=False)
+    return _EventStream(
+        await _begin(chunks), chunks, format_error=error_object, is_named=False, end=b"data: [DONE]\n\n"
+    )
 
 
 async def open_named_event_stream(
@@ -33,6 +35,13 @@ async def open_named_event_stream(
     Errors are as in `open_event_stream`, but a later one is the event that `format_error` makes of it.
     """
     return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=True)
+
+
+async def open_plain_event_stream(
+    chunks: AsyncGenerator[Events], *, format_error: Callable[[HttpError], dict[str, Any]]
+) -> Response:
+    """As `open_named_event_stream`, with events that have no name."""
+    return _EventStream(await _begin(chunks), chunks, format_error=format_error, is_named=False)
 
 
 async def _begin(chunks: AsyncGenerator[Events]) -> Events | None:
@@ -55,13 +64,16 @@ class _EventStream(Response):
         *,
         format_error: Callable[[HttpError], dict[str, Any]],
         is_named: bool,
+        end: bytes = b"",
     ) -> None:
+        """`end` is sent behind the last event, unless that is an error."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
         self._format_error = format_error
         self._is_named = is_named
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._chunks):
@@ -80,7 +92,7 @@ class _EventStream(Response):
         except Exception as error:
             yield self._encode(self._format_error(to_http_error(error))), True
         else:
-            yield b"" if self._is_named else b"data: [DONE]\n\n", True
+            yield self._end, True
 
     def _encode(self, event: dict[str, Any]) -> bytes:
         name = f"event: {event['type']}\n".encode() if self._is_named else b""

@@ -13,12 +13,13 @@ import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unbroken.server.config import ServerConfig, is_loopback
 from unbroken.server.http.access import Access
-from unbroken.server.http.errors import HttpError, error_response, shorten
+from unbroken.server.http.errors import GOOGLE_METHODS, HttpError, error_response, shorten
 from unbroken.server.metrics import Metrics
 
 AUTHORIZED = "unbroken.authorized"
@@ -29,6 +30,8 @@ MAX_HEAD_BYTES = 2**16
 """Of headers and query, which are read before a key is checked."""
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
+KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
+"""Headers whose value is a key."""
 ANY_MODEL = "unbroken.any_model"
 """Where the scope has the session whose agent may call its policy what it likes (`server.policies`)."""
 
@@ -130,10 +133,17 @@ class Guard:
 
 
 def read_keys(scope: Scope) -> list[bytes]:
-    """The keys that a request gives, as `Authorization: Bearer KEY` or, like Anthropic's clients, `x-api-key: KEY`."""
+    """The keys that a request gives.
+
+    They come as `Authorization: Bearer KEY` or, as the clients of Anthropic and Google send them, `x-api-key: KEY`,
+    `x-goog-api-key: KEY`, and on Google's paths `?key=KEY`.
+    """
     headers = dict(scope["headers"])
     scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-    return [key for key in (bearer if scheme == b"Bearer" else b"", headers.get(b"x-api-key", b"")) if key]
+    given = [bearer if scheme == b"Bearer" else b"", *(headers.get(name, b"") for name in KEY_HEADERS)]
+    if scope["path"].endswith(GOOGLE_METHODS):
+        given += [value for name, value in parse_qsl(scope["query_string"]) if name == b"key"]
+    return [key for key in given if key]
 
 
 class ReplayBody:

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from unbroken.server.http.access import Access, Routes
 
 DIALECTS = (
-    "admin", "chat", "completions", "health", "messages", "native", "responses", "state",
+    "admin", "chat", "completions", "gemini", "health", "messages", "native", "responses", "state",
     "token_generate", "tokenize", "trl", "trl_weights", "weight_transfer", "weights",
 )  # fmt: skip
 

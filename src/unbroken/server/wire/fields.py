@@ -6,7 +6,7 @@
     ignored        user, unheard_of          named by the answer's header X-Unbroken-Ignored
 
 Null and a field's own default ask for nothing: they are always taken. The tables of docs/protocols.md are made of this
-file (`make fields`), and a test compares it with the fields that OpenAI's and Anthropic's SDKs and vLLM have.
+file (`make fields`), and a test compares it with the fields of vLLM and of OpenAI's, Anthropic's and Google's SDKs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
     **dict.fromkeys(("early_stopping", "length_penalty", "stream_interval", "typical_p"), (None, False, 1)),
     "modalities": (None, ["text"]),
+    "candidateCount": (None, 0, 1),
+    "responseModalities": (None, [], ["TEXT"]),
 }
 """Of the fields whose default is another value, or for which one of the common values asks for something."""
 _SAFE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -198,6 +200,43 @@ MESSAGES = Fields(
     },
 )
 MESSAGES_BLOCKS = Fields(ignored={_CACHE: "cache_control"})
+GEMINI = Fields(
+    refused={
+        "this server keeps no contents: send all of them": "cachedContent",
+        "a reply is never continued": "continuationToken",
+    },
+    ignored={"it belongs to Google's platform: nothing is stored, billed or filtered here": "labels safetySettings "
+        "serviceTier store"},
+)  # fmt: skip
+GEMINI_CONFIG = Fields(
+    refused={
+        "send the request several times": "candidateCount",
+        "chat completions have it": "logprobs responseLogprobs",
+        _ANSWER: "audioTranscriptionConfig imageConfig responseModalities speechConfig",
+    },
+    ignored={
+        "it belongs to Google's platform": "enableEnhancedCivicAnswers",
+        "set the image processor's own settings in mmProcessorKwargs": "mediaResolution",
+    },
+)
+GEMINI_PARTS = Fields(
+    refused={
+        "this server runs no tools": "codeExecutionResult executableCode toolCall toolResponse",
+        "images are the only files": "audioMetadata audioTranscription documentMetadata mediaProcessing speechMetadata "
+        "spreadsheetMetadata videoMetadata",
+        "a call and its response are whole": "partialArgs willContinue",
+    },
+    ignored={"it is no content": "displayName mediaResolution partMetadata scheduling"},
+)
+GEMINI_TOOLS = Fields(
+    ignored={
+        "this server has no tools of its own: the model does not see them": "codeExecution computerUse "
+        "enterpriseWebSearch exaAiSearch fileSearch googleMaps googleSearch googleSearchRetrieval "
+        "includeServerSideToolInvocations mcpServers parallelAiSearch retrieval retrievalConfig urlContext",
+        "the model sees no results in advance": "response responseJsonSchema",
+        "a call is answered in the next request, whole": "behavior streamFunctionCallArguments",
+    }
+)
 GENERATE = Fields(
     refused={
         _SAMPLING: "priority",

@@ -1,4 +1,4 @@
-"""One conversation in three dialects: the same ids go in, and the same reply comes out, whole and streamed."""
+"""One conversation in four dialects: the same ids go in, and the same reply comes out, whole and streamed."""
 
 import json
 from typing import Any
@@ -7,7 +7,17 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.dialects import MESSAGES, RESPONSES, join_message, join_response, read_events, without_ids
+from support.dialects import (
+    GEMINI,
+    MESSAGES,
+    RESPONSES,
+    join_answers,
+    join_message,
+    join_response,
+    read_answers,
+    read_events,
+    without_ids,
+)
 from support.effort import num_cases
 from support.servers import asgi_client, encode, joined_stream, make_app, scripted_engine, server_tokenizer
 
@@ -15,6 +25,9 @@ CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "ö": {"type": "string"}}}
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}]
 MESSAGES_TOOLS = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
+GEMINI_TOOLS = [{"functionDeclarations": [{"name": "add", "description": "Add.", "parameters": {
+    "type": "OBJECT", "properties": {"a": {"type": "INTEGER"}, "ö": {"type": "STRING"}},
+}}]}]  # fmt: skip
 RESPONSES_TOOLS = [{"type": "function", "name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}]
 ARGUMENTS = {"a": 1, "ö": "é\n"}
 TEXT_OF_ARGUMENTS = json.dumps(ARGUMENTS, ensure_ascii=False)
@@ -91,14 +104,39 @@ IN_RESPONSES = {
 }  # fmt: skip
 
 
+def part_call(**ids: str) -> dict[str, Any]:
+    return {"functionCall": {"name": "add", "args": ARGUMENTS, **ids}}
+
+
+def part_response(output: Any, **ids: str) -> dict[str, Any]:
+    return {"functionResponse": {"name": "add", "response": {"output": output}, **ids}}
+
+
+IN_GEMINI = {
+    "tools": GEMINI_TOOLS,
+    "systemInstruction": {"parts": [{"text": "Be brief."}]},
+    "contents": [
+        {"role": "user", "parts": [{"text": "one "}, {"text": "two"}]},
+        {"role": "model", "parts": [
+            {"text": "hm", "thought": True}, {"text": "Well."}, part_call(id="c1"), part_call(id="c2"),
+        ]},
+        {"role": "user", "parts": [part_response("1", id="c1"), part_response(2, id="c2")]},
+        {"role": "model", "parts": [{"text": "so", "thought": True}]},
+        {"role": "model", "parts": [part_call()]},
+        {"parts": [part_response(""), {"text": "And?"}]},
+    ],
+}  # fmt: skip
+
+
 async def test_a_conversation_has_the_same_ids_in_every_dialect() -> None:
     engine = scripted_engine("ok<|im_end|>")
     async with asgi_client(make_app(engine)) as client:
-        for path, body in ((CHAT, IN_CHAT), (MESSAGES, {**IN_MESSAGES, "max_tokens": 99}), (RESPONSES, IN_RESPONSES)):
+        for path, body in ((CHAT, IN_CHAT), (MESSAGES, {**IN_MESSAGES, "max_tokens": 99}), (RESPONSES, IN_RESPONSES),
+                           (GEMINI, IN_GEMINI)):  # fmt: skip
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
-    in_chat, in_messages, in_responses = (request.prompt_ids.tolist() for request in engine.requests)
-    assert in_chat == in_messages == in_responses
+    in_chat, *others = (request.prompt_ids.tolist() for request in engine.requests)
+    assert others == [in_chat] * 3
     assert "Well." in server_tokenizer().decode(in_chat)
 
 
@@ -137,6 +175,18 @@ def of_response(response: dict[str, Any]) -> dict[str, Any]:
         "content": "".join(part["text"] for part in parts if part["type"] == "output_text"),
         "calls": [json.loads(item["arguments"]) for item in response["output"] if item["type"] == "function_call"],
         "malformed": response.get("malformed_tool_calls"),
+    }
+
+
+def of_answer(answer: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning, content and calls of an answer of Gemini's."""
+    parts = answer["candidates"][0]["content"]["parts"]
+    texts = [(part.get("thought", False), part.get("text", "")) for part in parts]
+    return {
+        "reasoning": "".join(text for is_thought, text in texts if is_thought),
+        "content": "".join(text for is_thought, text in texts if not is_thought),
+        "calls": [part["functionCall"]["args"] for part in parts if "functionCall" in part],
+        "malformed": answer.get("malformed_tool_calls"),
     }
 
 
@@ -187,6 +237,12 @@ async def test_joined_streams_are_whole_answers_and_every_dialect_reads_the_same
     stops = {"stop_sequences": [stop]} if stop else {}
     in_messages = {"messages": [user], "tools": MESSAGES_TOOLS, "max_tokens": max_tokens, **stops}
     in_responses = {"input": "hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens}
+    config: dict[str, Any] = {"maxOutputTokens": max_tokens, "thinkingConfig": {"includeThoughts": True}}
+    if stops:
+        config["stopSequences"] = ["END"]
+    in_gemini = {
+        "contents": [{"role": "user", "parts": [{"text": "hi"}]}], "tools": GEMINI_TOOLS, "generationConfig": config,
+    }  # fmt: skip
     in_chat = {"messages": [user], "tools": CHAT_TOOLS, "max_completion_tokens": max_tokens}
     say.ids = tuple(encode(reply))
     async with asgi_client(app) as client:
@@ -197,5 +253,8 @@ async def test_joined_streams_are_whole_answers_and_every_dialect_reads_the_same
         assert without_ids(join_response(streamed)) == without_ids(response)
         choice = await joined_stream(client, CHAT, {**in_chat, **({"stop": stop} if stop else {})})
         assert of_message(message) == of_choice(choice)
+        answer = await post(client, GEMINI, in_gemini)
+        assert without_ids(join_answers(await read_answers(client, in_gemini))) == without_ids(answer)
+        assert of_answer(answer) == of_choice(choice)
         assert of_response(response) == of_choice(await joined_stream(client, CHAT, in_chat))
     assert [block["type"] for block in message["content"] if not block.get("text", "x")] == []

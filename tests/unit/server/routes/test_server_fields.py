@@ -65,6 +65,18 @@ VLLM_0_32 = {  # recorded: importing vLLM takes seconds
     "skip_reading_prefix_cache skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream_interval "
     "structured_outputs temperature thinking_token_budget top_k top_p trace_decode_token_ids watermarking",
 }
+GOOGLE_GENAI_3_6 = {  # recorded: what it writes for the Gemini API
+    fields.GEMINI: "cachedContent contents continuationToken generationConfig labels model safetySettings serviceTier "
+    "store systemInstruction toolConfig tools",
+    fields.GEMINI_CONFIG: "audioTranscriptionConfig candidateCount enableEnhancedCivicAnswers frequencyPenalty "
+    "imageConfig logprobs maxOutputTokens mediaResolution presencePenalty responseJsonSchema responseLogprobs "
+    "responseMimeType responseModalities responseSchema seed speechConfig stopSequences temperature thinkingConfig "
+    "topK topP",
+    fields.GEMINI_PARTS: "audioMetadata audioTranscription codeExecutionResult documentMetadata executableCode "
+    "fileData functionCall functionResponse inlineData mediaProcessing mediaResolution partMetadata speechMetadata "
+    "spreadsheetMetadata text thought thoughtSignature toolCall toolResponse videoMetadata",
+}
+RECORDED = {**VLLM_0_32, **GOOGLE_GENAI_3_6}
 SDKS = {
     fields.CHAT: openai_chat.CompletionCreateParamsBase,
     fields.COMPLETIONS: openai_completions.CompletionCreateParamsBase,
@@ -87,7 +99,7 @@ def list_names(known: fields.Fields) -> tuple[set[str], list[str]]:
     """The fields that are followed, and all others with a reason."""
     (body,) = [body for _, table, body in load_tool().TABLES if table is known]
     others = [name for names in (*known.refused.values(), *known.ignored.values()) for name in names.split()]
-    return set(body.model_fields), others
+    return load_tool().list_names(body), others
 
 
 async def post(path: str, **extra: Any) -> Any:
@@ -101,10 +113,10 @@ def test_the_tables_in_the_docs_are_those_of_the_code() -> None:
     assert tool.write_page(page) == page, "run `make fields`"
 
 
-@pytest.mark.parametrize("known", [*VLLM_0_32])
-def test_every_field_that_vllm_has_is_followed_refused_or_ignored(known: fields.Fields) -> None:
+@pytest.mark.parametrize("known", [*RECORDED])
+def test_every_field_that_vllm_or_googles_sdk_has_is_followed_refused_or_ignored(known: fields.Fields) -> None:
     followed, others = list_names(known)
-    assert set(VLLM_0_32[known].split()) <= followed | set(others)
+    assert set(RECORDED[known].split()) <= followed | set(others)
     assert len(others) == len(set(others))
     assert not followed & set(others)
 
