@@ -88,6 +88,7 @@ $(VENV)/clients/tinker-cookbook/.installed: tests/e2e/clients/requirements/tinke
 
 # Its own requirements are CUDA's: its readers of calls, which are all that is used, need what vLLM has.
 $(VENV)/clients/sglang/.installed: tests/e2e/clients/requirements/sglang.txt
+	mkdir -p $(@D)
 	$(PIP) --no-deps --upgrade --target $(@D) --requirement $<
 	touch $@
 

@@ -156,11 +156,8 @@ async def test_i8_a_step_with_all_rows_dropped_is_logged_and_skipped(tmp_path):
     assert logged[0]["counters/dropped_rows/no_variance"] == 2
     assert logged[1]["counters/dropped_rows/aborted"] == 2
     assert publisher.versions == [1]
-    assert [(step.get("weights/num_bytes"), step.get("seconds/publish")) for step in logged] == [
-        (None, None),
-        (None, None),
-        (12, 0.5),
-    ]
+    assert [step.get("weights/num_bytes") for step in logged] == [None, None, 12]
+    assert [step.get("seconds/publish") is not None for step in logged] == [False, False, True]
     assert trainer.policy_version == 1
 
 

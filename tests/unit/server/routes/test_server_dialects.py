@@ -239,7 +239,7 @@ async def test_joined_streams_are_whole_answers_and_every_dialect_reads_the_same
     in_responses = {"input": "hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens}
     config: dict[str, Any] = {"maxOutputTokens": max_tokens, "thinkingConfig": {"includeThoughts": True}}
     if stops:
-        config["stopSequences"] = ["END"]
+        config["stopSequences"] = [stop]
     in_gemini = {
         "contents": [{"role": "user", "parts": [{"text": "hi"}]}], "tools": GEMINI_TOOLS, "generationConfig": config,
     }  # fmt: skip
