@@ -12,6 +12,7 @@ from typing import Any
 from unbroken.errors import InvalidInputError, ToolsNotShownError, UnbrokenError
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Renderer
+from unbroken.rendering.parsing.syntax.arguments import list_names
 from unbroken.rendering.template import TemplateRenderer
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def shows_tools(renderer: Renderer, tools: Sequence[ToolSchema]) -> bool:
 def check_tools_shown(renderer: Renderer, tools: Sequence[ToolSchema]) -> None:
     """Raise `ToolsNotShownError` if there are tools, and prompts do not show them."""
     if tools and not shows_tools(renderer, tools):
-        raise ToolsNotShownError([tool["function"]["name"] for tool in tools])
+        raise ToolsNotShownError(list_names(tools))
 
 
 class ToolsWarning:

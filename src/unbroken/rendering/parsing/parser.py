@@ -17,6 +17,7 @@ from unbroken.messages import ToolSchema
 from unbroken.rendering.base import Delta, ParsedResponse, ParsedToolCall, PartKind, ResponseReader, ToolCallStatus
 from unbroken.rendering.parsing.call_format import CallAttempt, CallBody, CallFormat, InnerDelimiter, Region
 from unbroken.rendering.parsing.id_stream import CompletionTokens, Delimiters, IdStream, PartBuilder, TextPiece
+from unbroken.rendering.parsing.syntax.arguments import list_names
 
 _MAX_CHARS_BEHIND_TEXT = 200_000
 """Each bracket in a text may begin a call that ends it: they are tried up to this many characters in all."""
@@ -501,7 +502,7 @@ class FormatReader:
         """
         if self._calls or not self._tools:
             return
-        names = {tool["function"]["name"] for tool in self._tools}
+        names = set(list_names(self._tools))
         text, num_chars = self._content.text, 0
         for region in self._start_regions:
             for match in re.finditer(re.escape(region.starts_with), text):

@@ -89,6 +89,13 @@ def find_parameters(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]
     return {}
 
 
+def list_names(tools: Sequence[ToolSchema]) -> list[str]:
+    """The names of functions; a tool of another kind, which a template may show all the same, has none."""
+    functions: list[Any] = [tool.get("function") for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [name for name in names if isinstance(name, str)]
+
+
 def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Any:
     """Follow the references of a schema, such as `#/$defs/Name`, if it is one."""
     for _ in range(_MAX_REFERENCE_DEPTH):

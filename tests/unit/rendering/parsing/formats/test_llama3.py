@@ -1,5 +1,7 @@
 """Llama 3's calls: bare JSON, several of them, behind the tag, and what is an answer after all."""
 
+from typing import Any
+
 import pytest
 
 from support.parsing import FormatOnTokenizer, tool
@@ -123,3 +125,10 @@ def test_a_call_that_ends_a_turn_behind_text_stays_content_and_is_counted(
     reader = form.parser.open_reader(tools=TOOLS)
     deltas = [*reader.feed(form.ids(f"{text}<|im_end|>")), *reader.close()]
     assert "".join(delta.text for delta in deltas) == text, "it is said once"
+
+
+def test_tools_without_a_function_have_no_names_that_a_call_behind_text_could_have() -> None:
+    form = FormatOnTokenizer(LLAMA3)
+    tools: list[Any] = [{"type": "web_search"}, {"name": "add"}, {"function": {"name": 5}}, *TOOLS]
+    parsed = form.parse(f"Let me see.\n{ADD}<|im_end|>", tools=tools)
+    assert [call.name for call in parsed.tool_calls] == ["add"]
