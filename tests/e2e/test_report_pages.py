@@ -22,7 +22,7 @@ def test_an_audit_opens_offline_with_two_grids_and_runs_nothing_of_the_template(
     browser: Browser, tmp_path: Path
 ) -> None:
     template = templates.QWEN.replace("Answer with", f"{MARKUP} Answer with").replace("<|im_end|>", "<|<b>end</b>|>")
-    report = run_audit(subject_of(template), AuditConfig(num_conversations=10))
+    report = run_audit(subject_of(template, control_tokens=("<|<b>end</b>|>",)), AuditConfig(num_conversations=10))
     write_file(tmp_path / "audit.html", to_html(report))
     browser.open((tmp_path / "audit.html").as_uri())
     browser.wait("document.querySelectorAll('.grid').length === 2")
