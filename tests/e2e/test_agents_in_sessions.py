@@ -18,6 +18,7 @@ import pytest
 
 from support.agent_players import ADDITIONS, ANSWER, NOTES, NUMBERS, Player, Step, add_up, count_trained, write_notes
 from support.agent_programs import (
+    AI_SDK,
     CLAUDE_CODE,
     CODEX,
     GEMINI_CLI,
@@ -46,6 +47,7 @@ SUMS = (
     script("langchain", "chat", venv="langchain"),
     script("pydantic_ai", "chat"),
     script("openai_agents", "Responses", venv="openai-agents"),
+    AI_SDK,
 )
 SHELLS = (mini_swe_agent(text=False), mini_swe_agent(text=True), CODEX, CLAUDE_CODE, OPENCODE, GEMINI_CLI)
 

@@ -121,6 +121,14 @@ def _find_npm(name: str) -> str:
     return str(program)
 
 
+def _ai_sdk(url: str, folder: Path) -> list[str]:
+    packages = VENVS / "npm"
+    if not (packages / "node_modules" / "ai").exists():
+        pytest.skip("npm is not installed" if shutil.which("npm") is None else "`make agents` installs it")
+    return ["node", str(_SCRIPTS / "ai_sdk_client.mjs"), url, str(packages)]
+
+
+AI_SDK = Program(name="AI SDK", dialect="Responses", command=_ai_sdk, environment=lambda url: {"QUESTION": QUESTION})
 CODEX = Program(
     name="Codex",
     dialect="Responses",
