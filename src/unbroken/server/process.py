@@ -30,6 +30,7 @@ from unbroken.images.decoder import ImageLimits
 from unbroken.images.loader import ImageLoader
 from unbroken.images.processor import ImageInputs, ImageProcessor, load_image_processor
 from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
+from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.loader import load_tokenizer_facts
@@ -135,16 +136,17 @@ async def run_server(
     processor, no_images_because = _load_image_processor(model, image_limits)
     make_renderer = make_renderer_factory(options, facts, processor, image_limits)
     try:
-        make_renderer({})  # so that errors in the template and its options come before the engine starts
+        default = make_renderer({})  # so that errors in the template and its options come before the engine starts
     except InvalidInputError as error:
         raise name_option(error) from None
     with _listening(options, listeners) as listeners:
         engine = await start_engine(codec, processor, image_limits)
         try:
-            await _report_check(check, engine, make_renderer)
+            await _report_check(check, engine, default)
             app = make_app(
                 engine,
-                make_renderer,
+                # The default one is not made again: each renderer that is loaded logs its template's warnings.
+                lambda template_kwargs: make_renderer(template_kwargs) if template_kwargs else default,
                 codec,
                 replace(options.config, tokenizer=_locate(tokenizer)),
                 image_processor=processor,
@@ -174,9 +176,9 @@ def _listening(options: AppOptions, given: Sequence[socket.socket]) -> Iterator[
             listener.close()
 
 
-async def _report_check(check: CheckEngine | None, engine: Engine, make_renderer: MakeRenderer) -> None:
+async def _report_check(check: CheckEngine | None, engine: Engine, renderer: Renderer) -> None:
     if check is not None:
-        print(f"unbroken: {await check(engine, make_renderer({}))}", file=sys.stderr, flush=True)
+        print(f"unbroken: {await check(engine, renderer)}", file=sys.stderr, flush=True)
 
 
 def make_renderer_factory(

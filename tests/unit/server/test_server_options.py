@@ -7,12 +7,15 @@ import re
 import pytest
 
 from support.servers import server_tokenizer
+from support.templates import QWEN
+from support.tokenizers import make_tokenizer
 from unbroken.cli import main
+from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoder import ImageLimits
 from unbroken.server.config import ServerLimits
 from unbroken.server.options import ServeOptions, add_arguments, name_model, read_options
-from unbroken.server.process import make_renderer_factory
+from unbroken.server.process import make_renderer_factory, run_server
 
 
 def parse(*words: str) -> ServeOptions:
@@ -64,6 +67,30 @@ def test_completions_are_read_by_the_parser_that_is_named(folder):
     options = parse("--tokenizer", folder)
     assert make_renderer(options).parser_name == "hermes"
     assert make_renderer(dataclasses.replace(options, parser="llama3")).parser_name == "llama3"
+
+
+async def test_what_the_template_is_warned_of_is_logged_once_at_the_start(tmp_path, caplog):
+    make_tokenizer(QWEN.replace("tool_call>", "do>")).save_pretrained(tmp_path)
+    renderers = []
+
+    async def start_engine(codec, processor, limits):
+        return ScriptedEngine([], vocab_size=8)
+
+    def make_app(engine, make, codec, config, **images):
+        renderers.extend([make({}), make({}), make({"enable_thinking": False})])
+        raise InvalidInputError("enough")
+
+    async def check(engine, renderer):
+        renderers.append(renderer)
+        return "checked"
+
+    names = {"model": str(tmp_path), "tokenizer": str(tmp_path)}
+    with pytest.raises(InvalidInputError, match="enough"):
+        await run_server(parse(), **names, start_engine=start_engine, make_app=make_app, check=check)
+    checked, first, second, other = renderers
+    assert checked is first is second
+    assert other is not first
+    assert caplog.messages == [first.unread_calls, other.unread_calls]
 
 
 def test_history_decides_which_template_options_a_package_renderer_takes(folder):

@@ -149,11 +149,14 @@ class ReplyReader:
         return [*deltas[:-1], replace(deltas[-1], tool_call=call)]
 
     def list_malformed(self) -> list[dict[str, Any]]:
-        """Count and list the calls that could not be parsed, once the reply is closed."""
+        """Count and list the calls that could not be parsed, once the reply is closed; the name of one may be ""."""
         failures = self._reader.finish().failures
         for call in failures:
             self._events.count(Event.PARSE_FAILURE, call.status)
-        return [{"raw": call.raw, "status": call.status.value, "span": list(call.span)} for call in failures]
+        return [
+            {"name": call.name, "raw": call.raw, "status": call.status.value, "span": list(call.span)}
+            for call in failures
+        ]
 
     def _follow(self, deltas: Sequence[Delta]) -> Iterator[ReplyPiece]:
         for delta in deltas:

@@ -218,8 +218,16 @@ async def test_a_malformed_call_is_told_and_is_no_call() -> None:
     assert choice["finish_reason"] == "stop"
     assert "tool_calls" not in choice["message"]
     (failure,) = choice["malformed_tool_calls"]
-    assert failure["status"] == "invalid_json"
+    assert (failure["status"], failure["name"]) == ("invalid_json", "")
     assert failure["span"] == [0, len(encode(MALFORMED)) - 1]
+
+
+async def test_a_failed_call_whose_name_was_read_is_listed_with_it() -> None:
+    written = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call><|im_end|>'
+    async with asgi_client(make_app(scripted_engine(written))) as client:
+        answer = (await client.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS})).json()
+    (failure,) = answer["choices"][0]["malformed_tool_calls"]
+    assert (failure["status"], failure["name"]) == ("invalid_arguments", "add")
 
 
 async def test_given_tokens_are_the_prompt_and_the_messages_are_not_rendered() -> None:
