@@ -168,7 +168,7 @@ def make_record(
             _make_turn(turn, reward, of_turn)
             for turn, reward, of_turn in zip(trajectory.turns, turn_rewards, times, strict=True)
         ],
-        "rows": [_make_row(row) for row in rows],
+        "rows": [_make_row(row, trajectory.turns) for row in rows],
     }
 
 
@@ -227,12 +227,15 @@ def _round_times(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _make_row(recorded: RecordedRow) -> dict[str, Any]:
+def _make_row(recorded: RecordedRow, turns: Sequence[Turn]) -> dict[str, Any]:
     row, trained = recorded.row, recorded.trained
     sampled = row.sampled_mask
     loss = (row if trained is None else trained).loss_mask
+    path = cut_path(recorded.path, len(row.token_ids))
+    nodes = {each.node for each in path.segments}
     return {
-        **describe_path(cut_path(recorded.path, len(row.token_ids))),
+        **describe_path(path),
+        "turns": [number for number, turn in enumerate(turns) if turn.end.node in nodes],
         "trainer_logprobs": None
         if recorded.trainer_logprobs is None
         else to_floats(recorded.trainer_logprobs[sampled]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from unbroken.rollout.env import Rewrite
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import Trajectory
+from unbroken.runs.export.rows import Rollout, RowForm, make_rows
 from unbroken.runs.records.paths import find_runs
 from unbroken.runs.records.record import RecordedRow, make_record, to_json
 from unbroken.types import EncodedImage
@@ -64,6 +66,7 @@ def test_the_worked_example():
     (row,) = record(replace(trajectory(1.0), tree=tree), advantage=0.5, scored=-0.1)["rows"]
     assert row == {
         "token_ids": [1, 2, 3, 4, 5, 6],
+        "turns": [],  # this trajectory has none beside its tree
         "segments": [
             {"start": 0, "stop": 2, "origin": "prompt", "node": 0},
             {"start": 2, "stop": 4, "origin": "sampled", "node": 1},
@@ -150,6 +153,15 @@ async def test_a_rewritten_history_says_why_the_next_turn_forked():
     assert [turn["fork"] for turn in found["turns"]] == [None, "rewritten_history"]
     assert [turn["reward"] for turn in found["turns"]] == [0.25, 0.0]
     assert len(found["rows"]) == 2
+
+
+async def test_a_row_has_the_turns_of_its_own_branch():
+    env = ScriptedEnv([Rewrite(messages=[{"role": "user", "content": "anew"}], reward=0.25)])
+    found = record(await play(env, ScriptedEngine([HELLO, HELLO], allow_forks=True)))
+    assert [row["turns"] for row in found["rows"]] == [[0], [1]]
+    head = {"step": 0, "model": "tiny"}
+    rows = make_rows(Rollout(kind="training", head=head, record=found), RowForm.ROWS, Counter())
+    assert [(row["num_turns"], len(row["finish_reasons"])) for row in rows] == [(1, 1), (1, 1)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12))
