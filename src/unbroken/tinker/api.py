@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import shutil
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from tinker import types
+from tinker.proto import tinker_public_pb2 as messages
 
-from unbroken.errors import EngineError, InvalidInputError, StoreError, UnbrokenError
+from unbroken.errors import EngineError, ExportError, InvalidInputError, StoreError, UnbrokenError
 from unbroken.server.context import ServerContext
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import encode_json
@@ -263,11 +265,12 @@ class TinkerApi:
             return await self._begin_model(owner, types.LoadWeightsRequest.model_validate(given, extra="ignore"))
         call = CallOfModel.model_validate(given, extra="ignore")
         run = await self._get_run(call.model_id, owner)
+        content = encode_json(given)
 
-        async def work() -> Any:
-            return await getattr(self, name)(run, body_type.model_validate(given, extra="ignore"))
+        async def work() -> Any:  # what waits is counted by its bytes, and parsed it may take 30 times as many
+            return await getattr(self, name)(run, body_type.model_validate(json.loads(content), extra="ignore"))
 
-        return await run.submit(call.seq_id, name, work, encode_json(given))
+        return await run.submit(call.seq_id, name, work, content)
 
     async def _find_facts(self, model_id: str, owner: str) -> tuple[ModelFacts, list[Checkpoint]]:
         """What is known of a training run, whose model may be gone, and its checkpoints, the newest first."""
@@ -302,9 +305,10 @@ class TinkerApi:
         content = await asyncio.to_thread(message.SerializeToString, deterministic=True)
         run = await self._get_run(message.model_id, owner)
         kind = "forward" if message.forward_only else "forward_backward"
-        return await run.submit(message.seq_id, kind, partial(self._forward_backward, run, message), content)
+        return await run.submit(message.seq_id, kind, partial(self._forward_backward, run, content), content)
 
-    async def _forward_backward(self, run: TrainingRun, message: Any) -> Made:
+    async def _forward_backward(self, run: TrainingRun, content: bytes) -> Made:
+        message = await asyncio.to_thread(messages.ForwardBackwardRequest.FromString, content)
         data = await asyncio.to_thread(read_data, message, self._engine.vocab_size, self._engine.context_length)
         policy, loss, given = self._options.tinker_provenance, message.loss_fn, message.loss_fn_config_v2.items()
         config = {name: value.text if value.WhichOneof("value") == "text" else value.number for name, value in given}
@@ -349,7 +353,7 @@ class TinkerApi:
             raise InvalidInputError(f"{path} is there already: give another name, or to save_state overwrite=True")
         checkpoint = Checkpoint(
             path=path,
-            folder=f"{name}-{uuid.uuid4().hex}",
+            folder=f"{name[:100]}-{uuid.uuid4().hex}",  # until it is whole, its own name is 34 characters longer
             model_id=run.model_id,
             base_model=run.facts.base_model,
             lora=run.facts.lora,
@@ -549,12 +553,18 @@ class TinkerApi:
 
 
 def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False) -> int:
-    """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all."""
-    with atomic_folder(folder) as temporary:
-        if state:
-            backend.save(model_id, temporary / "state", optimizer=True)
-        (temporary / "sampler").mkdir()
-        list(write_tensors(temporary / "sampler", backend.adapter(model_id)))
-        for path in (temporary / "sampler").iterdir():  # `save` has flushed its own
-            flush_to_disk(path)
-        return sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+    """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all.
+    `StoreError` if the disk does not take it, and nothing is left of it.
+    """
+    try:
+        with atomic_folder(folder) as temporary:
+            if state:
+                backend.save(model_id, temporary / "state", optimizer=True)
+            (temporary / "sampler").mkdir()
+            list(write_tensors(temporary / "sampler", backend.adapter(model_id)))
+            for path in (temporary / "sampler").iterdir():  # `save` has flushed its own
+                flush_to_disk(path)
+            return sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+    except (OSError, ExportError) as error:
+        rule = "nothing was saved, and the model is as it was: free space, and save again"
+        raise StoreError(f"weights cannot be written in {folder.parent}: {error}. {rule}") from error

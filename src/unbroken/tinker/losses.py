@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tinker import types
@@ -45,6 +46,10 @@ from unbroken.types import TokenIds
 PROTOBUF = "application/x-protobuf"
 _MAX_CELLS = 2**24
 """Most values of all tensors of a request, which may be sparse."""
+_MAX_FIELDS = 2**20
+"""Most fields of all messages in a body: an empty message has 2 bytes on the wire, and 50 once it is parsed."""
+_LOWEST = -1e4
+"""Lower than a softmax of any model's logits gives; a square of much less overflows in float32."""
 _DTYPES = {number: name.removeprefix("DTYPE_").lower() for name, number in messages.DType.items()}
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 SAMPLED = "sampled"
@@ -79,16 +84,62 @@ class Output(NamedTuple):
 
 
 def parse_forward_backward(body: bytes, content_type: str, encoding: str) -> messages.ForwardBackwardRequest:
-    """Parse the body of `forward_backward`; `InvalidInputError` if it is no protobuf message, or is compressed."""
+    """Parse the body of `forward_backward`.
+
+    Raises:
+        InvalidInputError: it is no protobuf message, is compressed, or has more than `_MAX_FIELDS` fields.
+    """
     if PROTOBUF not in content_type or encoding not in ("", "identity"):
         rule = f"the body must be {PROTOBUF} that is not compressed (client/config)"
         raise InvalidInputError(f"{rule}, got {content_type[:100]!r}, {encoding[:100]!r}: use an SDK >= 0.38")
     message = messages.ForwardBackwardRequest()
+    if count_fields(body, message.DESCRIPTOR, most=_MAX_FIELDS) > _MAX_FIELDS:
+        raise InvalidInputError(f"the body must have at most {_MAX_FIELDS} fields in all of its messages, got more")
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidInputError(f"the body must be a ForwardBackwardRequest in protobuf: {error}") from None
     return message
+
+
+def count_fields(body: bytes, kind: Descriptor, *, most: int) -> int:
+    """Count the fields of a protobuf message and of those in it, without parsing them; at most about `most`.
+
+    Numbers of a packed list count one for each byte. What is broken is not counted: the parser refuses it.
+    """
+    count, waiting = 0, [(0, len(body), kind)]
+    while waiting and count <= most:
+        place, stop, kind = waiting.pop()
+        known = {field.number: field for field in kind.fields}
+        while place < stop and count <= most:
+            count += 1
+            tag, place = _read_varint(body, place)
+            wire = tag & 7
+            if wire == 2:
+                length, place = _read_varint(body, place)
+                field = known.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    waiting.append((place, min(place + length, stop), field.message_type))
+                elif field is not None and field.type not in (field.TYPE_BYTES, field.TYPE_STRING):
+                    count += length
+                place += length
+            elif wire == 0:
+                _, place = _read_varint(body, place)
+            else:
+                place += {1: 8, 5: 4}.get(wire, 0)
+    return count
+
+
+def _read_varint(body: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place behind it; 0 at the body's end."""
+    if place < len(body) and (number := body[place]) < 128:
+        return number, place + 1
+    number = 0
+    for index, byte in enumerate(body[place : place + 10]):
+        number |= (byte & 127) << (7 * index)
+        if byte < 128:
+            return number, place + index + 1
+    return number, place + 10
 
 
 def read_data(message: messages.ForwardBackwardRequest, vocab_size: int, context_length: int) -> list[Datum]:
@@ -284,9 +335,12 @@ def check_datum(datum: Datum, loss: Loss, where: str) -> NDArray[np.int64]:
         if values.shape != shape:
             rule = f"the shape of target_tokens, {list(shape)}"
             raise InvalidInputError(f"{fields}.{key} must have {rule}, got {list(values.shape)}")
-    if (above := inputs.get("logprobs", np.zeros(0)) > 0).any():
-        place = int(np.flatnonzero(above)[0])
-        raise InvalidInputError(f"{fields}.logprobs[{place}] must be at most 0, got {inputs['logprobs'][place]}")
+    given = inputs.get("logprobs", np.zeros(0))
+    is_low = (given < _LOWEST) & find_used(datum, loss) if len(given) else given < _LOWEST
+    if (wrong := (given > 0) | is_low).any():
+        place = int(np.flatnonzero(wrong)[0])
+        rule = f"lie in [{_LOWEST:g}, 0] where the loss depends on it" if is_low[place] else "be at most 0"
+        raise InvalidInputError(f"{fields}.logprobs[{place}] must {rule}, got {given[place]}")
     mask = inputs.get("sequence_ratio_mask")
     if mask is not None and inputs["advantages"].any() and not mask.any():
         raise InvalidInputError(f"{fields}.sequence_ratio_mask must mark a position where advantages are not 0")

@@ -55,6 +55,8 @@ MAX_RANK, ALPHA = 512, 32
 """Adapters are scaled by ALPHA / rank, as the hosted API does: the learning rates of its cookbook are for that."""
 _ADAPTER, _OPTIMIZER, _STATE = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
 _FORMAT = 1
+_MIN_EPS = 1e-20
+"""Without eps a weight whose gradients are all 0 becomes 0 / 0; in float32 less is none where a square is none."""
 _PARTS = {"train_attn": ("attn", "attention"), "train_mlp": ("mlp", "ffn", "feed_forward", "expert", "moe")}
 """What the paths of linear layers have in each part of a model."""
 
@@ -377,9 +379,10 @@ def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
 
 def _check_adam(params: AdamParams) -> None:
     for name, value in params:
-        is_beta = name.startswith("beta")
-        if not 0 <= value <= (1 if is_beta else 1e12) or (is_beta and value == 1):  # more overflows within a step
-            raise InvalidInputError(f"adam_params.{name} must lie in [0, {'1)' if is_beta else '1e12]'}, got {value}")
+        is_beta, least = name.startswith("beta"), _MIN_EPS if name == "eps" else 0
+        if not least <= value <= (1 if is_beta else 1e12) or (is_beta and value == 1):  # more overflows within a step
+            most = "1)" if is_beta else "1e12]"
+            raise InvalidInputError(f"adam_params.{name} must lie in [{least:g}, {most}, got {value}")
 
 
 def _check_finite(model: _Model, what: str) -> None:

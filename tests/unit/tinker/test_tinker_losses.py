@@ -61,6 +61,10 @@ REFUSALS = {
         "ppo", make_datum(**RL, clip_low_threshold=[0.8, 1.3, 0.8], clip_high_threshold=[1.2] * 3),
         "clip_low_threshold must be at most clip_high_threshold at every position",
     ),
+    "no logprob of a softmax": (
+        "dro", make_datum(advantages=[0, 0, 0], logprobs=[-1, -1e4, -1e30]),
+        r"data\[2\].loss_fn_inputs.logprobs\[2\] must lie in \[-10000, 0\] where the loss depends on it, got -1.*e\+30",
+    ),
     "no ratio mask": (
         "gspo", make_datum(**RL),
         r"data\[2\].loss_fn_inputs.sequence_ratio_mask must be given with gspo, got logprobs, advantages",
@@ -81,6 +85,10 @@ def test_a_datum_without_what_the_loss_needs_is_refused(case):
     name, datum, text = REFUSALS[case]
     with pytest.raises(InvalidInputError, match=text):
         check_datum(datum, LOSSES[name], "data[2]")
+
+
+def test_logprobs_of_any_size_are_taken_where_the_loss_does_not_depend_on_them():
+    check_datum(make_datum(advantages=[0, 0, 1], logprobs=[-1e30, -1, -1e4]), LOSSES["ppo"], "data[0]")
 
 
 @pytest.mark.parametrize(

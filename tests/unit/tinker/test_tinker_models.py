@@ -601,6 +601,8 @@ def test_a_process_of_its_own_trains_bit_for_bit_and_its_end_is_an_error(folder,
         (LoraConfig(rank=1, train_mlp=False, train_attn=False, train_unembed=False), "must train mlp, attn or"),
         (AdamParams(learning_rate=math.nan), r"learning_rate must lie in \[0, 1e12\], got nan"),
         (AdamParams(beta2=1.0), r"adam_params.beta2 must lie in \[0, 1\), got 1.0"),
+        (AdamParams(eps=0.0), r"adam_params.eps must lie in \[1e-20, 1e12\], got 0.0"),
+        (AdamParams(eps=1e-50), r"adam_params.eps must lie in \[1e-20, 1e12\], got 1e-50"),
         (AdamParams(grad_clip_norm=-1.0), r"grad_clip_norm must lie in \[0, 1e12\], got -1.0"),
     ],
 )

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from fastapi import FastAPI, Request
@@ -23,13 +24,13 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from support.tinker_loops import add_sequences, record
-from unbroken.errors import EngineError, InvalidInputError, StoreError
+from unbroken.errors import EngineError, ExportError, InvalidInputError, StoreError
 from unbroken.server.http.errors import HttpError
 from unbroken.server.options import ServeOptions
 from unbroken.threads import DaemonThreads
 from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi
-from unbroken.tinker.losses import Datum, ProvenanceClaim, read_data
+from unbroken.tinker.losses import PROTOBUF, Datum, ProvenanceClaim, count_fields, parse_forward_backward, read_data
 from unbroken.tinker.options import ProvenancePolicy, TinkerOptions
 from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
@@ -514,6 +515,90 @@ async def test_waiting_bodies_of_a_key_are_bounded_but_the_call_that_others_wait
     act.may_end.set()
     await (await run.submit(2, "forward", act, bytes(60))).wait()
     await asyncio.wait_for((await run.submit(3, "forward", act, bytes(60))).wait(), 60)
+
+
+async def test_what_waits_takes_the_memory_that_is_counted(store, monkeypatch):
+    """Of two bytes an empty datum becomes 50, and `[]` in JSON 60."""
+    api = make_api(store, monkeypatch)
+    _, model_id = await make_model(api)
+    datum = bytes([messages.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number << 3 | 2, 0])
+    process = psutil.Process()
+    sizes = []
+    for number in range(2, 7):
+        head = messages.ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="ppo").SerializeToString()
+        await api.forward_backward("me", head + datum * 300_000, PROTOBUF, "")
+        sizes.append(process.memory_info().rss)
+    for number in range(7, 11):
+        given = {"model_id": model_id, "seq_id": number, "type": [[] for _ in range(300_000)]}
+        await api.submit("me", "optim_step", given, types.OptimStepRequest)
+        del given
+        sizes.append(process.memory_info().rss)
+    counted = api._promises_of("me")._open_bytes
+    assert counted < 9_000_000
+    assert sizes[-1] - sizes[0] < 40_000_000
+    await api.finish_session("me", model_id.partition(":")[0])
+
+
+@pytest.mark.parametrize("where", ["data", "model_input", "loss_fn_input_spans", "shape"])
+def test_a_body_that_grows_when_it_is_parsed_is_refused_before(where):
+    """Every kind of field: messages in messages, and packed numbers."""
+    datum = messages.Datum.DESCRIPTOR
+
+    def put(kind: Any, name: str, content: bytes) -> bytes:
+        length, number = len(content), kind.fields_by_name[name].number
+        size = bytes([length & 127 | 128, length >> 7 & 127 | 128, length >> 14 & 127 | 128, length >> 21])
+        return bytes([number << 3 | 2]) + size + content
+
+    if where == "data":
+        body = bytes([messages.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number << 3 | 2, 0]) * 2**21
+    elif where == "shape":
+        tensor = put(messages.Tensor.DESCRIPTOR, "shape", b"\1" * 2**21)
+        entry = put(datum.fields_by_name["loss_fn_inputs"].message_type, "value", tensor)
+        body = put(messages.ForwardBackwardRequest.DESCRIPTOR, "data", put(datum, "loss_fn_inputs", entry))
+    else:
+        inner = bytes([datum.fields_by_name[where].number << 3 | 2, 0]) * 2**21
+        body = put(messages.ForwardBackwardRequest.DESCRIPTOR, "data", inner)
+    with pytest.raises(InvalidInputError, match="the body must have at most 1048576 fields"):
+        parse_forward_backward(body, PROTOBUF, "")
+
+
+def test_fields_are_counted_as_they_are_parsed():
+    message = messages.ForwardBackwardRequest(model_id="m" * 300, seq_id=2**30, forward_only=True)
+    for _ in range(3):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = bytes(400)
+        datum.loss_fn_inputs["weights"].dense = bytes(400)
+        datum.loss_fn_inputs["weights"].dtype = messages.DTYPE_FLOAT32
+        datum.loss_fn_inputs["weights"].shape.append(100)
+    body = message.SerializeToString()
+    # Each datum: itself, a chunk of two messages and a field, an entry with key and tensor of dense, dtype and shape,
+    # whose one number in a packed list counts once more.
+    assert count_fields(body, message.DESCRIPTOR, most=1000) == 3 + 3 * (1 + 3 + 6 + 1)
+    assert parse_forward_backward(body, PROTOBUF, "") == message
+    for stop in range(len(body)):
+        assert count_fields(body[:stop], message.DESCRIPTOR, most=1000) <= 36
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), ExportError("no space for the model")])
+async def test_a_checkpoint_that_the_disk_does_not_take_is_named(store, monkeypatch, failure):
+    api = make_api(store, monkeypatch)
+    _, model_id = await make_model(api)
+
+    async def save(number: int, name: str) -> str:
+        given = {"model_id": model_id, "seq_id": number, "path": name}
+        promise = await api.submit("me", "save_weights", given, types.SaveWeightsRequest)
+        await promise.wait()
+        return promise.result.answer.decode()
+
+    with monkeypatch.context() as full:
+        full.setattr(WrittenModels, "save", lambda *_, **__: (_ for _ in ()).throw(failure))
+        answer = await save(1, "a")
+    assert "weights cannot be written in" in answer
+    assert str(failure) in answer
+    assert '"category":"server"' in answer
+    long = "x" * 200  # the longest name that is allowed
+    assert f"weights/{long}" in await save(2, long)
+    assert store.folder_of(store.find_checkpoint(f"tinker://{model_id}/weights/{long}", owner="me")).exists()
 
 
 async def test_calls_after_one_that_never_arrives_fail_and_the_run_goes_on(store, monkeypatch):
