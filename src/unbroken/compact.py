@@ -12,10 +12,11 @@ An array's dtype is one of "<i4", "<f4", "|b1". NaN and infinity are allowed onl
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,12 @@ def encode(value: Any) -> bytes:
     return b"".join([_MAGIC, struct.pack("<I", len(head)), head, b"\x00" * _count_padding(start), body])
 
 
-def decode(data: bytes, *, parse: Callable[[bytes], Any] = json.loads) -> Any:
+def decode(data: bytes, *, parse: Callable[[bytes], Any] = json.loads, max_arrays: float = math.inf) -> Any:
     """Decode what `encode` wrote; arrays are read-only views of `data`. `parse` reads the JSON of the head.
 
     Raises:
-        InvalidInputError: `data` is incomplete, of another version, or its head does not match its body.
+        InvalidInputError: `data` is incomplete, of another version, its head does not match its body, or it has more
+            than `max_arrays`, which is found before the next one is made.
     """
     if data[:8] != _MAGIC:
         raise InvalidInputError(f"a compact body must begin with {_MAGIC!r}, got {bytes(data[:8])!r}")
@@ -66,7 +68,7 @@ def decode(data: bytes, *, parse: Callable[[bytes], Any] = json.loads) -> Any:
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"the head of a compact body is not JSON: {error}") from None
     try:
-        return _insert_arrays(tree, memoryview(data)[start + _count_padding(start) :])
+        return _insert_arrays(tree, memoryview(data)[start + _count_padding(start) :], itertools.count(1), max_arrays)
     except RecursionError as error:
         raise InvalidInputError(f"the head of a compact body is nested too deeply: {error}") from None
 
@@ -90,13 +92,15 @@ def _extract_arrays(value: Any, body: bytearray) -> Any:
     return value
 
 
-def _insert_arrays(value: Any, body: memoryview) -> Any:
+def _insert_arrays(value: Any, body: memoryview, numbers: Iterator[int], most: float) -> Any:
     if isinstance(value, dict):
         if _KEY in value:
+            if next(numbers) > most:
+                raise InvalidInputError(f"a compact body may have at most {most} arrays, got more")
             return _read_array(value[_KEY], body)
-        return {key: _insert_arrays(item, body) for key, item in value.items()}
+        return {key: _insert_arrays(item, body, numbers, most) for key, item in value.items()}
     if isinstance(value, list):
-        return [_insert_arrays(item, body) for item in value]
+        return [_insert_arrays(item, body, numbers, most) for item in value]
     return value
 
 

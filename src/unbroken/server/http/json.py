@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,9 @@ _IGNORED = "unbroken.ignored"
 _IS_COMPACT = "unbroken.compact"
 """Where it says that the body is in the compact form."""
 _TYPE = b"content-type"
+_MAX_VALUES = 2**20
+_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
+_PROMPTS = ("prompts", "prompt", "sequences")
 COMPACT_PATH = "/v1/sample"
 """The only path that takes bodies in the compact form."""
 IGNORED_HEADER = "X-Unbroken-Ignored"
@@ -73,18 +78,45 @@ class OrjsonRoute(APIRoute):
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels); None if it is empty."""
+        """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels and `_MAX_VALUES`); None if empty."""
         body = await self.body()
         is_compact = bool(body and self.scope.get(_IS_COMPACT))
+        most = self.app.state.context.config.limits.max_prompts
+        if _count_values(body) > _MAX_VALUES:
+            raise HTTPException(400, f"the body must have at most {_MAX_VALUES} lists, objects and texts, got more")
         try:
-            value = compact.decode(body, parse=orjson.loads) if is_compact else orjson.loads(body) if body else None
+            if is_compact:
+                value = compact.decode(body, parse=orjson.loads, max_arrays=most)
+            else:
+                value = orjson.loads(body) if body else None
         except InvalidInputError as error:
             raise HTTPException(400, str(error)) from None
         if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_deep(value):
             raise HTTPException(400, f"the body must be nested in at most {MAX_DEPTH} levels, got more")
         if is_compact:
             _check_arrays(value)
+        _check_num_prompts(value, most)
         return value
+
+
+def _count_values(body: bytes) -> int:
+    """The lists, objects and texts of JSON, without parsing it; at most one more than `_MAX_VALUES`.
+
+    `[],` has 3 bytes, and a list in memory 64.
+    """
+    if body.count(b"[") + body.count(b"{") + body.count(b'"') // 2 <= _MAX_VALUES:  # texts may have them inside
+        return 0
+    return sum(1 for _ in itertools.islice(_VALUE.finditer(body), _MAX_VALUES + 1))
+
+
+def _check_num_prompts(value: Any, most: int) -> None:
+    """Check how many prompts there are before the ids of each are looked at, which takes seconds for 400,000."""
+    for name in _PROMPTS if isinstance(value, dict) else ():
+        prompts = value.get(name)
+        if isinstance(prompts, list) and len(prompts) > most and isinstance(prompts[0], (list, str)):
+            raise HTTPException(
+                400, f"{name}: a request may have at most {most} prompts (max_prompts), got {len(prompts)}"
+            )
 
 
 def _check_arrays(value: Any) -> None:

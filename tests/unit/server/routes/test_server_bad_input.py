@@ -5,10 +5,13 @@ import time
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from support.servers import MODEL, asgi_client, make_app, scripted_engine, server_tokenizer
+from unbroken import compact
 from unbroken.engines.scripted import ScriptedEngine
+from unbroken.errors import InvalidInputError
 from unbroken.server.config import ServerLimits
 
 USER = [{"role": "user", "content": "hi"}]
@@ -151,6 +154,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (TRL, {}, ("prompts is required",)),
     (NATIVE, {"prompts": [[1]] * 9}, ("at most 8 prompts", "got 9")),
     (TRL, {"prompts": [[1]] * 9}, ("at most 8 prompts", "got 9")),
+    # more than the limit are counted before any is looked at
+    (NATIVE, {"prompts": [*[[1]] * 8, ["x"]]}, ("at most 8 prompts (max_prompts), got 9",)),
+    (NATIVE, {"prompts": [*["a"] * 8, 1]}, ("at most 8 prompts (max_prompts), got 9",)),
+    (TRL, {"prompts": [*[[1]] * 8, ["x"]]}, ("at most 8 prompts (max_prompts), got 9",)),
+    (TEXT, {"prompt": [*[[1]] * 8, ["x"]]}, ("at most 8 prompts (max_prompts), got 9",)),
+    (SCORE, {"sequences": [*[[1]] * 8, ["x"]]}, ("at most 8 prompts (max_prompts), got 9",)),
+    (TRL_SCORE, {"sequences": [*[[1]] * 8, ["x"]], "prompt_lengths": []}, ("at most 8 prompts", "got 9")),
     (NATIVE, {"prompts": [[1], [1] * CONTEXT]}, ("prompts[1]", f"{CONTEXT} input tokens")),
     (SCORE, {"sequences": [[1, 2], []]}, ("sequences[1]", "got 0")),
     (TRL_SCORE, {"sequences": [[1, 2]], "prompt_lengths": []}, ("prompt_lengths", "got 0 for 1")),
@@ -373,3 +383,32 @@ async def test_a_million_stop_ids_are_as_many_as_differ_and_never_more_than_the_
         assert taken.status_code == 200, taken.text
     (request,) = engine.requests
     assert len(request.params.stop_token_ids) <= 5
+
+
+@pytest.mark.parametrize("piece", [b"[]", b"{}", b'""', b'"]\\"["'])
+async def test_a_body_of_more_values_than_anybody_needs_is_refused_before_it_is_parsed(piece: bytes) -> None:
+    """`[],` has 3 bytes, and 64 as a list in memory; brackets and quotes in a text are none."""
+    number = 2**20
+    app = make_app(scripted_engine("ok"))
+    async with asgi_client(app, **{"Content-Type": "application/json"}) as client:
+        many = await client.post(NATIVE, content=b'{"prompts": [' + piece + (b"," + piece) * number + b"]}")
+        assert many.status_code == 400
+        assert (
+            many.json()["error"]["message"] == f"the body must have at most {number} lists, objects and texts, got more"
+        )
+        text = b'{"prompt": "' + b'[{\\"' * number + b'"}'
+        assert "the body must have" not in (await client.post(TEXT, content=text)).text
+
+
+async def test_a_compact_body_of_more_arrays_than_prompts_is_refused_before_they_are_made() -> None:
+    app = make_app(scripted_engine("ok"), limits=ServerLimits(max_prompts=8))
+    body = compact.encode({"prompts": [np.array([1], np.int32)] * 9})
+    broken = body.replace(b'["<i4", [1], 64]', b'["<i4", [9], 64]')  # the ninth has no such bytes
+    assert broken != body
+    async with asgi_client(app, **{"Content-Type": compact.MEDIA_TYPE}) as client:
+        for content in (body, broken):
+            answer = await client.post(NATIVE, content=content)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == "a compact body may have at most 8 arrays, got more"
+    with pytest.raises(InvalidInputError, match="an array ends at byte 100 of a body of"):
+        compact.decode(broken)
