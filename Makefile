@@ -121,7 +121,7 @@ $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt
 	else rm -rf $(@D); echo "Python 3.12 is not installed: Harbor is left out"; fi
 
 agents: $(ALL)  ## agents of PyPI and npm in sessions of a gateway; prints a table of turns, forks and tolerances (3 GB)
-	$(call TRY_EACH,agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_known_agents.py \
+	$(call TRY_EACH,agent-framework agents harbor langchain mini-swe-agent openai-agents npm,test_agents_in_sessions.py test_known_agents.py \
 		test_tinker_agents.py test_terminal_tasks.py)
 
 check: $(ALL)  ## format, lint, types (strict), layers and size

@@ -47,6 +47,7 @@ SUMS = (
     script("langchain", "chat", venv="langchain"),
     script("pydantic_ai", "chat"),
     script("openai_agents", "Responses", venv="openai-agents"),
+    script("agent_framework", "Responses", venv="agent-framework"),
     AI_SDK,
 )
 SHELLS = (mini_swe_agent(text=False), mini_swe_agent(text=True), CODEX, CLAUDE_CODE, OPENCODE, GEMINI_CLI)
