@@ -24,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unbroken.errors import ExportError, InvalidInputError, missing_extra
+from unbroken.errors import ExportError, InvalidInputError, UnbrokenError, missing_extra
 from unbroken.ledger.export import export_samples, find_trained_paths
 from unbroken.ledger.nodes import Origin
 from unbroken.ledger.records import StoredSession
@@ -96,6 +96,12 @@ def export_rows(
             part.replace(target)
     except OSError as error:
         raise ExportError(f"{target} cannot be written: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UnbrokenError):
+            raise
+        # Others write such files too: a null among the turns, half a surrogate pair, a number that Arrow cannot hold.
+        found = f"{type(error).__name__}: {error}"
+        raise InvalidInputError(f"{source} must have rollouts as docs/rollouts.md describes them: {found}") from error
     return counts
 
 
@@ -135,7 +141,27 @@ def _read_files(kind: str, folder: Path, steps: range | None) -> Iterator[Rollou
         if steps is None or step in steps:
             records = read_records(path)
             head = next(records)
-            yield from (Rollout(kind=kind, head=head, record=record) for record in records)
+            for number, record in enumerate(records):
+                _check_record(record, f"{path} must be a file of rollouts: rollout {number}")
+                yield Rollout(kind=kind, head=head, record=record)
+
+
+def _check_record(record: Mapping[str, Any], of: str) -> None:
+    """Raise `InvalidInputError` for a record whose fields are not those that rows are made of: others may write it."""
+    if not _is_number(record.get("reward")):
+        raise InvalidInputError(f"{of}: reward must be null or a number, got {record['reward']!r:.100}")
+    parts = record.get("reward_parts") or {}
+    if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
+        raise InvalidInputError(f"{of}: reward_parts must be an object of numbers, got {parts!r:.100}")
+    for name in ("rows", "turns", "messages"):
+        items = record.get(name)
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise InvalidInputError(f"{of}: {name} must be a list of objects, got {items!r:.100}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is null or a number."""
+    return value is None or type(value) in (int, float)
 
 
 def _read_store(location: str) -> Iterator[Rollout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zipfile
 from pathlib import Path
@@ -281,3 +282,39 @@ def test_a_forked_rollout_has_the_ids_of_each_branch(tmp_path):
     write_step(tmp_path / "run", 0, [make_forked()])
     rows = export(tmp_path / "run", tmp_path / "rows.jsonl", "--form", "trl")
     assert [(row["prompt_ids"], row["completion_ids"]) for row in rows] == [([1, 2], [3, 4]), ([1, 9], [6])]
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "reward is text": ({"reward": "x"}, "rollout 0: reward must be null or a number, got 'x'"),
+    "reward is a list": ({"reward": [1]}, r"rollout 0: reward must be null or a number, got [1]"),
+    "reward is true": ({"reward": True}, "rollout 0: reward must be null or a number, got True"),
+    "part is text": ({"reward_parts": {"a": "x"}}, "reward_parts must be an object of numbers, got {'a': 'x'}"),
+    "null turn": ({"turns": [None]}, "rollout 0: turns must be a list of objects, got [None]"),
+    "null row": ({"rows": [None]}, "rollout 0: rows must be a list of objects, got [None]"),
+    "null message": ({"messages": [None]}, "rollout 0: messages must be a list of objects, got [None]"),
+    "no rows": ({"rows": None}, "rollout 0: rows must be a list of objects, got None"),
+    "empty row": ({"rows": [{}]}, "must have rollouts as docs/rollouts.md describes them: KeyError"),
+    "empty turn": ({"turns": [{}]}, "must have rollouts as docs/rollouts.md describes them: KeyError"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    "words", [("rows.parquet",), ("rows.jsonl",), ("rows.eval",), ("rows.jsonl", "--form", "verl")]
+)
+def test_records_that_others_wrote_are_refused_by_field_rule_and_value(tmp_path, capsys, case, words):
+    changed, message = HOSTILE[case]
+    write_step(tmp_path / "run", 3, [{**TOOL_TURNS, **changed}], columns={})
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / words[0]), *words[1:]]) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_half_a_surrogate_pair_in_a_record_is_written_or_refused_in_a_sentence(tmp_path, capsys):
+    """Our own writer replaces it; others may spell it as an escape."""
+    write_step(tmp_path / "run", 3, [{**TOOL_TURNS, "trajectory": "SURROGATE"}])
+    (path,) = (tmp_path / "run" / "rollouts").iterdir()
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"SURROGATE", rb"\ud800")))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.parquet")]) == 1
+    assert "describes them: UnicodeEncodeError" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "rows.jsonl")]) == 0
