@@ -126,6 +126,28 @@ async def test_reasoning_comes_back_in_each_of_its_forms(item: dict[str, Any]) -
     assert "<think>\nhm\n</think>\n\n<tool_call>" in server_tokenizer().decode(engine.requests[0].prompt_ids)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"role": "assistant", "content": "Hi!"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hi!", "annotations": []}], "id": "msg_1"},
+    ],
+)
+async def test_a_reply_comes_back_with_as_few_fields_as_clients_leave_it(reply: dict[str, Any]) -> None:
+    engine = scripted_engine("ok<|im_end|>")
+    await ask("", engine, input=[USER, reply, USER])
+    turns = "<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\nhi<|im_end|>"
+    assert turns in server_tokenizer().decode(engine.requests[0].prompt_ids)
+
+
+@pytest.mark.parametrize("content", [[], "", [{"type": "output_text", "text": ""}]])
+async def test_a_reply_without_text_comes_back_as_an_empty_one(content: Any) -> None:
+    engine = scripted_engine("ok<|im_end|>")
+    await ask("", engine, input=[USER, {"type": "message", "role": "assistant", "content": content}, USER])
+    assert "<|im_start|>assistant\n<|im_end|>" in server_tokenizer().decode(engine.requests[0].prompt_ids)
+
+
 async def test_what_has_no_effect_is_accepted() -> None:
     fields = {
         "input": [
