@@ -119,9 +119,9 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens in the prompt or completion (CTRL, arXiv:1909.05858);
     0.01 to 100."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens already in the completion; -100 to 100."""
+    """Subtracted once from the logits of tokens already in the completion; -2 to 2, as in OpenAI's API and vLLM."""
     frequency_penalty: float = 0.0
-    """Subtracted once per occurrence in the completion; -100 to 100."""
+    """Subtracted once per occurrence in the completion; -2 to 2."""
     seed: int | None = None
     """Makes the request repeatable on the same engine, however it is batched; each of n completions has its own random
     stream. None draws a new seed."""
@@ -148,8 +148,8 @@ class SamplingParams:
             ("top_p", is_real(self.top_p, 0, 1) and self.top_p != 0, "a number in (0, 1]"),
             ("min_p", is_real(self.min_p, 0, 1), "a number in [0, 1]"),
             ("repetition_penalty", is_real(self.repetition_penalty, 0.01, 100), "a number in [0.01, 100]"),
-            ("presence_penalty", is_real(self.presence_penalty, -100, 100), "a number in [-100, 100]"),
-            ("frequency_penalty", is_real(self.frequency_penalty, -100, 100), "a number in [-100, 100]"),
+            ("presence_penalty", is_real(self.presence_penalty, -2, 2), "a number in [-2, 2]"),
+            ("frequency_penalty", is_real(self.frequency_penalty, -2, 2), "a number in [-2, 2]"),
             ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "None or a whole number in [0, 2**63)"),
             ("stop_token_ids", _is_tuple(self.stop_token_ids, _is_id), "a tuple of ids in [0, 2**31)"),
             ("stop_strings", _is_tuple(self.stop_strings, is_text), "a tuple of non-empty strings"),

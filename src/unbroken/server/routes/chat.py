@@ -72,7 +72,7 @@ class ChatBody(OpenAIFields):
 
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
-        ignored = CHAT.check(self.model_extra)
+        ignored = CHAT.check(self.model_extra) + self.list_ignored_options()
         functions = self.choose_functions()
         if functions and self.structured_output is not None:
             raise HttpError(400, "response_format must be left out where calls are required", param="response_format")
@@ -147,9 +147,15 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     response_description="`token_ids`, expanded, and the `features` that `/inference/v1/generate` takes",
 )
 async def render_chat(body: ChatBody, request: Request) -> Response:
-    """Render the messages without sampling. `features` name images by hash, under which the server keeps them."""
+    """Render the messages without sampling. `features` name images by hash, under which the server keeps them.
+
+    What would be refused for sampling is refused here: the ids are rendered for a call with these fields.
+    """
     context = get_context(request)
-    _, prompt = await render_question(context, await _read_question(context, request, body))
+    question = await _read_question(context, request, body)
+    most = 1 if question.max_tokens is None else question.max_tokens
+    body.to_params(end_ids=(), max_tokens=most, num_top_logprobs=question.num_top_logprobs)
+    _, prompt = await render_question(context, question)
     return json_response(
         {"model": context.config.model_name, "token_ids": prompt.token_ids, "features": format_features(prompt.images)}
     )

@@ -58,7 +58,7 @@ class CompletionBody(OpenAIFields):
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue texts or ids: n `choices` for each prompt, those of prompt 0 first."""
     context = get_context(request)
-    note_ignored(request, COMPLETIONS.check(body.model_extra))
+    note_ignored(request, COMPLETIONS.check(body.model_extra) + body.list_ignored_options())
     if body.stream and body.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs must be left out with stream", param="prompt_logprobs")
     if body.best_of not in (None, body.num_choices):

@@ -28,7 +28,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import MESSAGES, MESSAGES_BLOCKS
+from unbroken.server.wire.fields import MESSAGES, MESSAGES_BLOCKS, list_asked
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -181,6 +181,7 @@ class ConversationBody(BodyModel):
     def check_supported(self) -> list[str]:
         """The names of fields that are ignored. Raises `HttpError` for what this server does not support."""
         ignored = MESSAGES.check(self.model_extra)
+        ignored += list_asked(self.output_config, "output_config", frozenset({"format", "effort"}))
         for edit in (self.context_management or {}).get("edits") or ():
             if not (isinstance(edit, dict) and edit.get("keep") == "all"):
                 raise HttpError(

@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field
@@ -118,6 +119,14 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
         )
     if "type" in tool and not (isinstance(name := get_name(tool), str) and name):
         raise PydanticCustomError("name", "must have a function with a name")
+    function = tool.get("function", tool)  # without a type it may be the function itself, as some data sets have it
+    for name, kind in (("name", str), ("description", str), ("parameters", dict)):
+        value = function.get(name) if isinstance(function, dict) else function
+        if not isinstance(value, (kind, NoneType)) or (name == "name" and not value):
+            rule = {"name": "a text that is not empty", "description": "a text", "parameters": "an object"}[name]
+            raise PydanticCustomError(
+                "function", "must have a function whose {name} is {rule}", {"name": name, "rule": rule}
+            )
     return tool
 
 

@@ -92,6 +92,11 @@ def find_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(found)[:_MAX_NAMED]
 
 
+def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = frozenset()) -> list[str]:
+    """The keys of the object `place` in a body that are not `known`, ask for something, and are ignored."""
+    return [f"{place}.{name}" for name in _list_asked(given or {}, known)][:_MAX_NAMED]
+
+
 def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
     return [
         name for name, value in given.items()

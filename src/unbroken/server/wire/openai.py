@@ -15,7 +15,7 @@ from unbroken.errors import SamplingError
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.server.http.bodies import BodyModel, Ids, TextOrTexts
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.wire.fields import STRUCTURED_OUTPUTS
+from unbroken.server.wire.fields import STRUCTURED_OUTPUTS, list_asked
 from unbroken.types import (
     FinishReason,
     SampleChunk,
@@ -171,6 +171,8 @@ def _to_json_text(schema: Any) -> str | None:
 class StreamOptions(BodyModel):
     """Options of a stream."""
 
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool | None = None
     """Add a chunk at the end, with the counts of ids."""
 
@@ -222,6 +224,10 @@ class OpenAIFields(SamplingFields):
             f"type {wanted.type!r}",
             param="response_format",
         )
+
+    def list_ignored_options(self) -> list[str]:
+        """The options of the stream that are ignored."""
+        return [] if self.stream_options is None else list_asked(self.stream_options.model_extra, "stream_options")
 
     @property
     def num_choices(self) -> int:

@@ -33,7 +33,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS, is_safe_name
+from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS, is_safe_name, list_asked
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -242,12 +242,16 @@ def flatten_name(namespace: str | None, name: str) -> str:
 class TextOptions(BodyModel):
     """The form of the reply's text. `verbosity` has no effect."""
 
+    model_config = ConfigDict(extra="allow")
+
     format: dict[str, Any] | None = None
     """Type `text`, `json_object`, or `json_schema` with a schema."""
 
 
 class ReasoningOptions(BodyModel):
     """How much to reason. `summary` has no effect: the reasoning itself is in the answer."""
+
+    model_config = ConfigDict(extra="allow")
 
     effort: str | None = None
     """The template's variable `reasoning_effort`, if it reads it; "none": `enable_thinking: false`, likewise."""
@@ -314,6 +318,8 @@ class ResponsesBody(BodyModel):
                 param="previous_response_id",
             )
         ignored = RESPONSES.check(self.model_extra)
+        for name, options in (("text", self.text), ("reasoning", self.reasoning)):
+            ignored += [] if options is None else list_asked(options.model_extra, name)
         if _LOGPROBS in (self.include or ()):
             raise HttpError(
                 400, f"include must not have {_LOGPROBS!r}: chat completions have logprobs", param="include"

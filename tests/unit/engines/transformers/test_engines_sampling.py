@@ -122,8 +122,8 @@ EDGES = {
     "top_p": [5e-324, 1],
     "min_p": [5e-324, 1],
     "repetition_penalty": [0.01, 100],
-    "presence_penalty": [-100, 100],
-    "frequency_penalty": [-100, 100],
+    "presence_penalty": [-2, 2],
+    "frequency_penalty": [-2, 2],
 }
 
 

@@ -104,7 +104,7 @@ def list_names(known: fields.Fields) -> tuple[set[str], list[str]]:
 
 async def post(path: str, **extra: Any) -> Any:
     async with asgi_client(make_app(scripted_engine("ok<|im_end|>"))) as client:
-        return await client.post(path, json={**BODIES[path], **extra})
+        return await client.post(path, json={**BODIES.get(path, {}), **extra})
 
 
 def test_the_tables_in_the_docs_are_those_of_the_code() -> None:
@@ -228,3 +228,50 @@ async def test_template_options_that_would_fill_the_memory_of_renderers_are_refu
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs")
     assert "must have at most 262144 characters as JSON" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "expected"),
+    [
+        (CHAT, {"stream_options": {"include_usage": True, "unheard_of": 1}}, "stream_options.unheard_of"),
+        (TEXT, {"stream_options": {"unheard_of": 1}}, "stream_options.unheard_of"),
+        (RESPONSES, {"text": {"verbosity": "low", "unheard_of": 1}}, "text.verbosity, text.unheard_of"),
+        (RESPONSES, {"reasoning": {"summary": "auto", "unheard_of": 1}}, "reasoning.summary, reasoning.unheard_of"),
+        (MESSAGES, {"output_config": {"unheard_of": 1}}, "output_config.unheard_of"),
+    ],
+)
+async def test_keys_of_objects_in_a_body_are_named_if_they_have_no_effect(
+    path: str, extra: dict[str, Any], expected: str
+) -> None:
+    assert (await post(path, **extra)).headers["x-unbroken-ignored"] == expected
+    quiet = {field: dict.fromkeys(value) for field, value in extra.items()}  # null asks for nothing
+    assert "x-unbroken-ignored" not in (await post(path, **quiet)).headers
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        ({"function": {"name": 5}}, "must have a function whose name is a text"),
+        ({"function": {"name": ""}}, "must have a function whose name is a text"),
+        ({"function": 5}, "must have a function whose name is a text"),
+        ({"name": 5}, "must have a function whose name is a text"),
+        ({}, "must have a function whose name is a text"),
+        ({"type": "function", "function": {"name": "f", "parameters": 5}}, "whose parameters is an object"),
+        ({"type": "function", "function": {"name": "f", "description": 5}}, "whose description is a text"),
+    ],
+)
+async def test_tools_that_are_no_functions_are_refused_whether_they_have_a_type_or_not(
+    tool: dict[str, Any], expected: str
+) -> None:
+    for path in (CHAT, f"{CHAT}/render", "/tokenize"):
+        answer = await post(path, **{**BODIES[CHAT], "tools": [tool]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0"), answer.text
+        assert expected in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/render"])
+@pytest.mark.parametrize(("field", "value"), [("temperature", -1), ("frequency_penalty", 3), ("presence_penalty", -3)])
+async def test_what_no_call_can_have_is_refused_where_it_is_rendered_too(path: str, field: str, value: float) -> None:
+    answer = await post(path, **{**BODIES[CHAT], field: value})
+    assert answer.status_code == 400
+    assert f"{field} must be" in answer.json()["error"]["message"]

@@ -159,7 +159,7 @@ async def test_a_named_function_is_the_only_one() -> None:
             "must match a function in tools",
         ),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools.0 must have a function with a name"),
-        ({"tool_choice": "required", "tools": [{"function": {"name": 3}}]}, "functions with names"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": 3}}]}, "whose name is a text"),
         ({"tool_choice": "always", "tools": TOOLS}, "tool_choice must be 'auto', 'none', 'required'"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice must be"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
