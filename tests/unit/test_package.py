@@ -249,3 +249,22 @@ def test_a_connection_that_breaks_is_its_own_error_where_the_output_is_no_file(m
 def test_an_error_of_ours_is_one_line_and_status_1(capsys, tmp_path):
     assert main(["demo", "--steps", "0", "--output", str(tmp_path)]) == 1
     assert "--steps must be >= 1, got 0" in capsys.readouterr().err
+
+
+def test_every_connection_of_ours_has_a_time_out_of_its_own():
+    """httpx's own one of 5 s is another in tests (conftest.py), so nothing of ours may depend on it."""
+    makers = {"Client", "AsyncClient", "get", "post", "put", "delete", "head", "request", "stream"}
+    calls = [
+        (path, call)
+        for path in sorted(Path(unbroken.__file__).parent.rglob("*.py"))
+        if "httpx" in (text := path.read_text("utf-8"))
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "httpx"
+        and call.func.attr in makers
+    ]
+    assert len(calls) >= 3
+    without = [f"{path}:{call.lineno}" for path, call in calls if "timeout" not in {each.arg for each in call.keywords}]
+    assert without == []

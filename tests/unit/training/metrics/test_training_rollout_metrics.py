@@ -47,7 +47,7 @@ def metrics_of(*processes) -> dict:
 
 def test_i8_groups_are_described_as_they_are_after_drops():
     metrics = metrics_of(GROUPS)
-    assert {name: value for name, value in metrics.items() if name.startswith("groups/")} == {
+    expected = {
         "groups/num": 3,
         "groups/num_compared": 2,
         "groups/num_zero_variance": 1,
@@ -57,6 +57,7 @@ def test_i8_groups_are_described_as_they_are_after_drops():
         "groups/size_min": 2.0,
         "groups/reward_std_mean": 1.0,
     }
+    assert {name: metrics[name] for name in expected} == expected  # there may be more
 
 
 def test_replaced_groups_count_in_all_numbers_but_those_of_the_groups_that_are_kept():
