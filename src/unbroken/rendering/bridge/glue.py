@@ -322,9 +322,11 @@ class GlueFinder:
 
         Some templates leave out the text of a turn that has calls; its last call must be there.
         """
-        if sentinels.of_end[0] not in text:
+        # Each search reads the whole conversation: one for each sentinel.
+        starts = {each: text.find(each) for each in sentinels.of_end}
+        if starts[sentinels.of_end[0]] < 0:
             raise BridgeRefusedError(RefusalReason.DROPS_MESSAGE, "the template leaves out the turn or its last call")
-        text_stop = max(text.find(each) + len(each) for each in sentinels.of_end if each in text)
+        text_stop = max(start + len(each) for each, start in starts.items() if start >= 0)
         match = self._end_pattern.search(text, text_stop)
         if match is None:
             raise BridgeRefusedError(RefusalReason.UNDERIVABLE, "no control token ends the assistant turn")
