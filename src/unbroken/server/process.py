@@ -134,19 +134,14 @@ async def run_server(
     codec = TextCodec(facts)
     image_limits = make_image_limits(options.config.limits)
     processor, no_images_because = _load_image_processor(model, image_limits)
-    make_renderer = make_renderer_factory(options, facts, processor, image_limits)
-    try:
-        default = make_renderer({})  # so that errors in the template and its options come before the engine starts
-    except InvalidInputError as error:
-        raise name_option(error) from None
+    make_renderer = _keep_default(make_renderer_factory(options, facts, processor, image_limits))
     with _listening(options, listeners) as listeners:
         engine = await start_engine(codec, processor, image_limits)
         try:
-            await _report_check(check, engine, default)
+            await _report_check(check, engine, make_renderer({}))
             app = make_app(
                 engine,
-                # The default one is not made again: each renderer that is loaded logs its template's warnings.
-                lambda template_kwargs: make_renderer(template_kwargs) if template_kwargs else default,
+                make_renderer,
                 codec,
                 replace(options.config, tokenizer=_locate(tokenizer)),
                 image_processor=processor,
@@ -163,6 +158,18 @@ async def run_server(
         finally:
             await engine.close()
     return 0
+
+
+def _keep_default(make_renderer: MakeRenderer) -> MakeRenderer:
+    """Make the default renderer now, so that errors in the template and its options come before the engine starts.
+
+    It is not made again: each renderer that is loaded logs its template's warnings.
+    """
+    try:
+        default = make_renderer({})
+    except InvalidInputError as error:
+        raise name_option(error) from None
+    return lambda template_kwargs: make_renderer(template_kwargs) if template_kwargs else default
 
 
 @contextmanager
