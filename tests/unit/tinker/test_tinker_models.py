@@ -468,15 +468,17 @@ def test_a_gradient_that_is_not_finite_is_refused_and_cleared(folder, tmp_path):
 def test_a_step_that_makes_weights_that_are_not_finite_is_an_error_until_others_are_loaded(folder, tmp_path):
     models = open_model(folder, dtype=None)
     models.save("a", tmp_path / "good", optimizer=True)
-    for params in (AdamParams(eps=0), AdamParams()):  # 0 / 0
+    huge = AdamParams(learning_rate=1e12, weight_decay=1e12)
+    models.optim_step("a", huge)  # each step makes the weights 1e24 times larger
+    for params in (huge, AdamParams()):
         with pytest.raises(TrainingError, match="made weights that are not finite: load a checkpoint"):
             models.optim_step("a", params)
     with pytest.raises(TrainingError, match="nothing is saved of weights that are not finite: load a checkpoint"):
         models.adapter("a")
     models.load("a", tmp_path / "good", optimizer=True)
     models.optim_step("a", AdamParams())
-    for name in ("learning_rate", "eps", "weight_decay"):
-        with pytest.raises(InvalidInputError, match=rf"adam_params.{name} must lie in \[0, 1e12\]"):
+    for name, least in (("learning_rate", "0"), ("eps", "1e-20"), ("weight_decay", "0")):
+        with pytest.raises(InvalidInputError, match=rf"adam_params.{name} must lie in \[{least}, 1e12\]"):
             models.optim_step("a", AdamParams(**{name: 1e300}))
 
 
