@@ -175,7 +175,7 @@ async def test_b09_i7_a_cut_turn_is_closed_by_given_ids_before_anything_follows(
 async def test_b10_i8_what_happens_is_counted_by_reason(play):
     trajectory = await play(CALL, "<tool_call>\n{broken\n</tool_call>" + END_OF_TURN, ANSWER)
     counts = trajectory.counters.as_dict()
-    # A call that failed is in no message, so that a fresh rendering would have lost it: the history after it is not kept.
+    # A call that failed is in no message: a fresh rendering would have lost it, so the history after it is not kept.
     kept = {"history/kept": 1, "history/rewritten": 1}
     assert counts == {"bridges/derived": 2, **kept, "parse_failures/invalid_json": 1, "status/completed": 1}
 
