@@ -197,7 +197,12 @@ async def open_run(
 
 def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> TrainerConfig:
     """The settings of the trainer, with what it has to know of the engine that samples."""
-    return replace(engine.adapt(config.training), max_policy_k3=choose_max_k3(config, config.engine, policy))
+    max_k3: float | None = choose_max_k3(config, config.engine, policy)
+    if config.engine.reuse_kv and config.trainer.max_policy_k3 is None:
+        # New ids follow keys and values of older weights then, and no bound is that of rounding: a run that was as it
+        # should be had a k3 of 0.11. The start is compared all the same, before there are older weights.
+        max_k3 = None
+    return replace(engine.adapt(config.training), max_policy_k3=max_k3)
 
 
 def _warn_about_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from unbroken.runs.policy_check import (
     make_prompts,
     sample_probes,
 )
+from unbroken.runs.run import _choose_training
 from unbroken.runs.settings import build, section_of
 from unbroken.training.model.row_scores import RowScores
 from unbroken.transfer.sources import TensorSource
@@ -158,6 +160,19 @@ def test_prompts_with_images_alone_are_not_judged():
 def config_of(**values: Any) -> RunConfig:
     given = {"output": "o", "loop.num_steps": 1, "trainer.optimizer.learning_rate": 1e-3, **values}
     return build(section_of(RunConfig), given)
+
+
+def test_the_steps_of_a_run_that_keeps_old_keys_and_values_have_no_bound_but_the_users():
+    engine = SimpleNamespace(adapt=lambda training: training)
+    for given, expected in (
+        ({}, FLOAT32),
+        ({"engine.reuse_kv": True}, None),
+        ({"engine.reuse_kv": True, "trainer.max_policy_k3": 0.5}, 0.5),
+    ):
+        config = config_of(**given)
+        assert _choose_training(config, engine, tiny_qwen3()).max_policy_k3 == expected
+    keeping = config_of(**{"engine.reuse_kv": True})
+    assert choose_max_k3(keeping, keeping.engine, tiny_qwen3()) == COARSE, "at the start"
 
 
 def test_the_bound_is_that_of_the_arithmetic():
