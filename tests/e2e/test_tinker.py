@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -25,7 +23,7 @@ from tinker.proto import tinker_public_pb2 as messages
 from support.image_servers import image_file
 from support.postgres import run_postgres
 from support.served import Served, save_tiny_model, served
-from support.tinker_loops import KEY, RawClient, make_datum, make_message, put_tensor
+from support.tinker_loops import KEY, RawClient, make_datum, make_message, no_leaks, put_tensor  # noqa: F401
 from support.vision import save_vision_model
 from unbroken.viewer.resources import open_runs
 
@@ -35,17 +33,6 @@ pytestmark = pytest.mark.filterwarnings(
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "tinker.md"
 PROMPT = [1, 2, 3]
 SAMPLING = types.SamplingParams(max_tokens=8, temperature=1.0, seed=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_leaks() -> Iterator[None]:
-    """The SDK leaves the connections of its first calls open, and reports to servers that have stopped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

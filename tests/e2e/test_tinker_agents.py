@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from tinker import types
 
 from support.agent_programs import CLAUDE_CODE, CODEX, Program, make_environment
 from support.served import Served, gateway_over, save_tiny_model, served
-from support.tinker_loops import KEY
+from support.tinker_loops import KEY, no_leaks  # noqa: F401
 from unbroken import Client
 from unbroken.integrations.tinker import make_data
 from unbroken.types import TrainingSample
@@ -35,17 +33,6 @@ pytestmark = [
 ]
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "tinker-agents.md"
 MAX_K3 = 1e-10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_leaks() -> Iterator[None]:
-    """The SDK leaves the connections of its first calls open, and reports to servers that have stopped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @contextmanager

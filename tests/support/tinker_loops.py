@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
@@ -16,6 +19,17 @@ from unbroken.tinker.store import CallResult, RecordedSequence, TinkerStore
 from unbroken.types import FinishReason, SampledSequence, VersionSpan
 
 KEY = "tml-one"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks() -> Iterator[None]:
+    """The SDK leaves the connections of its first calls open, and reports to servers that have stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def make_datum(
