@@ -127,9 +127,9 @@ class Policies:
     async def _look_up(self, request: Request, name: str) -> Policy | None:
         if (own := self._look_up_own(name)) is not None:
             return own
-        versioned = _VERSIONED.fullmatch(name)
-        if versioned is not None and (own := self._look_up_own(versioned[1])) is not None:
-            policy = replace(own, version=None if versioned[2] == "latest" else int(versioned[2]))
+        base, version = split_version(name)
+        if version is not None and (own := self._look_up_own(base)) is not None:
+            policy = replace(own, version=None if version == "latest" else int(version))
             if policy.version is not None and self._source is None and policy.version != self._engine.policy_version:
                 raise await self._unknown(request, name)
             return policy

@@ -138,7 +138,7 @@ wire_api = "responses"
  "privacy": {"usageStatisticsEnabled": false}, "general": {"enableAutoUpdate": false}}
 """
         },
-        environment={"GOOGLE_GEMINI_BASE_URL": "{anthropic_base_url}", "GEMINI_API_KEY": "{api_key}"},
+        environment={"GOOGLE_GEMINI_BASE_URL": "{gemini_base_url}", "GEMINI_API_KEY": "{api_key}"},
     ),
     "mini-swe-agent": KnownAgent(
         program="mini",
