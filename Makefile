@@ -42,7 +42,8 @@ quick: $(ALL)  ## the tests nearest to what differs from main, for a minute at m
 	OMP_NUM_THREADS=1 $(BIN)/python tools/run_touched_tests.py $(ARGS)
 
 test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in three processes; 8 minutes on two cores
-	$(PYTEST) -m "not e2e and not gpu and not clients and not real" $(SUITE)
+	$(BIN)/python tools/count_cpu.py $(VENV)/cpu-of-make-test \
+		env $(PYTEST) -m "not e2e and not gpu and not clients and not real" $(SUITE)
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
 	$(PYTEST) -m "e2e and not alone and not gpu and not clients and not real" $(SUITE)

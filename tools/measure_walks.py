@@ -2,13 +2,15 @@
 
 From the command line: `unbroken train` makes one step with a tiny model. From an agent's request: the second turn of a
 session of a gateway. A way is all functions of the package that have not returned when one of its `MARKS` is called,
-also those that started the task or thread in which that happens. `--names` prints them.
+also those that started the task or thread in which that happens.
+`--names` prints them; `--json` prints the four numbers, for `measure_house.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import os
 import sys
 import tempfile
@@ -41,9 +43,13 @@ _started_by: contextvars.ContextVar[frozenset[Step]] = contextvars.ContextVar("s
 
 def main() -> None:
     """Print both ways."""
+    walks = {"walk, command line to optimizer": train_a_step(), "walk, request of an agent": ask()}
+    if "--json" in sys.argv[1:]:
+        counts = {f"{title}: functions": len(steps) for title, steps in walks.items()}
+        print(json.dumps(counts | {f"{title}: files": len({file for file, _ in s}) for title, s in walks.items()}))
+        return
     print(f"{'':52}{'functions':>10}{'files':>8}")
-    for title, run in (("command line to optimizer", train_a_step), ("an agent's request to the engine and back", ask)):
-        steps = run()
+    for title, steps in walks.items():
         print(f"{title:52}{len(steps):10}{len({file for file, _ in steps}):8}")
         if "--names" in sys.argv[1:]:
             print(*sorted(f"  {file} {name}" for file, name in steps), sep="\n")
