@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from unbroken.errors import InvalidInputError
-from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import Bridge, Closing
 from unbroken.rendering.template import TemplateRenderer
@@ -94,13 +92,14 @@ def main() -> None:
 
 
 def load_hand_written(name: str, tokenizer: Any) -> tuple[Any, str]:
-    """Load the package's own renderer of a family, without our adapter; or return why that fails."""
+    """Load the hand-written renderer of a family of the package `renderers`; or return why that fails."""
     if name not in HAND_WRITTEN:
         return None, ""
     try:
-        loaded: Any = load_renderer(tokenizer, renderer=f"pkg:{HAND_WRITTEN[name]}")
-        return loaded._renderer, ""
-    except InvalidInputError as error:
+        from renderers import config_from_name, create_renderer
+
+        return create_renderer(tokenizer, config_from_name(HAND_WRITTEN[name])), ""
+    except (ImportError, AssertionError, ValueError) as error:  # AssertionError: a control token is missing
         return None, f"renderers: {error}"
 
 

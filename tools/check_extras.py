@@ -130,13 +130,6 @@ from unbroken.images.decoder import decode_image, encode_picture
 assert decode_image(encode_picture(Image.new("RGB", (3, 2), "red"))).getpixel((0, 0)) == (255, 0, 0)
 """
 
-RENDERERS = """
-from unbroken.integrations.renderers.registry import is_package_renderer
-from unbroken.integrations.renderers.renderer import PackageRenderer
-import renderers
-assert is_package_renderer("pkg:qwen3")
-"""
-
 POSTGRES = """
 from unbroken.errors import StoreError
 from unbroken.ledger.store import open_store
@@ -252,7 +245,6 @@ CHECKS: dict[str, tuple[list[str], ...]] = {
         ],
     ),
     "vision": (["-c", VISION],),
-    "renderers": (["-c", RENDERERS],),
     "trackers": (
         ["-c", SAVE_TINY_MODEL],
         [

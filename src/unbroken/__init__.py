@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from unbroken.engines.transformers import TransformersEngine
     from unbroken.engines.vllm import VllmEngine
     from unbroken.errors import UnbrokenError
-    from unbroken.integrations.renderers.registry import load_renderer
+    from unbroken.rendering.loader import load_renderer
     from unbroken.rendering.template import TemplateRenderer
     from unbroken.rollout.env import Continue, Done, Env, EnvStart, Outcome, Reply, Rewrite
     from unbroken.rollout.limits import Limits
@@ -66,7 +66,7 @@ _MODULES = {
     "unbroken.engines.transformers": ("TransformersEngine",),
     "unbroken.engines.vllm": ("VllmEngine",),
     "unbroken.errors": ("UnbrokenError",),
-    "unbroken.integrations.renderers.registry": ("load_renderer",),
+    "unbroken.rendering.loader": ("load_renderer",),
     "unbroken.rendering.template": ("TemplateRenderer",),
     "unbroken.rollout.env": ("Continue", "Done", "Env", "EnvStart", "Outcome", "Reply", "Rewrite"),
     "unbroken.rollout.limits": ("Limits",),

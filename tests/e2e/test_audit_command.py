@@ -11,7 +11,6 @@ import pytest
 
 from support import templates
 from support.audits import model_folder
-from support.corpus import corpus_template
 from unbroken.cli import main
 
 FEW = ("--conversations", "20")
@@ -77,24 +76,6 @@ def test_a_template_alone_gets_a_stand_in(tmp_path: Path, capsys: pytest.Capture
     status, out, _ = run(capsys, "--template", file, *FEW)
     assert status == 0
     assert "a stand-in, as no model was given" in out
-
-
-def test_a_renderer_of_the_package_is_held_to_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "qwen3.jinja"
-    file.write_text(corpus_template("trl/qwen3").source)
-    package = ("--renderer", "pkg:qwen3", "--option", "eos_token=<|endoftext|>")
-    status, out, err = run(capsys, "--template", file, *FEW, "--json", *package)
-    report = json.loads(out)
-    assert status == 0
-    assert err == ""
-    assert report["about"]["renderer"] == report["round_trip"]["parser"] == "pkg:qwen3"
-    assert report["fuzz"]["num_exact"] == 20
-    assert report["fuzz"]["history"]["tool"]["drops_reasoning"] > 0
-    file.write_text(file.read_text().replace("<|im_start|>assistant\\n", "<|im_start|>assistant \\n"))
-    status, out, _ = run(capsys, "--template", file, *FEW, "--json", *package)
-    assert status == 4
-    assert json.loads(out)["fuzz"]["num_wrong"] > 0
-    assert "bug" not in json.loads(out)["action"]
 
 
 def test_a_named_parser_is_the_one_that_reads(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +148,6 @@ def test_no_code_of_a_models_folder_is_executed(tmp_path: Path, capsys: pytest.C
         (("{model}", "--template", "no_such"), "--template must be a file, or one of the tokenizer's templates"),
         (("--template", "no_such.jinja"), "no_such.jinja cannot be read"),
         (("{bare}",), "no chat template"),
-        (("{model}", "--renderer", "pkg:no_such"), "no_such"),
-        (("{model}", "--renderer", "no_such"), "renderer must be one of"),
         (("{model}", "--parser", "no_such"), "parser must be one of"),
         (("{model}", "--html", "{model}"), "cannot be written"),
         (("--table", "no_such"), "--table must name folders or files that exist"),
@@ -197,7 +176,6 @@ def test_what_is_not_there_is_an_error_that_names_it(
         ("model", "--timeout", "inf"),
         ("model", "--timeout", "nan"),
         ("--table", "x", "--option", "a=1"),
-        ("--table", "x", "--renderer", "pkg:qwen3"),
         ("--table", "x", "--parser", "none"),
         ("model", "--table", "x"),
         ("model", "--no-such-option"),

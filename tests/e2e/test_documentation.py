@@ -546,6 +546,5 @@ def test_the_small_blocks_run(workplace: Path) -> None:
     make = run_python(block("docs/environments.md", "from unbroken.integrations.mcp import"))["make"]
     assert make([{"role": "user", "content": "a"}])
     text = block("docs/renderers.md", "from unbroken import load_renderer")
-    package = next(line for line in text.splitlines() if "pkg:" in line)
     tokenizer = build_tokenizer()
-    run_python(text.replace(package, ""), tokenizer=tokenizer, text=tokenizer.chat_template)
+    run_python(text, tokenizer=tokenizer, text=tokenizer.chat_template)

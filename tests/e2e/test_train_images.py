@@ -156,13 +156,6 @@ def test_two_processes_with_parts_of_the_model_train_adapters_alone(tmp_path, mo
     assert (output / "final" / "adapter_model.safetensors").exists()
 
 
-def test_a_renderer_that_takes_no_images_is_refused(tmp_path, capsys, model):
-    recipe = write_recipe(tmp_path / "recipe")
-    words = ["train", str(recipe), f"--output={tmp_path / 'run'}", f"--model={model}", "--renderer.name=pkg:qwen3"]
-    assert main(words) == 1
-    assert "renderer.name must be auto for prompts with images, got 'pkg:qwen3'" in capsys.readouterr().err
-
-
 def test_a_family_that_the_embedded_engine_refuses_is_sent_to_vllm(tmp_path, capsys):
     recipe, model = write_recipe(tmp_path / "recipe"), save_family(tmp_path / "gemma", "gemma3")
     assert main(["train", str(recipe), f"--output={tmp_path / 'run'}", f"--model={model}"]) == 1

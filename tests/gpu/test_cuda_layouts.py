@@ -58,7 +58,7 @@ def test_i9_each_layout_of_heads_samples_from_its_own_weights(tmp_path: Path):
 @pytest.mark.skipif(not (REAL / "config.json").is_file(), reason="tools/real_model.py has made no model")
 @pytest.mark.parametrize("numerics", Numerics)
 async def test_i9_a_real_model_speaks_and_is_scored_alike(numerics, tmp_path: Path):
-    from unbroken.integrations.renderers.registry import load_renderer
+    from unbroken.rendering.loader import load_renderer
 
     options = ("--dtype", "bfloat16", "--max-model-len", "2048", "--gpu-memory-utilization", "0.3")
     config = build(

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from unbroken.cli import main
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import PolicyMismatchError
-from unbroken.integrations.renderers.registry import load_renderer
+from unbroken.rendering.loader import load_renderer
 from unbroken.runs.policy_check import check_against_folder
 
 pytestmark = pytest.mark.real

@@ -54,7 +54,6 @@ def add_audit_parser(commands: Any) -> None:
         "a stand-in tokenizer that has its control tokens")  # fmt: skip
     add("--option", action="append", default=[], metavar="KEY=VALUE", help="a variable for the template; the value is "
         "JSON or else text (may be repeated)")  # fmt: skip
-    add("--renderer", default="auto", metavar="NAME", help="auto, or pkg:NAME of the package `renderers`")
     add("--parser", metavar="NAME", help="the format of completions (default: found from the template)")
     add("--conversations", type=int, default=DEFAULT_CONVERSATIONS, metavar="N", help="random conversations to bridge "
         f"(default: {DEFAULT_CONVERSATIONS})")  # fmt: skip
@@ -82,10 +81,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             arguments.option,
             arguments.parser,
         )
-        if any(others) or arguments.renderer != parser.get_default("renderer"):
+        if any(others):
             parser.error(
                 "--table goes with --output, --conversations, --seed and --timeout only: its templates have no "
-                "options, renderer and no parser in common"
+                "options and no parser in common"
             )
         return _write_table(arguments)
     if arguments.output is not None:
@@ -98,7 +97,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         model=arguments.model,
         template=arguments.template,
         options=dict(read_option(parser, text) for text in arguments.option),
-        renderer=arguments.renderer,
         parser=arguments.parser,
     )
     report = run_in_process(target, _get_config(arguments), _get_limits(arguments))

@@ -20,8 +20,6 @@ class AuditTarget:
     template: str | None = None
     """A file, or the name of one of the tokenizer's templates; None for the model's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    renderer: str = "auto"
-    """`auto`, `template`, or `pkg:` and a name."""
     parser: str | None = None
     """The name of the format of completions; None to find it."""
 

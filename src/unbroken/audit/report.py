@@ -102,7 +102,6 @@ class AuditSetup:
     name: str
     is_stand_in: bool
     """The tokenizer was made for the audit, as no model was given."""
-    renderer: str
     template_sha256: str
     num_template_characters: int
     options: Mapping[str, Any]

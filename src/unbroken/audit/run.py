@@ -84,7 +84,6 @@ def _describe_subject(subject: Subject, config: AuditConfig) -> AuditSetup:
     return AuditSetup(
         name=subject.name,
         is_stand_in=subject.is_stand_in,
-        renderer=subject.renderer_name,
         template_sha256=hashlib.sha256(subject.facts.source.encode()).hexdigest(),
         num_template_characters=len(subject.facts.source),
         options=subject.options,
@@ -159,19 +158,13 @@ def _find_fault(
             Verdict.UNFIT,
             f"Not usable as it is: sampling would end inside a turn at {stops}, which the template also writes in the "
             "middle of turns.",
-            f"Take {stops} out of the stop ids: those of generation_config.json, or of the renderer.",
+            f"Take {stops} out of the stop ids: those of generation_config.json.",
         )
     return None
 
 
 def _judge_wrong_bridges(about: AuditSetup, fuzz: FuzzFinding) -> tuple[Verdict, str, str]:
     wrong = f"{fuzz.num_wrong} of {fuzz.num_accepted} bridges are not what the template writes"
-    if about.renderer != "template":
-        return (
-            Verdict.UNFIT,
-            f"Not usable: {wrong}. They are those of the renderer {about.renderer}.",
-            f"Use --renderer template, or the template that {about.renderer} was made for.",
-        )
     if about.is_stand_in:
         sentence = f"Undecided: {wrong}, with a stand-in tokenizer whose control tokens are guessed from the template."
         return Verdict.UNDECIDED, sentence, _GIVE_TOKENIZER

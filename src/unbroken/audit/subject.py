@@ -11,7 +11,6 @@ from unbroken.audit.config import AuditTarget
 from unbroken.audit.report import Token
 from unbroken.audit.stand_in import BEGIN, END, make_stand_in
 from unbroken.errors import InvalidInputError, TemplateError
-from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import find_unread_options
 from unbroken.rendering.loader import load_stop_token_ids, load_tokenizer
@@ -31,9 +30,8 @@ class Subject(TemplateTexts):
     is_stand_in: bool = False
     """The tokenizer was made by the audit, as there is no model."""
     options: Mapping[str, Any]
-    renderer_name: str = "template"
     renderer: Renderer
-    """`template_renderer`, unless a renderer of the package `renderers` is audited."""
+    """Whose bridges are judged by `template_renderer`: the same one, but in tests of the audit."""
 
     @property
     def renders_reasoning(self) -> bool:
@@ -111,17 +109,12 @@ def _make_subject(
         stop_token_ids=stop_token_ids,
         parser=target.parser,
     )
-    is_package = target.renderer not in ("auto", "template")
-    renderer: Renderer = own
-    if is_package:
-        renderer = load_renderer(tokenizer, renderer=target.renderer, template_kwargs=target.options)
     return Subject(
         name=name,
         tokenizer=tokenizer,
-        renderer=renderer,
+        renderer=own,
         template_renderer=own,
         options=target.options,
-        renderer_name=target.renderer if is_package else "template",
         is_stand_in=target.model is None,
     )
 

@@ -1,8 +1,7 @@
 """The Renderer protocol: the only place where text becomes token ids and token ids become text.
 
-Names follow the PyPI package `renderers`, so that its renderers can be adapted (`integrations.renderers`). Two things
-differ: a bridge that does not hold is a `Refusal` with a reason, where the package returns None, and a parse says
-which ids each tool call came from.
+Names follow the PyPI package `renderers`. Two things differ: a bridge that does not hold is a `Refusal` with a reason,
+where the package returns None, and a parse says which ids each tool call came from.
 """
 
 from __future__ import annotations

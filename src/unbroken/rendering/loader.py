@@ -1,4 +1,6 @@
-"""Loads what a renderer needs from a model's folder or hub name: tokenizer, stop ids, image processor.
+"""Loads the renderer of a model by its folder or hub name, with tokenizer, stop ids and image processor.
+
+    renderer = load_renderer("path/to/model", template_kwargs={"enable_thinking": False})
 
 transformers alone knows which tokenizer a model's files mean: 94 of its 96 classes make parts of it themselves. But it
 imports torch, which takes 6 CPU seconds and 700 MB with it. So a process that has not imported it yet has another one
@@ -31,7 +33,7 @@ from unbroken.rendering.template import TemplateRenderer
 _logger = logging.getLogger(__name__)
 
 
-def load_template_renderer(
+def load_renderer(
     model_or_tokenizer: Any,
     *,
     chat_template: str | None = None,
@@ -41,7 +43,7 @@ def load_template_renderer(
     parser: str | None = None,
     images: ImageInputs | None = None,
 ) -> TemplateRenderer:
-    """Load the renderer of a model's own chat template.
+    """Load the renderer of a model's own chat template. All arguments belong to its identity: see `docs/renderers.md`.
 
     Args:
         model_or_tokenizer: folder or hub name of a model, its `TokenizerFacts`, or a `PreTrainedTokenizerFast`. A

@@ -209,8 +209,6 @@ _NOT_KWARGS = frozenset(
 class RendererConfig:
     """How messages become token ids; see docs/renderers.md."""
 
-    name: str = "auto"
-    """auto: the model's own chat template; pkg:NAME: a renderer of the package `renderers`."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, e.g. {enable_thinking = false}."""
     history: HistoryPolicy = HistoryPolicy.EXACT

@@ -38,8 +38,7 @@ from unbroken.engines.directory import EngineDirectory, FileDirectory, follow
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
-from unbroken.integrations.renderers.registry import load_renderer
-from unbroken.rendering.loader import load_tokenizer
+from unbroken.rendering.loader import load_renderer, load_tokenizer
 from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, without_launcher

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
-from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_options_read
+from unbroken.rendering.loader import load_renderer
 from unbroken.runs.config import (
     Attention,
     EngineConfig,
@@ -44,7 +44,7 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
     Raises:
         InvalidInputError: there are images, and the model or the renderer takes none; or a setting is unknown.
     """
-    settings, name = config.renderer.image_settings, config.renderer.name
+    settings = config.renderer.image_settings
     is_needed = bool(config.images) or prompts_have_images
     if config.images is False and prompts_have_images:
         raise InvalidInputError("images must be true or left out for prompts with images, got false")
@@ -53,12 +53,8 @@ def load_image_inputs(source: str | Path, config: RunConfig, *, prompts_have_ima
             raise InvalidInputError(f"renderer.image_settings must be left out without images, got {dict(settings)}")
         return None
     why = "for prompts with images" if prompts_have_images else "with images = true"
-    if is_needed and is_package_renderer(name):
-        raise InvalidInputError(
-            f"renderer.name must be auto {why}, got {name!r}: the package's renderers take text only"
-        )
     try:
-        processor = None if is_package_renderer(name) else load_image_processor(source)
+        processor = load_image_processor(source)
     except InvalidInputError as error:
         raise InvalidInputError(f"{error} (images = false trains the model on text alone)") from None
     if processor is None and is_needed:
@@ -225,7 +221,6 @@ def load_model_renderer(
     """
     renderer = load_renderer(
         source,
-        renderer=config.name,
         template_kwargs=config.template_kwargs,
         stop_token_ids=sampling.stop_token_ids,
         history=config.history,

@@ -23,7 +23,7 @@ from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 
 CheckEngine = Callable[[Engine, Renderer], Awaitable[str]]
 _ENGINE_NAMES = ("auto", *ENGINES)
-_UNCHANGED = ("renderer", "parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
+_UNCHANGED = ("parser", "history", "host", "port", "drain_s", "keep_alive_s", "exit_with_parent")
 """Fields of `AppOptions` that are options as they are parsed."""
 _EPILOG = """\
 Other options go to the engine: any of vLLM's, e.g. --tensor-parallel-size 2, or for transformers
@@ -34,15 +34,13 @@ Other options go to the engine: any of vLLM's, e.g. --tensor-parallel-size 2, or
 class AppOptions:
     """What every command with a server needs: how it renders, where it listens, and its configuration."""
 
-    renderer: str = "auto"
-    """Renders messages to ids: auto is the model's chat template, pkg:NAME a renderer of the package `renderers`."""
     chat_template: str | None = None
     """A template file, or the name of one of the tokenizer's templates, instead of the model's own."""
     parser: str | None = None
     """The format in which completions are read, e.g. hermes; by default found from the template."""
     history: str = "exact"
-    """History policy of the renderer, exact or template. Without sessions the server renders each conversation whole,
-    so it only decides which template options a pkg: renderer takes: exact refuses those that drop reasoning."""
+    """Policy of sessions where the template rewrites earlier turns, exact or template. Without sessions the server
+    renders each conversation whole, and it says nothing."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach needs an API key."""
     port: int = 8000
@@ -111,7 +109,6 @@ def add_app_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `AppOptions`."""
     parser.formatter_class = _HelpFormatter
     text = OptionGroup(parser, "text and ids", AppOptions)
-    text.add("renderer", metavar="NAME")
     text.add("chat_template", metavar="FILE_OR_NAME")
     text.add("parser", metavar="NAME")
     text.add("history", metavar="{exact,template}")

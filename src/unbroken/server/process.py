@@ -29,11 +29,10 @@ from unbroken.errors import InvalidInputError, ServerError
 from unbroken.images.decoder import ImageLimits
 from unbroken.images.loader import ImageLoader
 from unbroken.images.processor import ImageInputs, ImageProcessor, load_image_processor
-from unbroken.integrations.renderers.registry import is_package_renderer, load_renderer
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.encoding.text_codec import TextCodec
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
-from unbroken.rendering.loader import load_tokenizer_facts
+from unbroken.rendering.loader import load_renderer, load_tokenizer_facts
 from unbroken.server.app import create_app, make_image_limits
 from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
@@ -193,12 +192,11 @@ def make_renderer_factory(
 ) -> MakeRenderer:
     """Make what makes the renderers of a server, for any template options."""
     images = None
-    if processor is not None and not is_package_renderer(options.renderer):
+    if processor is not None:
         # The images of requests have been read by the time they reach a renderer: it opens no files.
         images = ImageInputs(processor=processor, loader=ImageLoader(limits=limits, files=False))
     return lambda template_kwargs: load_renderer(
         tokenizer,
-        renderer=options.renderer,
         chat_template=options.chat_template,
         template_kwargs=template_kwargs,
         history=options.history,

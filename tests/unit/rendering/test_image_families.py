@@ -17,8 +17,8 @@ from support.vision import FAMILIES, PAD, TEMPLATE, load_processor, picture, sav
 from unbroken.errors import ImageError, MessagesError, TemplateError
 from unbroken.images.placeholders import collapse_spans
 from unbroken.images.processor import ImageInputs
-from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.rendering.base import Bridge
+from unbroken.rendering.loader import load_renderer
 from unbroken.rendering.template import TemplateRenderer
 
 TURN: Any = {"role": "assistant", "content": "Sure"}

@@ -23,7 +23,7 @@ from unbroken.cli import main
 from unbroken.errors import InvalidInputError
 from unbroken.images.decoder import ImageLimits, check_image, encode_picture
 from unbroken.images.processor import ImageInputs
-from unbroken.rendering.loader import load_template_renderer
+from unbroken.rendering.loader import load_renderer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.tools import tool
 from unbroken.runs import run
@@ -112,7 +112,7 @@ def test_prompts_above_the_context_are_found_by_their_rows(tmp_path: Path) -> No
     lengths = [1, 5, 200, 20, 150]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": "k7? " * n}) + "\n" for n in lengths))
-    rows, renderer = Rows(DataConfig(file=file), seed=0), load_template_renderer(save_tiny_model(tmp_path / "model"))
+    rows, renderer = Rows(DataConfig(file=file), seed=0), load_renderer(save_tiny_model(tmp_path / "model"))
     all_ids = [len(renderer.render([{"role": "user", "content": "k7? " * n}]).token_ids) for n in lengths]
     rows.check_prompts([], renderer, max(all_ids) + 1)
     with pytest.raises(InvalidInputError) as raised:

@@ -93,21 +93,11 @@ async def test_what_the_template_is_warned_of_is_logged_once_at_the_start(tmp_pa
     assert caplog.messages == [first.unread_calls, other.unread_calls]
 
 
-def test_history_decides_which_template_options_a_package_renderer_takes(folder):
-    options = parse("--tokenizer", folder, "--renderer", "pkg:qwen3.6")
-    with pytest.raises(InvalidInputError, match="history='exact'"):
-        make_renderer(options, preserve_thinking=False)
-    with pytest.raises(InvalidInputError, match="vision_start"):  # the option is taken, the tokenizer is another's
-        make_renderer(dataclasses.replace(options, history="template"), preserve_thinking=False)
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("--parser", "none such"), "--parser must be one of .*'none such'"),
         (("--history", "none such"), "--history must be one of .*'none such'"),
-        (("--renderer", "none such"), "--renderer must be one of .*'none such'"),
-        (("--renderer", "pkg:qwen3", "--parser", "hermes"), "--parser must be left out with renderer='pkg:qwen3'"),
     ],
 )
 def test_a_wrong_name_is_an_error_that_names_the_option_before_the_engine_starts(words, expected, folder, capsys):

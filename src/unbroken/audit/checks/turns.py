@@ -244,13 +244,13 @@ def find_round_trip(subject: Subject, *, seed: int, max_calls: int) -> RoundTrip
         differences.update(found.keys())
         example = example or "; ".join(found.values())
     return RoundTripFinding(
-        parser=getattr(subject.renderer, "parser_name", subject.renderer_name),
+        parser=subject.template_renderer.parser_name,
         num_turns=_NUM_TURNS,
         num_same=num_same,
         num_not_comparable=num_not_comparable,
         differences=dict(sorted(differences.items())),
         example=example,
-        unread_calls=getattr(subject.renderer, "unread_calls", ""),
+        unread_calls=subject.template_renderer.unread_calls,
     )
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.integrations.renderers.registry import load_renderer
 from unbroken.messages import Message
+from unbroken.rendering.loader import load_renderer
 from unbroken.types import TokenIds
 
 

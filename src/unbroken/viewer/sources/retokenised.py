@@ -39,14 +39,12 @@ class TemplateSource:
 @functools.lru_cache(maxsize=8)
 def load_template_texts(source: TemplateSource) -> TemplateTexts | None:
     """Load a tokenizer and its template; None if there is no template that can be used."""
-    from unbroken.rendering.loader import load_template_renderer, load_tokenizer
+    from unbroken.rendering.loader import load_renderer, load_tokenizer
 
     folder, renderer = str(source.folder), json.loads(source.renderer)
     options = {name: renderer[name] for name in ("template_kwargs", "parser") if renderer.get(name)}
     try:
-        return TemplateTexts(
-            tokenizer=load_tokenizer(folder), template_renderer=load_template_renderer(folder, **options)
-        )
+        return TemplateTexts(tokenizer=load_tokenizer(folder), template_renderer=load_renderer(folder, **options))
     except Exception:  # of a damaged folder, transformers raises anything
         return None
 

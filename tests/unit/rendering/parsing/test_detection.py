@@ -9,7 +9,7 @@ from support.format_templates import FORMAT_TEMPLATES
 from support.templates import CHATML, QWEN, QWEN_THINKING
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError
-from unbroken.rendering.loader import load_template_renderer
+from unbroken.rendering.loader import load_renderer
 from unbroken.rendering.parsing.formats import FORMATS, get_format
 from unbroken.rendering.template import TemplateRenderer
 
@@ -152,9 +152,9 @@ def test_calls_that_no_format_reads_back_are_said() -> None:
 def test_calls_that_no_format_reads_back_are_logged_when_the_renderer_is_loaded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    load_template_renderer(make_tokenizer(QWEN))
+    load_renderer(make_tokenizer(QWEN))
     assert not caplog.messages
-    renderer = load_template_renderer(make_tokenizer(QWEN.replace("tool_call>", "do>")))
+    renderer = load_renderer(make_tokenizer(QWEN.replace("tool_call>", "do>")))
     assert caplog.messages == [renderer.unread_calls]
 
 

@@ -11,7 +11,7 @@ from transformers import Qwen3ForSequenceClassification
 from support.models import tiny_qwen3
 from unbroken.demo.model import build_tokenizer
 from unbroken.errors import InvalidInputError, RewardError
-from unbroken.integrations.renderers.registry import load_renderer
+from unbroken.rendering.loader import load_renderer
 from unbroken.runs.prompts.reward_model import RewardModel
 from unbroken.runs.prompts.rewards import RewardConfig, Rewards
 
