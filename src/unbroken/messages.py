@@ -161,24 +161,27 @@ def _check_message(place: str, message: Any) -> None:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise MessagesError(f"{place}.role must be a non-empty string, got {role!r}")
-    content = message.get("content")
-    if not (content is None or isinstance(content, (str, list))):
-        raise MessagesError(f"{place}.content must be text, parts or None, got {type(content).__name__}")
-    for k, part in enumerate(content if isinstance(content, list) else ()):
-        if not (isinstance(part, Mapping) and isinstance(part.get("type"), str)):
-            raise MessagesError(f"{place}.content[{k}] must be a part with a type, got {part!r}")
-        if part["type"] == "text" and not isinstance(part.get("text"), str):
-            raise MessagesError(f"{place}.content[{k}] must have a text, got {part!r}")
-        if part["type"] in IMAGE_TYPES and get_image_source(part) is None:
-            raise MessagesError(
-                f"{place}.content[{k}] must have its image under {part['type']!r}, got {sorted(map(str, part))}"
-            )
+    _check_content(f"{place}.content", message.get("content"))
     for key in ("name", "tool_call_id", *REASONING_KEYS):
         if not (message.get(key) is None or isinstance(message[key], str)):
             raise MessagesError(f"{place}.{key} must be text, got {message[key]!r}")
     _check_calls(place, message.get("tool_calls"))
     if (problem := _find_text_problem(place, message)) is not None:
         raise MessagesError(problem)
+
+
+def _check_content(place: str, content: Any) -> None:
+    if not (content is None or isinstance(content, (str, list))):
+        raise MessagesError(f"{place} must be text, parts or None, got {type(content).__name__}")
+    for k, part in enumerate(content if isinstance(content, list) else ()):
+        if not (isinstance(part, Mapping) and isinstance(part.get("type"), str)):
+            raise MessagesError(f"{place}[{k}] must be a part with a type, got {part!r}")
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            raise MessagesError(f"{place}[{k}] must have a text, got {part!r}")
+        if part["type"] in IMAGE_TYPES and get_image_source(part) is None:
+            raise MessagesError(
+                f"{place}[{k}] must have its image under {part['type']!r}, got {sorted(map(str, part))}"
+            )
 
 
 def _check_calls(place: str, calls: Any) -> None:

@@ -92,23 +92,18 @@ def _summarise(reason: RefusalReason, cases: Sequence[tuple[str, JudgedCase]]) -
 def judge_bridge(subject: Subject, conversation: AuditConversation, tools: Sequence[ToolSchema]) -> JudgedCase:
     """Bridge the conversation with the renderer under audit, and compare the bridge with the whole rendering."""
     ends = subject.facts.turn_ends
-    prompt = subject.render_text(conversation.history, tools=tools, add_generation_prompt=True)
-    full = subject.render_text(conversation.messages, tools=tools, add_generation_prompt=True)
-    last = subject.render_text([*conversation.history, conversation.turn], tools=tools)
-    if prompt is None or full is None or last is None:
-        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template raises")
-    shown = [mark for mark in conversation.turn_marks if mark in last]
-    if not shown or any(mark not in full for mark in (*shown, *conversation.new_marks)):
-        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail="the template leaves out the turn or a new message")
+    texts = _render(subject, conversation, tools)
+    if isinstance(texts, str):
+        return JudgedCase(judgement=Judgement.NOT_ACCEPTED, detail=texts)
     if isinstance(ends, Refusal):
         return JudgedCase(judgement=Judgement.REFUSED, detail=ends.detail, refusal=ends)
-    stop = _find_stop(subject.facts.control_tokens, ends, shown, last, full)
+    stop = _find_stop(subject.facts.control_tokens, ends, texts.shown, texts.last, texts.full)
     if stop is None:
         return JudgedCase(judgement=Judgement.UNJUDGED, detail="nothing ends the turn")
-    turn = last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
+    turn = texts.last[: stop.end_in_last] + ("" if stop.is_in_last else stop.token)
     given = (
-        token_ids(subject.encode(prompt)),
-        token_ids(subject.encode(turn.removeprefix(prompt))),
+        token_ids(subject.encode(texts.prompt)),
+        token_ids(subject.encode(turn.removeprefix(texts.prompt))),
         conversation.new_messages,
     )
     known: dict[str, Any] = {"assistant": conversation.turn, "tools": tools, "earlier": conversation.history}
@@ -120,10 +115,43 @@ def judge_bridge(subject: Subject, conversation: AuditConversation, tools: Seque
         return JudgedCase(judgement=Judgement.REFUSED, detail=outcome.detail, refusal=outcome)
     if stop.end_in_full is None:
         return JudgedCase(judgement=Judgement.UNJUDGED, detail="the turn ends differently later on", history=history)
-    fault = _find_text_fault(subject, outcome, full[stop.end_in_full :]) or _find_id_fault(subject, outcome, full)
-    if not fault and full.startswith(turn) and full != turn + subject.decode(outcome.bridge_ids.tolist()):
-        fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
+    fault = _find_fault(subject, outcome, turn, texts.full, stop.end_in_full)
     return JudgedCase(judgement=Judgement.WRONG if fault else Judgement.EXACT, detail=fault, history=history)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    """What the template writes for a conversation."""
+
+    prompt: str
+    """For what came before the turn."""
+    last: str
+    """With the turn, and nothing after it."""
+    full: str
+    """With the turn, and the prompt of the next one."""
+    shown: Sequence[str]
+    """The marks of the turn that are in `last`: a template may leave out its reasoning."""
+
+
+def _render(subject: Subject, conversation: AuditConversation, tools: Sequence[ToolSchema]) -> _Texts | str:
+    """Render the conversation; or say why the template does not take it."""
+    prompt = subject.render_text(conversation.history, tools=tools, add_generation_prompt=True)
+    full = subject.render_text(conversation.messages, tools=tools, add_generation_prompt=True)
+    last = subject.render_text([*conversation.history, conversation.turn], tools=tools)
+    if prompt is None or full is None or last is None:
+        return "the template raises"
+    shown = [mark for mark in conversation.turn_marks if mark in last]
+    if not shown or any(mark not in full for mark in (*shown, *conversation.new_marks)):
+        return "the template leaves out the turn or a new message"
+    return _Texts(prompt=prompt, last=last, full=full, shown=shown)
+
+
+def _find_fault(subject: Subject, bridge: Bridge, turn: str, full: str, end_in_full: int) -> str:
+    """What is wrong with a bridge after a turn that ends there in the whole text; "" if nothing is."""
+    fault = _find_text_fault(subject, bridge, full[end_in_full:]) or _find_id_fault(subject, bridge, full)
+    if not fault and full.startswith(turn) and full != turn + subject.decode(bridge.bridge_ids.tolist()):
+        fault = f"prompt, turn and bridge are not the whole text, which ends with {_shorten(full)}"
+    return fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +173,18 @@ def _find_stop(control: AddedTokens, ends: TurnEnds, marks: Sequence[str], last:
     last = last if first is None else last[: first.stop]  # sampling ends there, though the template may write more
     in_last = [match for match in control.find(last, said_in_last) if match.token in ends.tokens]
     ends_itself = bool(in_last) and not last[in_last[-1].stop :].strip()
+    in_full = [match for match in control.find(full, said_in_full) if match.token in ends.tokens]
     if ends.headers or not ends_itself:
-        header = next((match for match in control.find(full, said_in_full) if match.token in ends.tokens), None)
-        if header is None:
+        if not in_full:
             return None
+        header = in_full[0]
         # A header in `last` may be a different one: that of the message which the template expects next.
         end_in_last = in_last[-1].start if ends_itself else len(last)
         return _Stop(token=header.token, is_in_last=False, end_in_last=end_in_last, end_in_full=header.stop)
     for stop in reversed(in_last):
         between = last[said_in_last : stop.start].split()
-        for written in control.find(full, said_in_full):
-            if written.token in ends.tokens and full[said_in_full : written.start].split() == between:
+        for written in in_full:
+            if full[said_in_full : written.start].split() == between:
                 return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=written.stop)
     stop = in_last[-1]
     return _Stop(token=stop.token, is_in_last=True, end_in_last=stop.stop, end_in_full=None)

@@ -151,26 +151,40 @@ def spread(items: Sequence[_T], number: int | None) -> list[_T]:
 
 def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[str, Any]:
     """What lists show of a trajectory's record, and what it is found by."""
-    turns, rows = record.get("turns") or [], record.get("rows") or []
-    text, parts = join_texts(record.get("messages") or []), record.get("reward_parts") or {}
-    expected = find_expected(record.get("data"))
-    statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]
-    failures = {name: n for name, n in (record.get("counters") or {}).items() if name.startswith("tool_errors/")}
+    rows, messages = record.get("rows") or [], record.get("messages") or []
+    text, error, expected = join_texts(messages), record.get("error"), find_expected(record.get("data"))
     return {
         **{name: record.get(name) for name in ("group", "trajectory", "status", "reward", "wall_time_s")},
-        "error": None if (error := record.get("error")) is None else error[:_MAX_ERROR],
-        **{f"{PART}{name}": part for name, part in parts.items() if isinstance(part, (int, float))},
+        "error": None if error is None else error[:_MAX_ERROR],
+        **_list_parts(record.get("reward_parts") or {}),
         "expected": None if expected is None else expected[-_MAX_ANSWER:],
-        "given": _find_given(record.get("messages") or []),
-        "num_turns": len(turns), "num_rows": len(rows),
-        "num_sampled": sum(turn.get("num_sampled") or 0 for turn in turns),
-        "is_truncated": any(turn.get("finish_reason") == "length" or turn.get("cut_by") for turn in turns),
-        "is_trained": any(row.get("is_trained") for row in rows),
-        "forks": [turn["fork"] for turn in turns if turn.get("fork")],
-        "num_bad_calls": sum(status != "ok" for status in statuses), "num_tool_errors": sum(failures.values()),
+        "given": _find_given(messages),
+        "num_rows": len(rows), "is_trained": any(row.get("is_trained") for row in rows),
+        **_summarize_turns(record.get("turns") or []),
+        "num_tool_errors": _count_tool_errors(record.get("counters") or {}),
         "advantage": _find_advantage(rows), "versions": _find_versions(rows), "max_abs": _find_mismatch(rows),
         "text": text[:max_text], "is_text_cut": len(text) > max_text,
     }  # fmt: skip
+
+
+def _list_parts(parts: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of a reward that are numbers: an environment may note others."""
+    return {f"{PART}{name}": part for name, part in parts.items() if isinstance(part, (int, float))}
+
+
+def _summarize_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    statuses = [status for turn in turns for status in turn.get("call_statuses") or ()]
+    return {
+        "num_turns": len(turns),
+        "num_sampled": sum(turn.get("num_sampled") or 0 for turn in turns),
+        "is_truncated": any(turn.get("finish_reason") == "length" or turn.get("cut_by") for turn in turns),
+        "forks": [turn["fork"] for turn in turns if turn.get("fork")],
+        "num_bad_calls": sum(status != "ok" for status in statuses),
+    }
+
+
+def _count_tool_errors(counters: Mapping[str, int]) -> int:
+    return sum(num for name, num in counters.items() if name.startswith("tool_errors/"))
 
 
 def make_first_lines(head: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

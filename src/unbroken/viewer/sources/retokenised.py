@@ -18,7 +18,7 @@ from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import ParsedResponse
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.retokenising.changes import CAUSE_WORDS, IdOrigin
-from unbroken.retokenising.comparison import SampledTurn, TemplateTexts, retokenise
+from unbroken.retokenising.comparison import Retokenised, SampledTurn, TemplateTexts, retokenise
 from unbroken.types import token_ids
 
 MAX_IDS = 32_768
@@ -76,40 +76,69 @@ def _try_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: TemplateTe
 
 def _retokenise_row(shown: Mapping[str, Any], row: Mapping[str, Any], texts: TemplateTexts) -> dict[str, Any]:
     record, turn_of_node = shown["record"], shown["turn_of_node"]
-    turns_here = {turn_of_node.get(each["node"]) for each in row["segments"] if each["origin"] == "sampled"}
-    last = max((turn for turn in turns_here if turn is not None), default=None)
-    if last is None or None in turns_here:
+    last = _find_last_turn(row, turn_of_node)
+    if last is None:
         return _refuse("Which turns sampled these ids is not known.")
-    if row.get("messages") is None and last != len(record["turns"]) - 1:
-        return _refuse("Of branches before the last one the messages were not recorded.")
-    if row["images"]:
-        return _refuse("Branches with images are not compared: their ids depend on the image processor.")
-    if len(row["token_ids"]) > MAX_IDS:
-        return _refuse(f"Only branches of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}.")
-    messages: list[Message] = list(record.get("messages") or [])
-    if (own := row.get("messages")) is not None:
-        messages = [messages[index] for index in own]
+    if problem := _find_problem(record, row, last):
+        return _refuse(problem)
+    messages = _get_messages(record, row)
     sampled = _make_turns(record, row, turn_of_node, texts)
     num_replies = sum(message.get("role") == "assistant" for message in messages)
+    # A record without messages of its rows also has replies that the policy did not give, such as examples in a prompt.
     if num_replies < len(sampled) or (row.get("messages") is not None and num_replies > len(sampled)):
         return _refuse("The turns and the recorded messages of this branch are not the same.")
-    ends = [each["stop"] for each in row["segments"] if turn_of_node.get(each["node"]) == last]
-    exact = token_ids(row["token_ids"][: ends[-1]])
+    # What follows the last reply was never a prompt: nothing would have been tokenised again.
+    end = [each["stop"] for each in row["segments"] if turn_of_node.get(each["node"]) == last][-1]
+    exact, origins = token_ids(row["token_ids"][:end]), _find_origins(row)[:end]
+    found = retokenise(texts, exact, origins, sampled, messages, tools=_get_tools(record, row))
+    if found is None:
+        return _refuse("The chat template refuses the conversation as it was parsed.")
+    return _describe(found, num_ids=len(exact), tokenizer=texts.tokenizer)
+
+
+def _find_last_turn(row: Mapping[str, Any], turn_of_node: Mapping[int, int]) -> int | None:
+    """The number of the last turn that sampled ids of a row; None if it is not known of all of them."""
+    turns = {turn_of_node.get(each["node"]) for each in row["segments"] if each["origin"] == "sampled"}
+    known = [turn for turn in turns if turn is not None]
+    return max(known, default=None) if len(known) == len(turns) else None
+
+
+def _find_problem(record: Mapping[str, Any], row: Mapping[str, Any], last_turn: int) -> str:
+    """Why a row is not compared; "" if it is."""
+    if row.get("messages") is None and last_turn != len(record["turns"]) - 1:
+        return "Of branches before the last one the messages were not recorded."
+    if row["images"]:
+        return "Branches with images are not compared: their ids depend on the image processor."
+    if len(row["token_ids"]) > MAX_IDS:
+        return f"Only branches of up to {MAX_IDS} ids are compared, and this has {len(row['token_ids'])}."
+    return ""
+
+
+def _get_messages(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row: all of the record's, where rows do not name their own."""
+    messages: list[Message] = list(record.get("messages") or [])
+    own = row.get("messages")
+    return messages if own is None else [messages[index] for index in own]
+
+
+def _find_origins(row: Mapping[str, Any]) -> list[IdOrigin]:
+    """What made each id of a row, [num_ids]."""
     origins = [IdOrigin.PROMPT] * len(row["token_ids"])
     for each in row["segments"]:
         if each["origin"] == "sampled":
             origins[each["start"] : each["stop"]] = [IdOrigin.SAMPLED] * (each["stop"] - each["start"])
-    found = retokenise(texts, exact, origins[: len(exact)], sampled, messages, tools=_get_tools(record, row))
-    if found is None:
-        return _refuse("The chat template refuses the conversation as it was parsed.")
+    return origins
+
+
+def _describe(found: Retokenised, *, num_ids: int, tokenizer: Any) -> dict[str, Any]:
     ids = found.retokenised_ids.tolist()
     gaps = [(each.gap.before, each.gap.after, sorted(each.causes)) for each in found.changes]
     return {
-        "token_ids": ids, "num_ids": len(exact),
+        "token_ids": ids, "num_ids": num_ids,
         "num_sampled": found.origins.count(IdOrigin.SAMPLED), "num_changed": found.count_changed_ids(),
         "changes": [{"before": before, "after": after, "causes": causes} for before, after, causes in gaps],
         "cause_words": {cause: CAUSE_WORDS[cause] for cause in sorted(found.causes)},
-        "texts": {each: text.text for each, text in _read_token_texts(texts.tokenizer).get_all(set(ids)).items()},
+        "texts": {each: text.text for each, text in _read_token_texts(tokenizer).get_all(set(ids)).items()},
     }  # fmt: skip
 
 

@@ -142,16 +142,7 @@ class Table:
 
     def _choose(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:
         """Which rollouts have all that is asked for but the text, [N]."""
-        chosen = np.ones(self._starts[-1], dtype=bool)
-        ranges = {"reward": "reward", "ids": "ids", "step": "step"}
-        ranges |= {f"{PART}{asked['part']}": "value"} if "part" in asked else {}
-        for column, name in ranges.items():
-            low, high = (_to_number(asked.get(name, "").split("..")[n]) for n in (0, -1))
-            if low is not None or high is not None:
-                chosen &= self._get(column) >= (-inf if low is None else low)
-                chosen &= self._get(column) <= (inf if high is None else high)
-        if (least := _to_number(asked.get("mismatch", "").split("..")[0])) is not None:
-            chosen &= self._get("mismatch") > least
+        chosen = self._choose_by_numbers(asked)
         flags = {*asked.get("is", "").split(","), "variance" if asked.get("variance") == "1" else ""}
         for name in flags.intersection((*_FLAGS, "variance")):
             chosen &= self._get(name) > 0
@@ -162,6 +153,22 @@ class Table:
         if chosen_set := asked.get("set"):
             own = [(each.files.set or _TRAINING) == chosen_set for each in self._steps or ()]
             chosen &= np.repeat(np.array(own, dtype=bool), np.diff(self._starts))
+        return chosen
+
+    def _choose_by_numbers(self, asked: Mapping[str, str]) -> NDArray[np.bool_]:
+        """Which rollouts are in all ranges `LOW..HIGH` that are asked for, [N]; either end may be left out."""
+        chosen = np.ones(self._starts[-1], dtype=bool)
+        ranges = {"reward": "reward", "ids": "ids", "step": "step"}
+        if "part" in asked:
+            ranges[f"{PART}{asked['part']}"] = "value"
+        for column, name in ranges.items():
+            low, high = (_to_number(asked.get(name, "").split("..")[n]) for n in (0, -1))
+            if low is not None:
+                chosen &= self._get(column) >= low
+            if high is not None:
+                chosen &= self._get(column) <= high
+        if (least := _to_number(asked.get("mismatch", "").split("..")[0])) is not None:
+            chosen &= self._get("mismatch") > least
         return chosen
 
     def _find(self, text: str) -> NDArray[np.bool_]:
@@ -206,12 +213,17 @@ def _list_values(step: _Step, name: str) -> Iterable[Any]:
             return (rows > 1 or bool(forks) for rows, forks in zip(columns["num_rows"], columns["forks"], strict=True))
         case "untrained":
             return (not each and step.files.set is None for each in columns["is_trained"])
-        case "variance":  # groups whose rewards differ
-            firsts: dict[str | None, float] = {}
-            pairs = [pair for pair in zip(columns["group"], columns["reward"], strict=True) if pair[1] is not None]
-            varied = {group for group, reward in pairs if firsts.setdefault(group, reward) != reward}
+        case "variance":
+            varied = _find_varied_groups(columns["group"], columns["reward"])
             return (group in varied for group in columns["group"])
     return columns.get(_COLUMNS.get(name, name)) or [None] * len(columns["status"])
+
+
+def _find_varied_groups(groups: Iterable[Any], rewards: Iterable[float | None]) -> set[Any]:
+    """The groups whose rewards differ; a rollout without one says nothing about its group."""
+    firsts: dict[Any, float] = {}
+    pairs = ((group, reward) for group, reward in zip(groups, rewards, strict=True) if reward is not None)
+    return {group for group, reward in pairs if firsts.setdefault(group, reward) != reward}
 
 
 def _to_number(text: str) -> float | None:
