@@ -275,14 +275,7 @@ def format_commands(
     options, gang = plan.options, plan.of_kind(Kind.TRAINERS)
     others = [part for part in plan.parts if part.kind is not Kind.TRAINERS]
     names = list(hosts) or [f"NODE{index}" for index in range(len(gang) + (0 if options.cpu else 1))]
-    if len({*names}) < len(names) or not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in names):
-        raise InvalidInputError(f"--hosts must be names of nodes that differ, got {names}")
-    if not 1 < port <= 65536 - len(others):
-        raise InvalidInputError(f"--port must be > 1 and leave {len(others)} ports from it on, got {port}")
-    if len(names) < len(gang):
-        raise InvalidInputError(
-            f"--hosts must name at least {len(gang)} nodes, one for each of --trainers, got {names}"
-        )
+    _check_hosts(names, port, num_trainers=len(gang), num_others=len(others))
     free = names[len(gang) :] or names
     placed = [(part, free[number % len(free)], port + number) for number, part in enumerate(others)]
     urls = {part.name: format_url(host, number) for part, host, number in placed}
@@ -304,8 +297,25 @@ def format_commands(
             log = shlex.quote(str(plan.folder / f"{part.name}.log"))
             yield " ".join([*variables, *visible, shlex.join(words), f"> {log} 2>&1 &"])
         if index < len(gang):
-            num_nodes, size = options.gang
-            torchrun = ["--nnodes", str(num_nodes), "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
-            torchrun = [python, "-m", "torch.distributed.run", *torchrun, "--rdzv-endpoint", f"{names[0]}:{port - 1}"]
+            torchrun = _launch(options, python=python, endpoint=f"{names[0]}:{port - 1}")
             words = [*torchrun, "-m", "unbroken", *plan.make_words(gang[index], whole)]
             yield " ".join([*variables, shlex.join(words)])
+
+
+def _check_hosts(names: Sequence[str], port: int, *, num_trainers: int, num_others: int) -> None:
+    if len({*names}) < len(names) or not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in names):
+        raise InvalidInputError(f"--hosts must be names of nodes that differ, got {names}")
+    # The port before it is where the trainers meet.
+    if not 1 < port <= 65536 - num_others:
+        raise InvalidInputError(f"--port must be > 1 and leave {num_others} ports from it on, got {port}")
+    if len(names) < num_trainers:
+        raise InvalidInputError(
+            f"--hosts must name at least {num_trainers} nodes, one for each of --trainers, got {names}"
+        )
+
+
+def _launch(options: ClusterOptions, *, python: str, endpoint: str) -> list[str]:
+    """The words of torchrun, the same on each node of the trainers."""
+    num_nodes, size = options.gang
+    words = ["--nnodes", str(num_nodes), "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
+    return [python, "-m", "torch.distributed.run", *words, "--rdzv-endpoint", endpoint]

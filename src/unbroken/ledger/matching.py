@@ -250,10 +250,10 @@ def _make_form(
 ) -> MessageForm:
     role, content = message["role"], _canonical_content(message.get("content"))
     if role == "assistant" and not isinstance(content, str) and all(isinstance(part, str) for part in content):
-        content = "".join(content)
-    made: Sequence[Any] = message.get("tool_calls") or ()
+        content = "".join(content)  # agents cut a reply into parts; parts of others stay, as templates may show them
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
     extra = {name: value for name, value in message.items() if name not in _MESSAGE_FIELDS}
-    calls = [(call["function"]["name"], _decode_arguments(call["function"].get("arguments"))) for call in made]
+    calls = [(function["name"], _decode_arguments(function.get("arguments"))) for function in functions]
     others: list[Any] = [role, message.get("name"), answers, message.get("tool_call_id") if answers is None else None]
     if role != "assistant":
         others.append(get_reasoning(message))
@@ -271,14 +271,15 @@ def _make_form(
         text=content if is_text else None,
         reasoning=get_reasoning(message) or "",
         is_plain=not isinstance(message.get("content"), list),
-        arguments=tuple(
-            own if isinstance(own, str) else json.dumps(own, ensure_ascii=False, default=str)
-            for own in (call["function"].get("arguments") for call in made)
-        ),
+        arguments=tuple(_spell_arguments(function.get("arguments")) for function in functions),
         call_ids=call_ids,
         answers=answers,
         has_extra_fields=bool(extra),
     )
+
+
+def _spell_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def _canonical_content(content: Any) -> Any:

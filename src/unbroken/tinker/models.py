@@ -357,13 +357,11 @@ def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
     """The linear layers of a base that an adapter is for, by their whole names, and what of the config is trained."""
     found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
     for path, module in model.named_modules():
-        is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
-        is_router = path.endswith((".gate", ".router", ".shared_expert_gate"))
-        if is_linear and not is_router and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B.")):
-            of = [kind for kind, words in _PARTS.items() if any(word in path.lower() for word in words)]
-            kinds = ["train_unembed"] if module is model.get_output_embeddings() else of
-            for kind in kinds[:1]:
-                found[kind].append(path)
+        if not _may_adapt(path, module):
+            continue
+        kind = "train_unembed" if module is model.get_output_embeddings() else _find_part(path)
+        if kind is not None:
+            found[kind].append(path)
     if model.config.get_text_config().tie_word_embeddings:
         found["train_unembed"] = []
         if lora.train_attn or lora.train_mlp:
@@ -372,9 +370,23 @@ def find_modules(model: Any, lora: LoraConfig) -> tuple[LoraConfig, list[str]]:
         found["train_mlp"] = []
     for kind, modules in found.items():
         if getattr(lora, kind) and not modules:
-            rule = f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers of its own"
-            raise InvalidInputError(f"{rule} there (experts that are one tensor and embeddings that are tied are none)")
+            raise InvalidInputError(
+                f"lora_config.{kind} must be False for {type(model).__name__}, which has no linear layers there that "
+                "an adapter could change: experts in one tensor and a head tied to embeddings are not such layers"
+            )
     return lora, [path for kind, modules in found.items() if getattr(lora, kind) for path in modules]
+
+
+def _may_adapt(path: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer of the base: no router, and no part of an adapter that is there already."""
+    is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
+    is_router = path.endswith((".gate", ".router", ".shared_expert_gate"))
+    return is_linear and not is_router and not any(part in path for part in (".base_layer", ".lora_A.", ".lora_B."))
+
+
+def _find_part(path: str) -> str | None:
+    """The part of the model that a layer belongs to, by its name."""
+    return next((kind for kind, words in _PARTS.items() if any(word in path.lower() for word in words)), None)
 
 
 def _check_adam(params: AdamParams) -> None:

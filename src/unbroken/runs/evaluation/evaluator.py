@@ -333,8 +333,7 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
     pass@k is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374) for k = 1, 2, 4, ... and all samples.
     """
     samples = [sample for of_problem in problems for sample in of_problem]
-    of_problems = [[each for each in of_problem if each.is_scored] for of_problem in problems]
-    scored = [of_problem for of_problem in of_problems if of_problem]
+    scored = [found for of_problem in problems if (found := [each for each in of_problem if each.is_scored])]
     rewards = [[0.0 if each.reward is None else each.reward for each in of_problem] for of_problem in scored]
     means = [float(np.mean(of_problem)) for of_problem in rewards]
     numbers: dict[str, float | None] = {
@@ -345,17 +344,13 @@ def summarize(problems: Sequence[Sequence[Sample]], *, pass_reward: float) -> di
         "reward/mean": float(np.mean([reward for of_problem in rewards for reward in of_problem])) if rewards else 0.0,
         "reward/standard_error": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
     }
+    passed = [(len(of_problem), sum(each.passes(pass_reward) for each in of_problem)) for of_problem in scored]
     for k in choose_ks(max(map(len, scored), default=0)):
-        chances = [
-            pass_at_k(len(of_problem), sum(each.passes(pass_reward) for each in of_problem), k)
-            for of_problem in scored
-            if len(of_problem) >= k
-        ]
+        chances = [pass_at_k(num_samples, num, k) for num_samples, num in passed if num_samples >= k]
         numbers[f"pass@{k}"] = float(np.mean(chances))
     versions = [version for sample in samples for version in sample.versions]
-    numbers["policy_version/min"], numbers["policy_version/max"] = (
-        (min(versions), max(versions)) if versions else (None, None)
-    )
+    numbers["policy_version/min"] = min(versions, default=None)
+    numbers["policy_version/max"] = max(versions, default=None)
     numbers["completion_tokens/mean"] = float(np.mean([each.num_sampled for each in samples])) if samples else None
     return numbers
 

@@ -117,14 +117,13 @@ def merge_stats(
     replays_routing: bool = False,
 ) -> StepStats:
     """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
-    loss = reduce(add, (update.loss for process in processes for update in process.updates))
-    of_objective = [
-        update.objective for process in processes for update in process.updates if update.objective is not None
-    ]
+    everywhere = [update for process in processes for update in process.updates]
+    loss = reduce(add, (update.loss for update in everywhere))
+    of_objective = [update.objective for update in everywhere if update.objective is not None]
     updates = processes[0].updates
-    num_tokens = sum(update.num_tokens for process in processes for update in process.updates)
-    num_padding = sum(update.num_padding for process in processes for update in process.updates)
-    num_shared = sum(update.num_shared for process in processes for update in process.updates)
+    num_tokens = sum(update.num_tokens for update in everywhere)
+    num_padding = sum(update.num_padding for update in everywhere)
+    num_shared = sum(update.num_shared for update in everywhere)
     staleness = np.concatenate([process.staleness for process in processes])
     first = [process.updates[0] for process in processes]
     logprobs = np.concatenate([update.logprobs for update in first])
