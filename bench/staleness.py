@@ -1,18 +1,25 @@
-"""What staleness costs in learning: the demo's task at several `max_staleness`, with equal numbers of trained groups.
+"""What stale ids cost in learning: tasks x staleness x losses x learning rates x seeds, against synchronous runs.
 
-    PYTHONPATH=src python bench/staleness.py --jobs 14                            # 32 runs: 4, 8 x 4 settings x 4 seeds
-    PYTHONPATH=src python bench/staleness.py --jobs 2 --seeds 0 --staleness 2 --settings default --num-steps 3
+    python bench/staleness.py --device cpu --tasks lookup,long --jobs 20 --limit-s 560 --output OUT &
+    python bench/staleness.py --device cuda --tasks sums --model FOLDER --jobs 12 --limit-s 560 --output OUT; wait
+    python bench/staleness.py --report OUT                                       # the tables of all that is there
+    python bench/staleness.py --tasks lookup --seeds 0 --staleness 2 --methods default --jobs 2 --versions 3   # a try
 
-Each run is a process of its own with one thread of torch. It needs one core; the rest is waiting for the engine of its
-own process. 50 steps take 2 to 3 minutes on a core of 2 to 3 GHz, and for each seed a model is warmed up before (40 s,
-all seeds at once): 32 runs on 14 cores are three waves, about 9 minutes. Add `--limit-s 540` to end what is not done
-by then. Finished runs stay in `--output` and are not made again, so the same command goes on, and more settings can be
-added to the same table. The package need not be installed.
+Each cell is `unbroken train` in a process with one thread (bench/staleness_run.py): after the first steps every id is
+exactly S versions old, the most that `loop.max_staleness` S allows, and nothing depends on who is faster. Its line in
+OUTPUT/results.jsonl is written when it ends; a cell that is there is not run again, and a run that is cut keeps what it
+has. Seeds come one after the other, so what is cut is the last seed. Tasks, by their recipes:
 
-For each seed the same warmed-up model is trained by `recipes/lookup.py`. The engine always samples as far ahead as the
-staleness allows, or a fast one would keep ids young (`adapt_ahead`). After each run `table.md` and `table.json` are
-written: the evaluation before and after (`--num-problems` problems), `last`, the mean reward of the last five steps,
-and `lowest`, the smallest mean reward of a step after the first that reached 0.9 (none: it never did).
+    lookup   the demo's tiny model: chains of 2 or 3 lookups with a tool, 0.46 before      recipes/lookup.py
+    long     the same model, chains of 4 or 5: up to seven turns, 0.1 before               recipes/lookup.py
+    sums     a pretrained chat model, SmolLM2-135M of tools/real_model.py: one turn        bench/real_task.py
+
+The tiny models are made first (`--models`; a minute for each seed), unless they are there. A method is what a run's
+options change; `default` is what `loop.max_staleness` chooses. With S steps of lag a run makes S more steps, so that
+all runs of a task have rewards of the same policy versions. `end` is the gain of the mean reward of the last five
+versions over that of the first version, `pace` that of the mean of all versions: both as shares of the gain of the
+synchronous run with the same task, learning rate and seed. A run has collapsed if its end is below half of its best
+five versions.
 """
 
 from __future__ import annotations
@@ -21,70 +28,125 @@ import argparse
 import itertools
 import json
 import os
+import queue
+import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from unbroken.training.config import TrainerConfig
+from unbroken.training.objective.policy_gradient import PolicyGradient
+
 ROOT = Path(__file__).resolve().parent.parent
-REACHED = 0.9
-NUM_LAST = 5
-SAMPLER = ("--trainer.old-logprobs=sampler",)
-RECOMPUTE = ("--trainer.old-logprobs=recompute",)
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "none": (*RECOMPUTE, "--trainer.correction.kind=none"),
-    "tis": (*RECOMPUTE, "--trainer.correction.kind=tis"),
-    "icepop": (*RECOMPUTE, "--trainer.correction.kind=icepop"),
-    "mask": (*RECOMPUTE, "--trainer.correction.kind=token_mask", "--trainer.correction.low=0.5"),
-    "mis": (*RECOMPUTE, "--trainer.correction.kind=mis"),
-    "sequence_truncate": (*RECOMPUTE, "--trainer.correction.kind=sequence_truncate"),
-    "sampler": SAMPLER,
-    "sampler_dual": (*SAMPLER, "--trainer.clip.dual=3"),
-    "sampler_tight": (*SAMPLER, "--trainer.clip.low=0.1", "--trainer.clip.high=0.14", "--trainer.clip.dual=2"),
-    "sampler_sapo": (*SAMPLER, "--loss=sapo"),
-    "sampler_cispo": (*SAMPLER, "--loss=cispo"),
-    "sampler_gspo": (*SAMPLER, "--loss=gspo", "--trainer.clip.low=0.05", "--trainer.clip.high=0.05"),
-}
-"""What a name adds to the command; `NAME/4` divides the learning rate by 4 too."""
-LEARNING_RATE = 5e-4
-"""The recipe's."""
+RUN = Path(__file__).with_name("staleness_run.py")
+WINDOW = 5
+NUM_SHOWN = 600
+"""Of the log of a run that failed."""
+LEAST_GAIN = 0.03
+"""Shares of a smaller synchronous gain say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What one run is judged by."""
+class Task:
+    """A recipe, its options, and how long it is trained."""
 
-    staleness: int
-    setting: str
+    recipe: str
+    options: tuple[str, ...]
+    learning_rates: tuple[float, float]
+    versions: int
+    """Policy versions whose rewards are compared."""
+    lookups: str = "2-3"
+    is_warmed: bool = True
+    """Whether it begins with the demo's warmed-up model; otherwise with `--model`."""
+
+
+TASKS = {
+    "lookup": Task(
+        recipe="recipes/lookup.py", options=("--rollouts.problems-per-step=12",), learning_rates=(5e-4, 2e-4),
+        versions=30,
+    ),
+    "long": Task(
+        recipe="recipes/lookup.py", options=("--rollouts.problems-per-step=12", "--rollouts.limits.max-turns=7"),
+        learning_rates=(5e-4, 2e-4), versions=30, lookups="4-5",
+    ),
+    "sums": Task(
+        recipe="bench/real_task.py",
+        options=(
+            "--task=sums", "--rollouts.limits.max-turns=1", "--rollouts.sampling.max-tokens=24",
+            "--rollouts.problems-per-step=16", "--precision=float32", "--trainer.tokens-per-micro-batch=8192",
+        ),
+        learning_rates=(3e-5, 1e-5), versions=20, is_warmed=False,
+    ),
+}  # fmt: skip
+
+
+def get_default() -> tuple[str, ...]:
+    """The options of what `loop.max_staleness` chooses by itself."""
+    chosen = PolicyGradient().for_stale_rows(TrainerConfig())
+    options = {
+        "old-logprobs": chosen.old_logprobs,
+        "correction.kind": None if chosen.correction is None else chosen.correction.kind,
+        **{f"clip.{name}": value for name, value in asdict(chosen.clip).items()},
+    }
+    return tuple(f"--trainer.{name}={value}" for name, value in options.items() if value is not None)
+
+
+_SAMPLER, _RECOMPUTE = "--trainer.old-logprobs=sampler", "--trainer.old-logprobs=recompute"
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "default": get_default(),
+    "tight": (_SAMPLER, "--trainer.clip.low=0.1", "--trainer.clip.high=0.14", "--trainer.clip.dual=2"),
+    "tis": (_RECOMPUTE, "--trainer.correction.kind=tis"),
+    "clip": (_SAMPLER,),
+    "dual": (_SAMPLER, "--trainer.clip.dual=2"),
+    "cispo": (_SAMPLER, "--loss=cispo"),
+    "icepop": (_RECOMPUTE, "--trainer.correction.kind=icepop"),
+    "mis": (_RECOMPUTE, "--trainer.correction.kind=mis"),
+    "none": (_RECOMPUTE, "--trainer.correction.kind=none"),
+    "sapo": (_SAMPLER, "--loss=sapo"),
+}
+"""What a name adds to the command. `clip` is the synchronous default, 0.2 and 0.28 around the sampler, without a
+correction; `dual` adds a dual clip; `tight` was the default until 2026-11; `cispo` is around the sampler too."""
+SYNCHRONOUS = "synchronous"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run."""
+
+    task: str
+    learning_rate: float
     seed: int
-    before: float
-    after: float
-    last: float
-    lowest: float | None
-    mean_staleness: float
-    k3: float
-    """Median over the steps."""
-    left_out: float
-    """The share of ids that were clipped or corrected, mean over the steps."""
-    rewards: list[float]
-    """Of each step."""
+    staleness: int
+    method: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.learning_rate:g}-{self.method}-{self.staleness}-{self.seed}"
 
 
-def run_recipe(
-    output: Path, options: Sequence[str], *, python: str = sys.executable, deadline: float | None = None
-) -> bool:
-    """Make one run of the recipe in a process of its own; whether it ended well."""
-    command = [python, "-m", "unbroken", "train", str(ROOT / "recipes" / "lookup.py"), f"--output={output}", *options]
-    return run_command(command, output.with_suffix(".log"), deadline=deadline)
+def plan(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells in the order in which they start: a whole seed at a time, its synchronous runs first."""
+    cells = []
+    for seed, task in itertools.product(arguments.seeds, arguments.tasks):
+        rates = arguments.learning_rates or TASKS[task].learning_rates
+        cases = [(0, SYNCHRONOUS), *itertools.product((s for s in arguments.staleness if s), arguments.methods)]
+        cells += [
+            Cell(task=task, learning_rate=rate, seed=seed, staleness=staleness, method=method)
+            for (staleness, method), rate in itertools.product(cases, rates)
+        ]
+    order = {seed: k for k, seed in enumerate(arguments.seeds)}
+    return sorted(cells, key=lambda cell: (order[cell.seed], cell.staleness > 0))
 
 
 def run_command(command: Sequence[str], log: Path, *, deadline: float | None, gpus: str = "") -> bool:
@@ -109,130 +171,261 @@ def find_gpus() -> list[str]:
     return os.environ.get("CUDA_VISIBLE_DEVICES", there).split(",")
 
 
-def get_options(setting: str) -> tuple[str, ...]:
-    """The options of a setting's name."""
-    name, _, divisor = setting.partition("/")
-    slower = (f"--trainer.optimizer.learning-rate={LEARNING_RATE / float(divisor)}",) if divisor else ()
-    return (*SETTINGS[name], *slower)
+class Runner:
+    """Runs cells in processes, as many at once as there are jobs, and keeps each result at once."""
+
+    def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
+        self._arguments = arguments
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._models: dict[int, Future[bool]] = {}
+        self._slots: queue.Queue[str] = queue.Queue()
+        gpus = find_gpus() if arguments.device == "cuda" else [""]
+        for job in range(arguments.jobs):
+            self._slots.put(gpus[job % len(gpus)])
+
+    def run_all(self, cells: Sequence[Cell]) -> int:
+        """Run what has no result yet; returns how many failed or were cut."""
+        done = {cell_of(result) for result in read_results(self._arguments.output)}
+        left = [cell for cell in cells if cell not in done]
+        print(f"{len(left)} of {len(cells)} cells to run, {self._arguments.jobs} at a time", flush=True)
+        with ThreadPoolExecutor(self._arguments.jobs) as pool:
+            seeds = dict.fromkeys(cell.seed for cell in left if TASKS[cell.task].is_warmed)
+            self._models = {seed: pool.submit(self._warm_up, seed) for seed in seeds}
+            return sum(not done for done in pool.map(self._run, left))
+
+    def _get_model(self, cell: Cell) -> Path:
+        if not TASKS[cell.task].is_warmed:
+            return Path(self._arguments.model)
+        return Path(self._arguments.models) / f"lookup-{cell.seed}"
+
+    def _warm_up(self, seed: int) -> bool:
+        folder: Path = self._arguments.models / f"lookup-{seed}"
+        if folder.exists():
+            return True
+        command = [sys.executable, str(RUN), "--warm-up", str(seed), str(folder)]
+        return run_command(command, self._scratch / f"lookup-{seed}.log", deadline=self._arguments.deadline)
+
+    def _run(self, cell: Cell) -> bool:
+        if cell.seed in self._models and TASKS[cell.task].is_warmed and not self._models[cell.seed].result():
+            print(f"{cell.name}: there is no warmed-up model", flush=True)
+            return False
+        if self._arguments.deadline - time.monotonic() < self._arguments.least_s:
+            return False
+        task, started, output = TASKS[cell.task], time.monotonic(), self._scratch / cell.name
+        versions = self._arguments.versions or task.versions
+        options = [
+            f"--model={self._get_model(cell)}", f"--output={output}", f"--seed={cell.seed}", *task.options,
+            f"--trainer.optimizer.learning-rate={cell.learning_rate}", f"--loop.num-steps={versions + cell.staleness}",
+            "--evaluation.num-problems=0", "--rollout-log.groups=0", "--checkpoints.every=100000",
+            "--timeline.write=false", "--trackers.names=[]", "--loop.max-empty-steps=none",
+            *(() if cell.method == SYNCHRONOUS else METHODS[cell.method]), *self._arguments.options,
+        ]  # fmt: skip
+        last = {option.partition("=")[0]: option for option in options}.values()  # those of the command line win
+        command = [sys.executable, str(RUN), str(cell.staleness), task.lookups, str(ROOT / task.recipe), *last]
+        log = self._scratch / f"{cell.name}.log"
+        gpu = self._slots.get()
+        try:
+            is_done = run_command(command, log, deadline=self._arguments.deadline, gpus=gpu)
+        finally:
+            self._slots.put(gpu)
+        if not is_done:
+            print(f"{cell.name}: failed or out of time: {log.read_text(errors='replace')[-NUM_SHOWN:]}", flush=True)
+            return False
+        result = {**asdict(cell), "seconds": round(time.monotonic() - started, 1), **read_numbers(output, cell)}
+        with self._lock, (self._arguments.output / "results.jsonl").open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        shutil.rmtree(output)
+        means = result["rewards"][-WINDOW:]
+        print(f"{cell.name}: {result['seconds']:.0f} s, last {np.mean(means):.3f}", flush=True)
+        return True
 
 
-def warm_up(seed: int, arguments: argparse.Namespace, deadline: float | None) -> Path:
-    """Write a seed's model, unless it is there: a run of one step makes it."""
-    model: Path = arguments.output / f"seed-{seed}" / "model"
-    if not model.exists():
-        output = arguments.output / f"seed-{seed}" / "warm-up"
-        run_recipe(output, [f"--seed={seed}", "--loop.num-steps=1", "--evaluation.num-problems=0"], deadline=deadline)
-        (output / "model").rename(model)
-    return model
-
-
-def make_run(case: tuple[int, str, int], arguments: argparse.Namespace, deadline: float | None) -> Numbers | None:
-    """Make one run, unless it is there, and read its numbers; None if it failed."""
-    seed, setting, staleness = case
-    output: Path = arguments.output / f"seed-{seed}" / f"{setting.replace('/', '-slower-')}-{staleness}"
-    options = [
-        f"--seed={seed}", f"--model={arguments.output / f'seed-{seed}' / 'model'}",
-        f"--loop.max-staleness={staleness}", "--loop.adapt-ahead=false", f"--loop.num-steps={arguments.num_steps}",
-        f"--evaluation.num-problems={arguments.num_problems}", "--rollout-log.groups=none", "--checkpoints.every=1000",
-        *get_options(setting), *arguments.options,
-    ]  # fmt: skip
-    started = time.monotonic()
-    if not (output / "final").exists() and not run_recipe(output, options, deadline=deadline):
-        print(f"{output.name}, seed {seed}: failed or out of time, see {output.with_suffix('.log')}", flush=True)
-        return None
-    numbers = read_numbers(output, staleness=staleness, setting=setting, seed=seed)
-    print(
-        f"{output.name}, seed {seed}: {time.monotonic() - started:.0f} s, after {numbers.after:.3f}, "
-        f"last {numbers.last:.3f}, lowest {numbers.lowest}",
-        flush=True,
-    )
-    return numbers
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_numbers(output: Path, *, staleness: int, setting: str, seed: int) -> Numbers:
-    """What a finished run wrote."""
-    evaluations = [line["reward/mean"] for line in read_lines(output / "evaluation.jsonl")]
-    lines = read_lines(output / "metrics" / "metrics.jsonl")
-    rewards = [line["reward/mean"] or 0.0 for line in lines]
+def read_numbers(output: Path, cell: Cell) -> dict[str, Any]:
+    """What a run has measured: the rewards of each policy version, and how far the sampler was off."""
+    lines = [json.loads(line) for line in (output / "metrics" / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["train/num_rows"]]
-    start = next((i for i, reward in enumerate(rewards) if reward >= REACHED), None)
-    return Numbers(
-        staleness=staleness,
-        setting=setting,
-        seed=seed,
-        before=evaluations[0],
-        after=evaluations[-1],
-        last=float(np.mean(rewards[-NUM_LAST:])),
-        lowest=None if start is None else min(rewards[start:]),
-        mean_staleness=float(np.mean([line["staleness/mean"] or 0.0 for line in trained])),
-        k3=float(np.median([line["mismatch/k3"] for line in trained])),
-        left_out=float(np.mean([line["train/corrected_fraction"] + line["train/clip_fraction"] for line in trained])),
-        rewards=[round(reward, 3) for reward in rewards],
-    )
+    rewards = [round(line["reward/mean"] or 0.0, 4) for line in lines]
+    late = trained[cell.staleness :] or trained
+    return {
+        "first": rewards[: cell.staleness],
+        "rewards": rewards[cell.staleness :],
+        "num_trained": len(trained),
+        "mean_staleness": mean(line["staleness/mean"] for line in late),
+        "k3": statistics.median(line["mismatch/k3"] for line in late) if late else None,
+        "left_out": mean(line["train/corrected_fraction"] + line["train/clip_fraction"] for line in trained),
+        "entropy": [round(line["train/entropy"], 4) for line in trained],
+    }
 
 
-def write_table(found: Sequence[Numbers], folder: Path) -> str:
-    """Write `table.json` with all runs and `table.md` with a row for each case, and return the latter."""
-    (folder / "table.json").write_text(json.dumps([asdict(each) for each in found], indent=1))
-    lines = [
-        "| `max_staleness` | setting | mean staleness | k3 | left out | after, by seed | mean | last five steps | "
-        "lowest after 0.9 | mean reward of each tenth of the steps |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    ordered = sorted(found, key=lambda each: (each.staleness, each.setting, each.seed))
-    for (staleness, setting), group in itertools.groupby(ordered, key=lambda each: (each.staleness, each.setting)):
-        runs = list(group)
-        lowest = " ".join("-" if run.lowest is None else f"{run.lowest:.2f}" for run in runs)
-        tenths = [[float(np.mean(part)) for part in np.array_split(run.rewards, 10) if len(part)] for run in runs]
-        lines.append(
-            f"| {staleness} | {setting} | {np.mean([run.mean_staleness for run in runs]):.2f} | "
-            f"{np.mean([run.k3 for run in runs]):.1e} | {np.mean([run.left_out for run in runs]):.3f} | "
-            f"{' '.join(f'{run.after:.3f}' for run in runs)} | {np.mean([run.after for run in runs]):.3f} | "
-            f"{' '.join(f'{run.last:.2f}' for run in runs)} | {lowest} | "
-            f"{' '.join(f'{value:.2f}' for value in np.mean(tenths, axis=0))} |"
+def mean(values: Iterable[float]) -> float | None:
+    """The mean; None of nothing."""
+    found = list(values)
+    return sum(found) / len(found) if found else None
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The results of a folder."""
+    path = folder / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cell_of(result: Mapping[str, Any]) -> Cell:
+    """The cell of a result."""
+    return Cell(**{name: result[name] for name in Cell.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a run reached of the synchronous run's gain."""
+
+    end: float
+    pace: float
+    has_collapsed: bool
+    k3: float
+    left_out: float
+
+
+def find_shares(results: Iterable[Mapping[str, Any]]) -> dict[Cell, Share]:
+    """The shares of all cells whose synchronous run is there and learned something."""
+    by_cell = {cell_of(result): result for result in results}
+    shares = {}
+    for cell, result in by_cell.items():
+        fields = {**asdict(cell), "staleness": 0, "method": SYNCHRONOUS}
+        base = by_cell.get(Cell(**fields))
+        if base is None:
+            continue
+        firsts = [
+            reward
+            for other, found in by_cell.items()
+            if (other.task, other.seed) == (cell.task, cell.seed)
+            for reward in (*found["first"], found["rewards"][0])
+        ]
+        before = float(np.mean(firsts))
+        gains = [(np.mean(of["rewards"][-WINDOW:]) - before, np.mean(of["rewards"]) - before) for of in (result, base)]
+        if gains[1][0] < LEAST_GAIN or gains[1][1] <= 0 or result["k3"] is None:
+            continue
+        windows = np.convolve(result["rewards"], np.ones(WINDOW) / WINDOW, "valid")
+        shares[cell] = Share(
+            end=float(gains[0][0] / gains[1][0]),
+            pace=float(gains[0][1] / gains[1][1]),
+            has_collapsed=bool(windows[-1] < windows.max() / 2),
+            k3=result["k3"],
+            left_out=result["left_out"],
         )
-    text = "\n".join(lines) + "\n"
-    (folder / "table.md").write_text(text)
+    return shares
+
+
+def write_tables(folder: Path) -> str:
+    """Write `tables.md` of all results of a folder, and return it."""
+    results = read_results(folder)
+    shares = find_shares(results)
+    stale = {cell: share for cell, share in shares.items() if cell.staleness}
+    parts = [show_synchronous(results)]
+    for title, keys in (
+        ("Over all tasks and learning rates", ()),
+        ("By task and learning rate", ("task", "learning_rate")),
+    ):
+        parts.append(f"\n{title}: shares of the synchronous gain, mean [least, most]\n")
+        parts.append(show_shares(stale, keys))
+    text = "\n".join(parts) + "\n"
+    (folder / "tables.md").write_text(text)
     return text
 
 
-def main() -> None:
-    """Make all runs, the oldest staleness first, and print the table."""
+def show_synchronous(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each task and learning rate of the synchronous runs."""
+    lines = ["| synchronous | learning rate | seeds | first version | last five |", "|---|---|---|---|---|"]
+    found = sorted(
+        (result for result in results if result["method"] == SYNCHRONOUS),
+        key=lambda result: (result["task"], -result["learning_rate"]),
+    )
+    for (task, rate), group in itertools.groupby(found, key=lambda result: (result["task"], result["learning_rate"])):
+        runs = list(group)
+        first = np.mean([run["rewards"][0] for run in runs])
+        last = [float(np.mean(run["rewards"][-WINDOW:])) for run in runs]
+        lines.append(f"| {task} | {rate:g} | {len(runs)} | {first:.3f} | {show_spread(last)} |")
+    return "\n".join(lines)
+
+
+def show_shares(shares: Mapping[Cell, Share], keys: Sequence[str]) -> str:
+    """A row for each staleness and method, for each value of `keys`."""
+
+    def key(cell: Cell) -> tuple[Any, ...]:
+        return (*(getattr(cell, name) for name in keys), cell.staleness, cell.method)
+
+    titles = [*(name.replace("_", " ") for name in keys), "S", "method", "runs", "end", "pace", "collapsed", "k3",
+              "left out"]  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for values, group in itertools.groupby(sorted(shares, key=key), key=key):
+        runs = [shares[cell] for cell in group]
+        shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        numbers = [
+            str(len(runs)), show_spread([run.end for run in runs]), show_spread([run.pace for run in runs]),
+            str(sum(run.has_collapsed for run in runs)), f"{np.median([run.k3 for run in runs]):.1e}",
+            f"{np.mean([run.left_out for run in runs]):.3f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join([*shown, *numbers])} |")
+    return "\n".join(lines)
+
+
+def show_spread(values: Sequence[float]) -> str:
+    """Mean, least and most."""
+    return f"{np.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+
+    def split(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2, 3])
-    parser.add_argument("--staleness", type=lambda text: [int(part) for part in text.split(",")], default=[8, 4])
-    parser.add_argument("--settings", default="tis,sampler_dual,mis,tis/4", help=f"of {', '.join(SETTINGS)}, or NAME/4")
-    parser.add_argument("--num-steps", type=int, default=50)
-    parser.add_argument("--num-problems", type=int, default=128, help="of the evaluations")
+    parser.add_argument("--tasks", type=split, default=["lookup", "long"], help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--methods", type=split, default=["default", "tis", "clip", "cispo"], help=", ".join(METHODS))
+    parser.add_argument("--staleness", type=lambda text: [int(part) for part in split(text)], default=[2, 4, 8])
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in split(text)], default=[0, 1, 2, 3])
+    parser.add_argument("--learning-rates", type=lambda text: [float(part) for part in split(text)])
+    parser.add_argument("--versions", type=int, help="policy versions that are compared; none: those of the task")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--limit-s", type=float, help="end what is not done after so many seconds")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", type=Path, help="folder of the pretrained model, for sums")
+    parser.add_argument("--models", type=Path, help="folder of the warmed-up models; none: OUTPUT/models")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="end what is not done after so many seconds")
+    parser.add_argument("--least-s", type=float, default=25.0, help="with less time left no run begins")
     parser.add_argument("--output", type=Path, default=Path("runs/staleness"))
+    parser.add_argument("--report", type=Path, help="print the tables of this folder, and run nothing")
+    parser.add_argument("--scratch", help="folder for the runs, which are deleted")
     parser.add_argument("options", nargs="*", help="more options of `unbroken train`, after --")
     arguments = parser.parse_args()
+    for given, known, name in ((arguments.tasks, TASKS, "--tasks"), (arguments.methods, METHODS, "--methods")):
+        if unknown := set(given) - set(known):
+            parser.error(f"{name} must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if (
+        arguments.model is None
+        and arguments.report is None
+        and not all(TASKS[task].is_warmed for task in arguments.tasks)
+    ):
+        parser.error("sums needs --model FOLDER, a pretrained chat model")
     arguments.output = arguments.output.resolve()
+    arguments.models = (arguments.models or arguments.output / "models").resolve()
+    arguments.model = arguments.model and arguments.model.resolve()
+    arguments.deadline = time.monotonic() + arguments.limit_s
+    return arguments
+
+
+def main() -> int:
+    """Run all cells, and print the tables."""
+    arguments = parse_arguments()
+    if arguments.report is not None:
+        print(write_tables(arguments.report), end="")
+        return 0
     arguments.output.mkdir(parents=True, exist_ok=True)
-    deadline = None if arguments.limit_s is None else time.monotonic() + arguments.limit_s
-    cases = [
-        (seed, setting, staleness)
-        for staleness in arguments.staleness
-        for setting in arguments.settings.split(",")
-        for seed in arguments.seeds
-    ]
-    found: list[Numbers] = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(partial(warm_up, arguments=arguments, deadline=deadline), arguments.seeds))
-        runs = [pool.submit(make_run, case, arguments, deadline) for case in cases]
-        for run in as_completed(runs):
-            if (numbers := run.result()) is not None:
-                found.append(numbers)
-                write_table(found, arguments.output)
-    print(write_table(found, arguments.output), end="")
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        num_failed = Runner(arguments, Path(scratch)).run_all(plan(arguments))
+    print(write_tables(arguments.output), end="")
+    return min(num_failed, 1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
