@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -94,6 +95,8 @@ class SlotForward:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = SlotCache(self._num_layers)
+        # transformers 5.24 warns of the name that it had before, and models of other code still have that one.
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         self.routers = Routers.find(model) if records_routing else None
         self.routed_experts: RoutedExperts | None = None
         """[R, T, L, K] of the last pass, if they are recorded."""
@@ -211,7 +214,7 @@ class SlotForward:
             **self._embed_images(positions_RT, ids_RT, image_features),
             "position_ids": positions if not image_features else self._positions(positions_RT, image_features),
             "attention_mask": mask_R1TL.masked_fill_(hidden_R1TL, float("-inf")),
-            "past_key_values": self.cache,
+            self._cache_name: self.cache,
             "use_cache": True,
         }
 

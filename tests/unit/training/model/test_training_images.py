@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,7 @@ def test_a_sampled_placeholder_id_is_text_as_it_was_for_the_sampler(vision):
     row = vision.row(USER, TALL, ASSISTANT, completion)
     num_prompt = len(row.token_ids) - len(completion)
     model = vision.model()
+    cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before 5.24
     pixels = RowImages(vision.images, max_bytes=0).inputs([row.images], (1, num_prompt), torch.device("cpu"))
     expected = []
     with torch.no_grad():
@@ -164,7 +166,7 @@ def test_a_sampled_placeholder_id_is_text_as_it_was_for_the_sampler(vision):
         out = model(input_ids=prompt_BT, use_cache=True, **accepted_inputs(model, pixels))
         for token_id in completion:
             expected.append(float(out.logits[0, -1].log_softmax(-1)[token_id]))
-            out = model(input_ids=torch.tensor([[token_id]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=torch.tensor([[token_id]]), use_cache=True, **{cache_name: out[cache_name]})
     beside = row_of(vision, CONVERSATIONS[2])
     for found in (make_trainer(vision).logprobs([row])[0], make_trainer(vision).logprobs([beside, row])[1]):
         np.testing.assert_allclose(found[num_prompt:], expected, atol=1e-5, rtol=0)

@@ -205,9 +205,18 @@ def test_the_probes_of_lanes_and_trees_have_a_long_row():
     assert policy.tree_mask is None
 
 
+def capped_model_with_sdpa():
+    """transformers 5.23 refuses by itself what 5.19 computed without the cap."""
+    try:
+        return model_with_rule("softcap", attention="sdpa")
+    except ValueError as error:
+        assert "does not support an attention implementation through torch.nn.functional" in str(error)
+        pytest.skip("this transformers does not load it with sdpa")
+
+
 def test_a_soft_cap_is_followed_and_said(caplog):
     """With `sdpa`, which left it out, k3 was up to 0.29 against vLLM."""
-    model = model_with_rule("softcap", attention="sdpa")
+    model = capped_model_with_sdpa()
     (found,) = trainer_logprobs(model, [SHORT])
     np.testing.assert_allclose(found, plain_logprobs(model_with_rule("softcap"), SHORT), atol=1e-5, rtol=0)
     assert "attends by eager, because sdpa would leave out its soft cap (attn_logit_softcapping)" in caplog.text
@@ -222,7 +231,7 @@ def test_attention_that_differs_from_eager_is_refused():
 
     AttentionInterface.register("someones", sdpa_attention_forward)
     AttentionMaskInterface.register("someones", sdpa_mask)
-    model = model_with_rule("softcap", attention="sdpa")
+    model = capped_model_with_sdpa()
     model.config._attn_implementation = "someones"
     with pytest.raises(InvalidInputError, match=r"not its output embeddings .* its attention \(someones\) differs"):
         PolicyLogprobs(model, chunk_size=8)
