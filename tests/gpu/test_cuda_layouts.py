@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support.rollouts import play_turns
-from unbroken.runs.config import RunConfig
+from unbroken.runs.config import EngineKind, Precision, RunConfig
 from unbroken.runs.numerics import open_pair
 from unbroken.runs.policy_check import DENSE, check_against_folder
 from unbroken.runs.settings import build, section_of
@@ -66,8 +66,8 @@ async def test_i9_a_real_model_speaks_and_is_scored_alike(numerics, tmp_path: Pa
         {
             "output": tmp_path,
             "loop.num_steps": 1,
-            "precision": "bfloat16",
-            "engine.kind": "colocated",
+            "precision": Precision.BFLOAT16,
+            "engine.kind": EngineKind.COLOCATED,
             "engine.vllm_options": options,
             "trainer.numerics": numerics,
             "trainer.optimizer.learning_rate": 1e-5,
