@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
 from starlette.routing import Route
@@ -30,6 +30,8 @@ _HEADER = b"idempotency-key"
 _MAX_KEPT_BYTES = 256 * 2**20
 _KEPT_S = 600.0
 _MAX_KEY_LENGTH = 200
+_ENTRY_BYTES = 2048
+"""What a kept answer takes beside its bodies: key, digest, headers, and the objects that hold them."""
 _ABANDON_ROUTE = Route(ABANDON_PATH, endpoint=json_response)
 """Only its path is used, by the metrics: it is answered here."""
 
@@ -40,6 +42,8 @@ _Key: TypeAlias = tuple[str, bytes]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Entry:
+    """A request at work."""
+
     digest: bytes
     work: asyncio.Task[list[Message]]
     num_waiting: int = 0
@@ -49,8 +53,12 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """When an answer ended, and its size in bytes."""
+    """An answer, and nothing else of its request: a scope holds 7 kB with its exit stacks, for ten minutes."""
 
+    digest: bytes
+    messages: list[Message]
+    route: Any
+    """Of the application, for the metrics; None if none answered."""
     ended_s: float
     size: int
 
@@ -64,7 +72,7 @@ class Idempotency:
         self._grace_s = grace_s
         self._entries: dict[_Key, _Entry] = {}
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
-        """The finished entries, oldest first."""
+        """Oldest first."""
         self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,15 +104,20 @@ class Idempotency:
     async def _answer(self, key: _Key, scope: Scope, body: bytes) -> list[Message]:
         self._drop_old()
         digest = hashlib.sha256(body).digest()
-        entry = self._entries.get(key)
+        kept, entry = self._kept.get(key), self._entries.get(key)
+        known = kept or entry
+        if known is not None:
+            if known.digest != digest:
+                raise refuse_reused_key()
+            self._metrics.repeated.inc()
+        if kept is not None:
+            if kept.route is not None:
+                scope["route"] = kept.route
+            return kept.messages
         if entry is None:
             work = asyncio.create_task(self._work(scope, body))
             entry = begun = self._entries[key] = _Entry(digest=digest, work=work, scope=scope)
             work.add_done_callback(lambda _: self._keep_or_drop(key, begun))
-        elif entry.digest != digest:
-            raise refuse_reused_key()
-        else:
-            self._metrics.repeated.inc()
         entry.num_waiting += 1
         try:
             return await asyncio.shield(entry.work)
@@ -132,13 +145,19 @@ class Idempotency:
         """Keep an answer. Drop one that asks for a retry, and work that failed or was cancelled (even unbegun)."""
         if self._entries.get(key) is not entry:
             return  # it was abandoned
+        del self._entries[key]
         work = entry.work
         messages = [] if work.cancelled() or work.exception() is not None else work.result()
         status = messages[0]["status"] if messages else 500
         if status == 429 or status >= 500:
-            del self._entries[key]
             return
-        kept = _Kept(ended_s=time.monotonic(), size=sum(len(m.get("body", b"")) for m in messages))
+        kept = _Kept(
+            digest=entry.digest,
+            messages=messages,
+            route=entry.scope.get("route"),
+            ended_s=time.monotonic(),
+            size=_ENTRY_BYTES + sum(len(m.get("body", b"")) for m in messages),
+        )
         self._kept[key] = kept
         self._kept_bytes += kept.size
 
@@ -154,7 +173,7 @@ class Idempotency:
             key, kept = next(iter(self._kept.items()))
             if kept.ended_s >= oldest_s and self._kept_bytes <= _MAX_KEPT_BYTES:
                 return
-            del self._kept[key], self._entries[key]
+            del self._kept[key]
             self._kept_bytes -= kept.size
 
 

@@ -1,6 +1,9 @@
 """A retried request is not sampled twice."""
 
 import asyncio
+import gc
+import weakref
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -74,7 +77,8 @@ async def test_of_answers_that_are_too_large_together_the_oldest_are_dropped(mon
     engine = scripted_engine(lambda prompt_ids: [7] * 50)
     async with asgi_client(make_app(engine)) as client:
         first = await client.post("/v1/sample", json=BODY, headers=KEY)
-        monkeypatch.setattr(idempotency, "_MAX_KEPT_BYTES", len(first.content) * 3 // 2)
+        each = len(first.content) + idempotency._ENTRY_BYTES
+        monkeypatch.setattr(idempotency, "_MAX_KEPT_BYTES", each * 3 // 2)
         await client.post("/v1/sample", json=BODY, headers={"Idempotency-Key": "two"})
         assert engine.num_sampled == 100
         await client.post("/v1/sample", json=BODY, headers={"Idempotency-Key": "two"})
@@ -154,6 +158,59 @@ async def test_work_that_ends_long_after_it_was_abandoned_does_not_end_its_retry
 
 async def answer_ok(scope: Any, receive: Any, send: Any) -> None:
     await json_response({})(scope, receive, send)
+
+
+class Held:
+    """What an application puts into a request's scope."""
+
+
+async def ask(layer: Idempotency, key: bytes, held: Any = None) -> list[Any]:
+    """What a request with the key is answered."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/sample", "headers": [(b"idempotency-key", key)]}
+    await layer({**scope, "held": held}, ReplayBody(b"{}"), send)
+    return sent
+
+
+async def test_a_kept_answer_keeps_nothing_of_its_request() -> None:
+    """Its scope, exit stacks and task were kept too, 7 kB of memory for each answer of ten minutes."""
+    layer, held = Idempotency(answer_ok, metrics=Metrics()), Held()
+    first = await ask(layer, b"one", held)
+    reference = weakref.ref(held)
+    del held
+    gc.collect()
+    assert reference() is None
+    assert await ask(layer, b"one") == first
+
+
+async def test_many_small_answers_count_with_what_an_entry_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies alone were counted: of 2 bytes each, 130 million were kept before one was dropped."""
+    num_asked: Counter[bytes] = Counter()
+
+    async def count(scope: Any, receive: Any, send: Any) -> None:
+        num_asked[dict(scope["headers"])[b"idempotency-key"]] += 1
+        await answer_ok(scope, receive, send)
+
+    layer = Idempotency(count, metrics=Metrics())
+    monkeypatch.setattr(idempotency, "_MAX_KEPT_BYTES", 10 * idempotency._ENTRY_BYTES)
+    for number in range(12):
+        await ask(layer, b"%d" % number)
+    await ask(layer, b"11")
+    assert num_asked[b"11"] == 1
+    await ask(layer, b"0")
+    assert num_asked[b"0"] == 2
+
+
+async def test_a_kept_answer_is_refused_for_another_body() -> None:
+    layer = Idempotency(answer_ok, metrics=Metrics())
+    await ask(layer, b"one")
+    scope = {"type": "http", "method": "POST", "path": "/v1/sample", "headers": [(b"idempotency-key", b"one")]}
+    with pytest.raises(HttpError, match="another body"):
+        await layer(scope, ReplayBody(b"[]"), answer_ok)
 
 
 async def test_kept_answers_count_under_their_route() -> None:
