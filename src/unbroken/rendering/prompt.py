@@ -36,6 +36,8 @@ _ALWAYS_WRITTEN = KNOWN_ROLES - {"developer"}
 """Roles that every template knows; a message of another one may be left out."""
 _MAX_CHARACTERS = 2**25
 """Of all texts that are remembered: about 80 conversations of 100k tokens."""
+_MESSAGE_CHARACTERS = 500
+"""What a message takes beside its text, or many short conversations would take far more memory than their texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class RecentPrompts:
     """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
 
     def __init__(self) -> None:
-        self._prompts: LruCache[int, _Prompt] = LruCache(_MAX_CHARACTERS, lambda prompt: len(prompt.text))
+        self._prompts: LruCache[int, _Prompt] = LruCache(_MAX_CHARACTERS, _count_characters)
 
     def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
         """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
@@ -61,6 +63,10 @@ class RecentPrompts:
         if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
             return None
         return prompt.text
+
+
+def _count_characters(prompt: _Prompt) -> int:
+    return len(prompt.text) + _MESSAGE_CHARACTERS * len(prompt.messages)
 
 
 def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -12,6 +12,7 @@ from support.conversations import FAMILIES
 from support.corpus import corpus_template
 from support.tokenizers import make_tokenizer
 from unbroken.errors import InvalidInputError, MessagesError, TemplateError
+from unbroken.rendering import prompt
 from unbroken.rendering.base import TEMPLATE, Bridge, Closing, Refusal, RefusalReason
 from unbroken.rendering.template import TemplateRenderer
 
@@ -357,3 +358,14 @@ def test_a_key_that_is_none_is_a_key_that_is_missing(name):
         for given in (messages, with_empty)
     ]
     assert [bridge.bridge_ids.tolist() for bridge in bridges] == [bridges[0].bridge_ids.tolist()] * 2
+
+
+def test_short_conversations_are_forgotten_by_what_they_take_and_not_by_their_texts(monkeypatch):
+    """One of a few characters takes a kilobyte: those of a long run would take the memory of many."""
+    monkeypatch.setattr(prompt, "_MAX_CHARACTERS", 20_000)
+    recent = prompt.RecentPrompts()
+    conversations = [[{"role": "user", "content": f"{number}"}] for number in range(100)]
+    for messages in conversations:
+        recent.add(messages, [], "x")
+    assert recent.find(conversations[-1], []) == "x"
+    assert sum(recent.find(messages, []) is not None for messages in conversations) < 50

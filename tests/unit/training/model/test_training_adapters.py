@@ -205,7 +205,8 @@ def test_adapters_that_transformers_holds_are_refused():
     try:
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
     except ValueError as error:  # transformers 5.24 asks for peft 0.22, and our own adapters do not go through it
-        assert "version of PEFT" in str(error)
+        if "version of PEFT" not in str(error):
+            raise
         pytest.skip(str(error))
     with pytest.raises(InvalidInputError, match=r"has adapters from add_adapter"):
         Trainer(model, CONFIG)

@@ -210,7 +210,8 @@ def capped_model_with_sdpa():
     try:
         return model_with_rule("softcap", attention="sdpa")
     except ValueError as error:
-        assert "does not support an attention implementation through torch.nn.functional" in str(error)
+        if "does not support an attention implementation through torch.nn.functional" not in str(error):
+            raise
         pytest.skip("this transformers does not load it with sdpa")
 
 
