@@ -231,7 +231,7 @@ def use_tinker(url: str, seconds: float, count: Counter[str]) -> None:
         for prompt, call in calls:
             for sequence in call.result().sequences:
                 ids, given = [*prompt, *sequence.tokens], len(prompt) - 1
-                inputs = {
+                inputs: dict[str, Any] = {
                     "target_tokens": ids[1:],
                     "logprobs": [0.0] * given + list(sequence.logprobs),
                     "advantages": [0.0] * given + [rng.uniform(-1, 1)] * len(sequence.tokens),
