@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -166,6 +169,26 @@ def test_engines_of_a_node_that_dies_are_lost_with_it_and_the_timeline_says_when
     begun, ended = ([event["name"] for event in lanes if event["ph"] == phase] for phase in "be")
     assert sum(name.startswith("node ") for name in begun) == 5  # the head, three, and another
     assert {*lost, f"node {gone[0]}"} <= set(ended)
+
+
+def test_a_cluster_of_this_machine_alone_listens_on_the_loopback_alone_and_writes_no_token(
+    model, tmp_path, monkeypatch
+):
+    """As `ss -ltnp` shows it: engines, trainers, the store in which these meet, and Ray."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray's token would be
+    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    local: Any = SimpleNamespace(address="local", environment={})
+    with started(local, tmp_path / "run", model, parts=("--trainers", "1x1", "--engines", "1")) as run:
+        run.hold(HELD_STEP)
+        run.wait_for_steps(1)
+        parts = psutil.Process(run.process.pid).children(recursive=True)
+        own = [each for part in parts for each in part.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        run.go_on()
+        run.finish()
+    assert len(own) >= 5
+    assert {each.laddr.ip for each in own} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert not (tmp_path / ".ray" / "auth_token").exists()
 
 
 def test_nothing_is_left_after_a_signal_and_the_same_command_continues(nodes, model, undisturbed, tmp_path):

@@ -12,9 +12,10 @@ import fcntl
 import itertools
 import os
 import secrets
+import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,12 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == _LOCAL:
+        # Ray would write a token that everybody on this machine may read. Whoever has it runs code as this user.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         ray.init(address=_LOCAL, include_dashboard=False, _node_ip_address="127.0.0.1", **options)
         return
+    if not is_untrusted:
+        check_token_file(os.environ)
     try:
         ray.init(address=address or "auto", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -75,6 +80,19 @@ def _connect(address: str | None, *, is_untrusted: bool) -> None:
         raise InvalidInputError(
             "the Ray cluster has no token, so whoever reaches its ports can run code: start it with RAY_AUTH_MODE="
             "token (docs/cluster.md), or give --no-ray-token"
+        )
+
+
+def check_token_file(variables: Mapping[str, str]) -> None:
+    """Raise `InvalidInputError` if others on this machine may read the token that `ray get-auth-token` wrote."""
+    file = Path.home() / ".ray" / "auth_token"
+    if variables.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} or not file.exists():
+        return
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        raise InvalidInputError(
+            f"{file} must be readable by its owner alone, as whoever has Ray's token runs code on the cluster, got "
+            f"mode {mode:o}: chmod 600 {file}, and make a new token if others use this machine"
         )
 
 

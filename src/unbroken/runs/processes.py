@@ -35,6 +35,8 @@ _SET_BY_LAUNCHERS = (
 """Prefixes of environment variables that say which process of a group this is."""
 _LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Variables of which launchers, and MPI, set one for each of their processes."""
+_MEETING = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables of processes whose first one makes the store that they meet in; torchrun's agents have one of their own."""
 _ENDED = "ended"
 """What a process says that has done its work."""
 _MEET_S = 30.0
@@ -71,13 +73,16 @@ def join_processes() -> PartialState:
     """Join the run's other processes; no `Accelerator` is needed yet.
 
     Raises:
-        InvalidInputError: a launcher was asked for several processes, and they would be a run each.
+        InvalidInputError: a launcher was asked for several processes, and they would be a run each; or the first
+            process cannot listen at MASTER_ADDR.
     """
     from accelerate import PartialState
+    from torch.distributed import is_initialized
 
     from unbroken.training.checks import check_num_processes
 
-    state = PartialState(cpu=uses_cpu())
+    is_known = is_initialized() or not os.environ.keys() >= _MEETING or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    state = PartialState(cpu=uses_cpu(), **({} if is_known else _make_store()))
     check_num_processes(state.num_processes)
     if state.num_processes == 1 and _is_one_of_several():
         raise InvalidInputError(
@@ -333,17 +338,42 @@ class _Others:
             opened.close()
 
 
-def _listen() -> tuple[socket.socket, str]:
-    """A server, and the host at which others reach it: the address from which it reaches the store they have met in."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+def _make_store() -> dict[str, Any]:
+    """The store in which the run's processes meet, and what else `init_process_group` takes with it.
+
+    The store that torch makes by itself listens at every address of the machine, whatever MASTER_ADDR is, and whoever
+    reaches it reads and writes its keys.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.constants import default_pg_timeout
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port, listening = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), {}
+    if rank == 0:
+        try:
+            server, host = _listen(port)
+        except OSError as error:
+            raise InvalidInputError(
+                f"MASTER_ADDR and MASTER_PORT must be an address and a free port of the first process's machine, got "
+                f"{host} and {port}: {error}"
+            ) from error
+        port = server.getsockname()[1]
+        listening = {"master_listen_fd": server.detach()}
+    store = TCPStore(host, port, size, rank == 0, timeout=default_pg_timeout, **listening)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def _listen(port: int = 0) -> tuple[socket.socket, str]:
+    """A server, and the host at which others reach it: the address from which it reaches the store they meet in."""
+    host, master_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, _, _, target = socket.getaddrinfo(host, master_port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:  # it sends nothing
         probe.connect(target)
         own: str = probe.getsockname()[0]
     if not is_loopback(own.partition("%")[0]) or is_loopback(host):
-        return socket.create_server((own, 0), family=family), own
+        return socket.create_server((own, port), family=family), own
     # A name that means 127.0.1.1 on its own machine, and elsewhere the right address, which is not known here.
-    return socket.create_server(("", 0), family=family), host
+    return socket.create_server(("", port), family=family), host
 
 
 @contextmanager

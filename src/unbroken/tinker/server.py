@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from unbroken.engines.base import Engine
 from unbroken.engines.checks import require_updatable
 from unbroken.server.app import create_app
+from unbroken.server.config import ServerConfig
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.errors import HttpError, error_response
 from unbroken.server.http.guard import AUTHORIZED, read_keys
@@ -65,11 +68,23 @@ def serve_tinker(options: ServeOptions, tinker: TinkerOptions) -> int:
     )
     make_api = partial(TinkerApi, store=store, options=tinker, serving=options, open_backend=open_backend)
     make_base = partial(write_base, target=store.temporary_folder / "base", model=Path(model))
-    make_app = partial(create_tinker_app, make_api, tinker.read_keys(), make_base)
+    keys = tinker.read_keys()
+    make_app = partial(create_tinker_app, make_api, keys, make_base)
+    if keys is not None:
+        options = replace(options, config=close_paths(options.config))
     try:
         return serve(options, make_app=make_app, note=f"; the Tinker API with its files in {store.folder}")
     finally:
         store.close()
+
+
+def close_paths(config: ServerConfig) -> ServerConfig:
+    """The configuration of a server with a file of clients' keys: without an API key, it gets one that nobody has.
+
+    The guard answers every path where a server has no API key. Those that change the engine for all clients, such as
+    /pause, are no client's: they need --admin-key or --api-key.
+    """
+    return config if config.api_key is not None else replace(config, api_key=secrets.token_hex(32))
 
 
 def create_tinker_app(

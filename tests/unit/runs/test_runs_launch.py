@@ -161,6 +161,20 @@ def test_processes_know_each_other_before_the_run_begins_and_no_stranger_matters
     assert ["ended well" in text for text in (first, second)] == [code == 0 for code in codes]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_whose_first_process_is_on_the_loopback_listens_nowhere_else(size):
+    for text in run_processes("support.listening_process", codes=[0] * size):
+        addresses = json.loads(text.splitlines()[-1])
+        assert set(addresses) <= {"127.0.0.1"}, text
+        assert addresses or size == 1
+
+
+def test_a_first_process_that_cannot_listen_where_it_should_says_so():
+    environment = {"MASTER_ADDR": "no.such.host.invalid"}
+    (text,) = run_processes("support.listening_process", environment=environment, codes=[1])
+    assert "MASTER_ADDR and MASTER_PORT must be an address and a free port of the first process's machine" in text
+
+
 def test_processes_that_are_started_do_not_see_the_launcher(monkeypatch):
     launched = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in launched.items():

@@ -23,10 +23,14 @@ from fastapi import FastAPI, Request
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
+from support.servers import MODEL, asgi_client, make_app, scripted_engine
 from support.tinker_loops import add_sequences, record
 from unbroken.errors import EngineError, ExportError, InvalidInputError, StoreError
+from unbroken.server.config import ServerConfig
+from unbroken.server.http.access import Access
 from unbroken.server.http.errors import HttpError
 from unbroken.server.options import ServeOptions
+from unbroken.server.routes import list_access, load_routers
 from unbroken.threads import DaemonThreads
 from unbroken.tinker import server, sessions
 from unbroken.tinker.api import TinkerApi
@@ -763,6 +767,24 @@ async def test_the_owner_is_the_key_that_lets_the_request_in(gate):
             answer = await client.get("/api/v1/look", headers={"X-API-Key": "tml-one", **given})
             assert answer.status_code == 200
     assert owners == {hashlib.sha256(b"tml-one").hexdigest()[:32]}
+
+
+@pytest.mark.parametrize("given", [{}, {"admin_key": "operator"}, {"api_key": "operator"}])
+async def test_a_file_of_keys_lets_nobody_else_in_and_no_client_changes_the_engine_for_all(given):
+    config = server.close_paths(ServerConfig(model_name=MODEL, **given))
+    app = make_app(scripted_engine("ok"), **{name: getattr(config, name) for name in ("api_key", "admin_key")})
+    app.add_middleware(server.gate_keys, keys=frozenset([b"tml-one"]))
+    admin = [path for path, access in list_access(load_routers()).items() if access is Access.ADMIN]
+    assert "/pause" in admin
+    sampling, body = "/v1/sample", {"prompts": [[1]], "params": {"max_tokens": 1}}
+    async with asgi_client(app) as client:
+        for key, status in (("", 401), ("tml-two", 401), ("tml-one", 200)):
+            headers = {"X-API-Key": key}
+            assert (await client.post(sampling, json=body, headers=headers)).status_code == status
+            assert {(await client.post(path, json={}, headers=headers)).status_code for path in admin} == {401}
+        assert (await client.get("/health")).status_code == 200
+        answer = await client.post("/pause", json={}, headers={"X-API-Key": "operator"})
+        assert answer.status_code == (200 if given else 401)
 
 
 async def test_a_model_or_a_sample_that_comes_again_is_the_same_or_refused(store, monkeypatch):
