@@ -51,6 +51,11 @@ class DecodingBudget:
         """Held by the first that waits: those behind it cannot overtake a large one."""
         self._changed = threading.Condition()
 
+    @property
+    def max_pixels(self) -> int:
+        """How many pixels it has room for, once they are decoded."""
+        return self._max_bytes // _KEPT_BYTES
+
     @contextmanager
     def reserve(self, sizes: Sequence[tuple[int, int]], *, name: str) -> Iterator[None]:
         """Wait for the memory of pictures of these sizes, all at a time; `ImageError` if there is never so much."""

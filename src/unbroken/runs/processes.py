@@ -348,7 +348,7 @@ def _make_store() -> dict[str, Any]:
     from torch.distributed.constants import default_pg_timeout
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, port, listening = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), {}
+    host, port, listening = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None
     if rank == 0:
         try:
             server, host = _listen(port)
@@ -358,8 +358,8 @@ def _make_store() -> dict[str, Any]:
                 f"{host} and {port}: {error}"
             ) from error
         port = server.getsockname()[1]
-        listening = {"master_listen_fd": server.detach()}
-    store = TCPStore(host, port, size, rank == 0, timeout=default_pg_timeout, **listening)
+        listening = server.detach()
+    store = TCPStore(host, port, size, rank == 0, timeout=default_pg_timeout, master_listen_fd=listening)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -75,6 +75,25 @@ class ImageStore:
         return self._images.size
 
 
+class PixelCount:
+    """The pixels of one request's images, by their headers, before any is decoded: a few kB may be 64 million."""
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._max_pixels = math.inf if limits.budget is None else limits.budget.max_pixels
+        self._known: set[str] = set()
+        self._total = 0
+
+    def add(self, image: EncodedImage, size: tuple[int, int], name: str) -> None:
+        """Count an image, if it is none of those before; `ImageError` if they are too many pixels together."""
+        self._total += 0 if image.sha256 in self._known else size[0] * size[1]
+        self._known.add(image.sha256)
+        if self._total > self._max_pixels:
+            raise ImageError(
+                f"{name} must leave the images of a request at {self._max_pixels} pixels or fewer in all "
+                f"(image_memory_mib, 4 bytes a pixel), got {self._total} in {len(self._known)}: send several requests"
+            )
+
+
 class ImageIntake:
     """Loads and places the images of requests. Without `inputs` all are refused, because of `no_images_because`."""
 
@@ -151,7 +170,7 @@ class ImageIntake:
         self._check_count(len(found))
         if places is not None:
             found = [(place, part) for place, (_, part) in zip(places, found, strict=True)]
-        return await self._load_messages(messages, found, settings)
+        return await self._load_messages(messages, found, settings, PixelCount(self._limits))
 
     async def load_conversations(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], settings: str
@@ -165,12 +184,18 @@ class ImageIntake:
             for index, messages in enumerate(conversations)
         ]
         self._check_count(sum(map(len, found)))
+        count = PixelCount(self._limits)
         return await run_all(
-            self._load_messages(messages, parts, settings) for messages, parts in zip(conversations, found, strict=True)
+            self._load_messages(messages, parts, settings, count)
+            for messages, parts in zip(conversations, found, strict=True)
         )
 
     async def _load_messages(
-        self, messages: Sequence[Mapping[str, Any]], parts: Sequence[tuple[str, Mapping[str, Any]]], settings: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        parts: Sequence[tuple[str, Mapping[str, Any]]],
+        settings: str,
+        count: PixelCount,
     ) -> list[dict[str, Any]]:
         """`parts` are the images of the messages, with their places."""
         if not parts:
@@ -178,7 +203,7 @@ class ImageIntake:
         inputs = self._require_inputs(parts[0][0])
 
         images = await self._run_each(partial(inputs.loader.load_part, part, name=place) for place, part in parts)
-        await self._expand(images, [settings] * len(images), [place for place, _ in parts])
+        await self._expand(images, [settings] * len(images), [place for place, _ in parts], count)
         loaded = {
             id(part): {"type": part["type"], part["type"]: image}
             for (_, part), image in zip(parts, images, strict=True)
@@ -210,8 +235,9 @@ class ImageIntake:
         """
         self._check_count(sum(len(own or ()) for own in images))
         of_prompts = [settings] * len(prompts) if isinstance(settings, str) else settings
+        count = PixelCount(self._limits)
         calls = [
-            partial(self._place, ids, own, chosen, names(index))
+            partial(self._place, ids, own, chosen, names(index), count)
             for index, (ids, own, chosen) in enumerate(zip(prompts, images, of_prompts, strict=True))
         ]
         return await run_all(call() for call in calls) if any(images) else [await call() for call in calls]
@@ -222,7 +248,9 @@ class ImageIntake:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def _place(self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str) -> RequestPrompt:
+    async def _place(
+        self, ids: TokenIds, sources: Sequence[Any] | None, settings: str, name: str, count: PixelCount
+    ) -> RequestPrompt:
         if not sources and (self._inputs is None or sources is not None or not np.any(ids == self.placeholder_id)):
             return RequestPrompt(token_ids=ids)
         inputs, sources = self._require_inputs(name), sources or ()
@@ -236,7 +264,7 @@ class ImageIntake:
             partial(inputs.loader.load, source, name=place) for source, place in zip(wanted, places, strict=True)
         )
         if images:
-            await self._expand(images, [one.settings for one in given] or [settings] * len(images), places)
+            await self._expand(images, [one.settings for one in given] or [settings] * len(images), places, count)
         if given:
             spans = [
                 self._check_span(ids, span, image, f"{name}[{k}]")
@@ -248,15 +276,20 @@ class ImageIntake:
         )
         return RequestPrompt(token_ids=placed, images=found)
 
-    async def _expand(self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str]) -> None:
+    async def _expand(
+        self, images: Sequence[EncodedImage], settings: Sequence[str], names: Sequence[str], count: PixelCount
+    ) -> None:
         """Expand the images of one prompt, which caches their ids, and keep their files.
 
-        Their sizes are in the headers: none is decoded if all together are more than the context.
+        Their sizes are in the headers: none is decoded if all together are more than the context, or if they are too many
+        pixels with those that `count` has of the request.
         """
         processor = self._require_inputs(names[0]).processor
         sizes = await self._run_each(
             partial(check_image, image, self._limits, name=name) for image, name in zip(images, names, strict=True)
         )
+        for image, size, name in zip(images, sizes, names, strict=True):
+            count.add(image, size, name)
         num_ids = sum(processor.count_features(*size, own) for size, own in zip(sizes, settings, strict=True))
         if num_ids >= self._context_length:
             raise ContextOverflowError(num_prompt_tokens=num_ids, context_length=self._context_length)

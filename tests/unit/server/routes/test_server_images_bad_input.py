@@ -38,6 +38,7 @@ from support.vision import PAD, picture
 from unbroken.images.processor import HfImageProcessor
 from unbroken.server.app import make_image_limits
 from unbroken.server.config import ServerLimits
+from unbroken.types import EncodedImage
 
 MOST_BYTES, MOST_PIXELS, CONTEXT = 100_000, 500_000, 64
 NATIVE, TRL, TRL_CHAT, VLLM = "/v1/sample", "/generate/", "/chat/", "/inference/v1/generate"
@@ -389,6 +390,30 @@ async def test_images_that_together_exceed_the_context_are_refused_before_any_is
     error = await check_refused(NATIVE, {"prompts": [[ID] * 4], "images": [sources]}, "your request has 64 input")
     assert error["code"] == "context_length_exceeded"
     await check_refused(NATIVE, {"prompts": [[ID] * 3], "images": [sources[:3]]}, "must be a whole PNG file")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_images_that_together_have_too_many_pixels_are_refused_by_their_headers(path: str) -> None:
+    """Each is small enough. None is decoded: that would say that its rows are missing. The same image counts once."""
+    limits = ServerLimits(image_memory_mib=1)  # of 262,144 pixels
+    used = HfImageProcessor(processor()._processor, limits=make_image_limits(limits))
+    app = make_vision_app(vision_engine(context_length=100_000), images=used, limits=limits)
+    large = [short_png(280, 230, rows=0), short_png(280, 231, rows=0), short_png(280, 232, rows=0)]
+    contents = [data_url(EncodedImage(each)) for each in (CAT.data, *large, short_png(280, 233, rows=0))]
+    body, _ = with_image(path, contents[1])
+    for old, new in (("messages", user_message("a", *contents)), ("images", [contents]), ("sequences", [ID] * 5)):
+        if old in body:
+            body[old] = [[new]] if path == TRL_CHAT else [new]
+    if path in (NATIVE, TRL):
+        body |= {"prompts": [[ID] * 3, [ID] * 2], "images": [contents[:3], contents[3:]]}
+    if path == VLLM:
+        body["content_parts"] = [{"type": "image_url", "url": each} for each in contents]
+    words = "must leave the images of a request at 262144 pixels or fewer in all (image_memory_mib, 4 bytes a pixel)"
+    async with asgi_client(app) as client:
+        answer = await client.post(path, json=body)
+        assert (answer.status_code, words in answer.text) == (400, True), answer.text
+        again = {"prompts": [[ID] * 40], "images": [[in_base64(image_file(112, 112))] * 40]}
+        assert (await client.post(NATIVE, json=again)).status_code == 200
 
 
 @pytest.mark.parametrize("file", [saved(SMALL.convert("CMYK"), "JPEG"), saved(Image.new("I;16", (28, 28)), "PNG")])
