@@ -1,7 +1,15 @@
-"""Reads data that is not trusted, with limits: JSON of a server, files of a folder of another person."""
+"""The one way in for what somebody else wrote: files, JSON of a server. Each reader has limits, and hangs on nothing.
+
+    a pipe, a device, a link to one    refused: it is no regular file
+    bytes, levels, numbers             refused above a limit that the caller names, with its value
+
+`tools/check_readers.py` counts the reads elsewhere, each with whose files they are; `tests/unit/test_attacks.py` has
+one list of hostile files for all readers.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,12 +20,20 @@ from unbroken.errors import InvalidInputError
 
 MAX_ANSWER_BYTES = 100 << 20
 """Of a server of environments; an observation may have images."""
+MAX_ROWS_BYTES = 1 << 30
+"""Of a file of rows that is held in memory as a whole."""
+MAX_FACTS_BYTES = 64 << 20
+"""Of a file of facts: a report, a recipe, a state, a config."""
+MAX_TOKENIZER_BYTES = 200 << 20
+"""Of a `tokenizer.json`."""
+MAX_KEYS_BYTES = 1 << 20
+"""Of a file of keys."""
 MAX_DEPTH = 100
 """Lists and objects in each other. What walks them later is recursive, as JSON's own encoder is."""
 
 
-def read_json(data: bytes | str, *, max_bytes: int) -> Any:
-    """Parse JSON.
+def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> Any:
+    """Parse JSON; with `is_finite` False its numbers may be Infinity, as those of settings.
 
     Raises:
         InvalidInputError: it is too long, is not JSON, or is not as `check_json` wants it.
@@ -25,24 +41,24 @@ def read_json(data: bytes | str, *, max_bytes: int) -> Any:
     if len(data) > max_bytes:
         raise InvalidInputError(f"JSON must have at most {max_bytes} bytes, got {len(data)}")
     try:
-        value = json.loads(data, parse_constant=_refuse_constant)
+        value = json.loads(data, parse_constant=_refuse_constant if is_finite else float)
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidInputError):
             raise
         raise InvalidInputError(f"it must be JSON: {type(error).__name__}: {error}") from None
-    check_json(value)
+    check_json(value, is_finite=is_finite)
     return value
 
 
-def check_json(value: Any) -> None:
+def check_json(value: Any, *, is_finite: bool = True) -> None:
     """Check a value of parsed JSON.
 
     Raises:
-        InvalidInputError: it is nested more than `MAX_DEPTH` deep, or a number is not finite in float64.
+        InvalidInputError: it is nested more than `MAX_DEPTH` deep, or with `is_finite` a number is not finite in float64.
     """
     level = [[value]]
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for items in level for inner in _check_items(items)]
+        level = [inner for items in level for inner in _check_items(items, is_finite)]
         if not level:
             return
     raise InvalidInputError(f"JSON must be nested at most {MAX_DEPTH} deep")
@@ -55,13 +71,38 @@ def read_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
         OSError: it is not there, or is no regular file: a pipe would be waited for, and some devices never end.
         InvalidInputError: it is longer.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FileNotFoundError(f"{path} is no regular file")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise InvalidInputError(f"{path} must have at most {max_bytes} bytes")
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > max_bytes else file.read(max_bytes + 1)  # it may grow meanwhile
+    if max(size, len(data)) > max_bytes:
+        raise InvalidInputError(f"{path} must have at most {max_bytes} bytes, got {max(size, len(data))}")
     return data
+
+
+def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> str:
+    """Read a whole text file in UTF-8, with line ends as `Path.read_text` has them; errors as in `read_file`."""
+    data = read_file(path, max_bytes=max_bytes)
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} must be text in UTF-8, but byte {error.start} is not") from None
+
+
+def read_json_file(path: str | os.PathLike[str], *, max_bytes: int, is_finite: bool = True) -> Any:
+    """Read a file of JSON; errors as in `read_file` and `read_json`."""
+    return read_json(read_file(path, max_bytes=max_bytes), max_bytes=max_bytes, is_finite=is_finite)
+
+
+def read_end(path: str | os.PathLike[str], *, max_bytes: int) -> str:
+    """Read the last bytes of a text file, such as a log, however long it is; errors as in `read_file`."""
+    with _open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+        return file.read(max_bytes).decode("utf-8", "replace")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise `OSError` unless a library that opens this file finds a regular one."""
+    _open_regular(path).close()
 
 
 def open_inside(folder: str | os.PathLike[str], *parts: str) -> BinaryIO:
@@ -85,10 +126,21 @@ def open_inside(folder: str | os.PathLike[str], *parts: str) -> BinaryIO:
     return file
 
 
-def _check_items(items: list[Any]) -> list[list[Any]]:
+def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    except ValueError as error:  # a NUL in its name
+        raise FileNotFoundError(f"{path!r}: {error}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def _check_items(items: list[Any], is_finite: bool) -> list[list[Any]]:
     """Check the numbers among the items; returns the items of each list and object among them."""
     kinds = set(map(type, items))
-    if float in kinds or int in kinds:
+    if is_finite and (float in kinds or int in kinds):
         numbers = items if kinds <= {float, int} else [each for each in items if type(each) in (float, int)]
         try:
             are_finite = all(map(math.isfinite, numbers))

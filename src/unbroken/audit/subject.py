@@ -16,6 +16,7 @@ from unbroken.rendering.effects import find_unread_options
 from unbroken.rendering.loader import load_stop_token_ids, load_tokenizer
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.retokenising.comparison import TemplateTexts
+from unbroken.untrusted import read_text
 
 _MAX_TEMPLATE_BYTES = 4_000_000
 _TOKEN_OPTIONS = ("bos_token", "eos_token")
@@ -73,16 +74,11 @@ def load_subject(target: AuditTarget) -> Subject:
 def read_template(file: Path) -> str:
     """Read a template file; raises `InvalidInputError` if it cannot be read, is too large, or is not a template."""
     try:
-        size = file.stat().st_size
-        if size > _MAX_TEMPLATE_BYTES:
-            raise InvalidInputError(f"template {file} must have at most {_MAX_TEMPLATE_BYTES} bytes, got {size}")
-        source = file.read_text(encoding="utf-8")
+        source = read_text(file, max_bytes=_MAX_TEMPLATE_BYTES)
     except OSError as error:
         raise InvalidInputError(f"template {file} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(
-            f"template {file} must be text in UTF-8, but byte {error.start} is not: is this a template?"
-        ) from None
+    except InvalidInputError as error:
+        raise InvalidInputError(f"template {error}: is this a template?") from None
     if "{{" not in source and "{%" not in source:
         raise InvalidInputError(
             f"template {file} must be a Jinja template, got a text without {{{{ or {{%: is this the right file?"

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from unbroken.cluster.registry import FOLDER, STATE
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.server.config import is_loopback
 from unbroken.server.options import OptionGroup
+from unbroken.untrusted import MAX_FACTS_BYTES, read_end, read_json, read_json_file
 
 _STALE_S = 15.0
+_MAX_LINE_BYTES = 1 << 20
 _NUMBERS = {
     "trained_version": "train/policy_version",
     "seconds_of_a_step": "seconds/step",
@@ -131,14 +134,15 @@ def _print_status(arguments: argparse.Namespace) -> int:
 def read_status(output: Path) -> dict[str, Any]:
     """Read how a cluster is, and how fast its run; raises `InvalidInputError` without one in the folder."""
     try:
-        status: dict[str, Any] = json.loads((output / FOLDER / STATE).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        status: dict[str, Any] = dict(read_json_file(output / FOLDER / STATE, max_bytes=MAX_FACTS_BYTES))
+    except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
             f"OUTPUT must be the output folder of `unbroken cluster run`, got {output}: {error}"
         ) from None
     metrics = output / "metrics" / "metrics.jsonl"
-    lines = metrics.read_text("utf-8").splitlines() if metrics.exists() else []
-    last = json.loads(lines[-1]) if lines else {}
+    last: Any = {}
+    with suppress(OSError, InvalidInputError, IndexError):  # no step yet, or its line is not whole
+        last = dict(read_json(read_end(metrics, max_bytes=_MAX_LINE_BYTES).splitlines()[-1], max_bytes=_MAX_LINE_BYTES))
     return status | {"step": last.get("step"), **{name: last.get(key) for name, key in _NUMBERS.items()}}
 
 

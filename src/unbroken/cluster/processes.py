@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -21,10 +20,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from unbroken.server.config import format_url
+from unbroken.untrusted import read_json
 
 _KEEPER = 'read -r _; kill -KILL "-$1"'
 """Waits for the end of its input, which is that of whoever started it, however that ended."""
 _POLL_S = 0.5
+_MAX_BYTES = 1 << 20
+"""Of a server's answer."""
 _STOP_S, _FAIL_S = 60.0, 20.0
 """How long processes have to end when they are stopped, and when one of them has failed."""
 _ASK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -222,8 +224,8 @@ def _ask_version(url: str, kind: Kind) -> int | None:
         if kind is Kind.ENGINE:
             _ASK.open(f"{url}/health", timeout=10).close()
         with _ASK.open(f"{url}/version", timeout=10) as answer:
-            return int(json.load(answer).get("policy_version") or 0)
-    except (OSError, ValueError):
+            return int(dict(read_json(answer.read(_MAX_BYTES + 1), max_bytes=_MAX_BYTES)).get("policy_version") or 0)
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from unbroken.messages import Message, check_conversation
 from unbroken.rollout.env import Continue, Done, Env, Outcome, Reply
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, tool
+from unbroken.untrusted import MAX_ROWS_BYTES, read_json, read_text
 
 MakeEnv: TypeAlias = Callable[[int], Env]
 """Makes the environment of conversation 0, 1, 2, ..."""
@@ -87,8 +87,8 @@ def load_prompts(file: Path) -> MakeEnv:
         InvalidInputError: the file cannot be read, or a row is malformed.
     """
     try:
-        lines = file.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(file, max_bytes=MAX_ROWS_BYTES).split("\n")
+    except (OSError, InvalidInputError) as error:
         raise InvalidInputError(f"--prompts must be {_DEMO_OR_FILE}, got {str(file)!r}: {error}") from None
     rows = [_read_row(f"{file}, line {k + 1}", line) for k, line in enumerate(lines) if line.strip()]
     if not rows:
@@ -98,8 +98,8 @@ def load_prompts(file: Path) -> MakeEnv:
 
 def _read_row(place: str, line: str) -> PromptRow:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = read_json(line, max_bytes=MAX_ROWS_BYTES)
+    except InvalidInputError as error:
         raise InvalidInputError(f"{place} must be a JSON object: {error}") from None
     if not isinstance(row, dict) or not set(row) <= _KEYS or ("prompt" in row) == ("messages" in row):
         keys = sorted(row) if isinstance(row, dict) else row

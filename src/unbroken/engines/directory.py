@@ -51,6 +51,8 @@ class FileDirectory:
         self._since_s = 0.0
         """Since when it has been read so."""
         self._addresses: tuple[str, ...] = ()
+        self._said = ""
+        """The last warning."""
 
     def __str__(self) -> str:
         return str(self._path)
@@ -62,7 +64,12 @@ class FileDirectory:
         """
         try:
             lines = read_file(self._path, max_bytes=_MAX_BYTES).decode("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError, InvalidInputError):
+        except FileNotFoundError:
+            return self._addresses
+        except (OSError, UnicodeDecodeError, InvalidInputError) as error:
+            if self._said != (said := str(error)):
+                _log.warning("the list of servers %s cannot be read, and stays as it is: %s", self._path, error)
+            self._said = said
             return self._addresses
         stripped = (line.partition("#")[0].strip().rstrip("/") for line in lines)
         before, self._read = self._read, tuple(dict.fromkeys(filter(None, stripped)))

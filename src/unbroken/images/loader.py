@@ -6,17 +6,17 @@ import base64
 import binascii
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from unbroken.errors import ImageError, UnknownImageError
+from unbroken.errors import ImageError, InvalidInputError, UnknownImageError
 from unbroken.images.decoder import ImageLimits, check_image, encode_picture
 from unbroken.messages import IMAGE_TYPES, get_image_source
 from unbroken.types import EncodedImage
+from unbroken.untrusted import read_file
 
 _REFERENCE = "sha256:"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
@@ -103,13 +103,10 @@ class ImageLoader:
         if not self.files:
             raise ImageError(f"{name} must not be a file, got {str(path)!r}: send the image itself")
         try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise ImageError(f"{name} must be a regular file, got {str(path)!r}")
-            if (size := status.st_size) > self.limits.max_bytes:
-                raise ImageError(f"{name} must have at most {self.limits.max_bytes} bytes, got {size} in {str(path)!r}")
-            return EncodedImage(path.read_bytes())
-        except (OSError, ValueError) as error:  # ValueError: the path has a NUL, or no encoding
+            return EncodedImage(read_file(path, max_bytes=self.limits.max_bytes))
+        except InvalidInputError as error:
+            raise ImageError(f"{name}: {error}") from None
+        except (OSError, ValueError) as error:  # ValueError: the path has no encoding
             raise ImageError(f"{name} must be a file that can be read, got {str(path)!r}: {error}") from None
 
     def _find(self, sha256: str, name: str) -> EncodedImage:

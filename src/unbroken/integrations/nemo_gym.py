@@ -28,7 +28,7 @@ from unbroken.rollout.seeds import EpochOrder
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import Tool, ToolOutcome, ToolStatus
 from unbroken.types import FinishReason
-from unbroken.untrusted import MAX_ANSWER_BYTES, read_json
+from unbroken.untrusted import MAX_ANSWER_BYTES, MAX_ROWS_BYTES, read_json, read_text
 
 _STATUSES = {404: ToolStatus.UNKNOWN_TOOL, 422: ToolStatus.INVALID_ARGUMENTS}
 
@@ -152,9 +152,9 @@ class Examples:
 def _read_lines(file: Path, _changed_ns: int) -> tuple[tuple[int, str], ...]:
     """The lines that are not empty, each with its number; all are checked."""
     try:
-        lines = file.read_text("utf-8").split("\n")
-    except ValueError as error:
-        raise InvalidInputError(f"the examples {file} must be text in UTF-8: {error}") from None
+        lines = read_text(file, max_bytes=MAX_ROWS_BYTES).split("\n")
+    except (OSError, InvalidInputError) as error:
+        raise InvalidInputError(f"the examples {file} must be a text file: {error}") from None
     found = tuple((number, line) for number, line in enumerate(lines, 1) if line.strip())
     if not found:
         raise InvalidInputError(f"the examples {file} must have at least one line, got none")
@@ -165,9 +165,9 @@ def _read_lines(file: Path, _changed_ns: int) -> tuple[tuple[int, str], ...]:
 
 def _parse(line: str, place: str) -> _Example:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{place} must be JSON: {error}") from None
+        row = read_json(line, max_bytes=MAX_ROWS_BYTES)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{place}: {error}") from None
     params = row.get(_PARAMS) if isinstance(row, dict) else None
     if not isinstance(params, dict) or not params.get("input"):
         raise InvalidInputError(

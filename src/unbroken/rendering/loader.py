@@ -29,6 +29,7 @@ from unbroken.images.processor import ImageInputs, find_model_file, load_image_p
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 _logger = logging.getLogger(__name__)
 
@@ -159,8 +160,8 @@ def load_stop_token_ids(model: str | Path | None) -> tuple[int, ...]:
     if file is None:
         return ()
     try:
-        ids = dict(json.loads(file.read_text("utf-8"))).get("eos_token_id")
-    except (ValueError, TypeError) as error:
+        ids = dict(read_json_file(file, max_bytes=MAX_FACTS_BYTES)).get("eos_token_id")
+    except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(f"generation_config.json must be a JSON object ({file}): {error}") from None
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token_id) is int for token_id in listed):

@@ -26,6 +26,7 @@ from unbroken.runs.python_files import FunctionName
 from unbroken.training.config import LoopConfig, LoraUpdates, TrackerConfig, TrainerConfig
 from unbroken.training.loss_config import OverlongConfig
 from unbroken.types import InFlight, Numerics, SamplingParams, check_reproducible
+from unbroken.untrusted import MAX_KEYS_BYTES, read_text
 
 if TYPE_CHECKING:
     from unbroken.training.objective.online_dpo import OnlineDpo
@@ -632,8 +633,8 @@ def read_key(path: Path | None, *, field: str) -> str | None:
     if path is None:
         return None
     try:
-        key = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        key = read_text(path, max_bytes=MAX_KEYS_BYTES).strip()
+    except (OSError, InvalidInputError) as error:
         raise InvalidInputError(f"{field} must be a text file with the key, got {path}: {error}") from None
     if not key:
         raise InvalidInputError(f"{field} must be a text file with the key, and {path} is empty")

@@ -55,6 +55,7 @@ from unbroken.runs.records.files import MAX_LINES, find_records
 from unbroken.runs.settings import build, describe, read_options
 from unbroken.training.outages import Outages
 from unbroken.types import Numerics
+from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 
 REPORT = "report.json"
 INTERVALS = (
@@ -166,7 +167,7 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
     if all(each.is_dir() or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:
-        found = json.loads((output / REPORT).read_text("utf-8"))
+        found = read_json_file(output / REPORT, max_bytes=MAX_ROWS_BYTES)
         before = dict(found["settings"])
         report |= {"models": found["models"], "differences": found["differences"]}
     except (OSError, ValueError, KeyError, TypeError):

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from unbroken.errors import InvalidInputError
 from unbroken.runs.settings import redact
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 _FILE = "recipe.json"
 _PART = "recipe.json.part"
@@ -274,7 +275,7 @@ def _not_writable(folder: Path, error: OSError) -> InvalidInputError:
 
 def _read(path: Path) -> tuple[str, dict[str, Any], dict[str, str | None]]:
     try:
-        contents = json.loads(path.read_text("utf-8"))
+        contents = read_json_file(path, max_bytes=MAX_FACTS_BYTES, is_finite=False)
         return contents["recipe"], contents["settings"], contents.get("files", {})  # earlier releases kept no digests
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(

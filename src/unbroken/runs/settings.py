@@ -38,6 +38,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from unbroken.docstrings import first_paragraph, read_class_docs, read_field_docs
 from unbroken.errors import InvalidInputError
 from unbroken.runs.python_files import CommandWord, FunctionName, ModelName
+from unbroken.untrusted import MAX_FACTS_BYTES, read_text
 
 
 def parse_word(hint: Any, text: str, *, name: str) -> Any:
@@ -391,8 +392,8 @@ def read_table(table: Mapping[str, Any], section: Section, *, source: str, folde
 def load_toml(path: Path) -> dict[str, Any]:
     """Load a TOML file; raises `InvalidInputError` if it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path, max_bytes=MAX_FACTS_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} must be a TOML file: {error}") from None
 
 

@@ -281,8 +281,8 @@ class ImageIntake:
     ) -> None:
         """Expand the images of one prompt, which caches their ids, and keep their files.
 
-        Their sizes are in the headers: none is decoded if all together are more than the context, or if they are too many
-        pixels with those that `count` has of the request.
+        Their sizes are in the headers: none is decoded if all together are more than the context, or more pixels, with
+        those that `count` has of the request, than one may have.
         """
         processor = self._require_inputs(names[0]).processor
         sizes = await self._run_each(

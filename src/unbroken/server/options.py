@@ -20,6 +20,7 @@ from unbroken.engines.registry import ENGINES
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.base import Renderer
 from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
+from unbroken.untrusted import MAX_FACTS_BYTES, MAX_KEYS_BYTES, read_text
 
 CheckEngine = Callable[[Engine, Renderer], Awaitable[str]]
 _ENGINE_NAMES = ("auto", *ENGINES)
@@ -258,8 +259,8 @@ def read_key(key: str | None, file: Path | None, option: str) -> str | None:
     """The key of two options, one of which may be given. Raises `InvalidInputError` for an empty or unreadable one."""
     if file is not None:
         try:
-            key = file.read_text().strip()
-        except OSError as error:
+            key = read_text(file, max_bytes=MAX_KEYS_BYTES).strip()
+        except (OSError, InvalidInputError) as error:
             raise InvalidInputError(f"{option}-file cannot be read: {error}") from None
     if key is not None and not key:
         raise InvalidInputError(f"{option} must not be empty")
@@ -267,7 +268,7 @@ def read_key(key: str | None, file: Path | None, option: str) -> str | None:
 
 
 def _read_template(file_or_name: str | None) -> str | None:
-    """The text of a template file, or a template's name unchanged."""
+    """The text of a template file, or a template's name unchanged; raises `InvalidInputError` if it is no text."""
     if file_or_name is not None and Path(file_or_name).is_file():
-        return Path(file_or_name).read_text()
+        return read_text(file_or_name, max_bytes=MAX_FACTS_BYTES)
     return file_or_name

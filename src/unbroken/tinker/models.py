@@ -48,6 +48,7 @@ from unbroken.training.model.weights import gather_adapter_weights, gather_weigh
 from unbroken.training.state import name_averages
 from unbroken.transfer.sources import WeightStream
 from unbroken.types import NO_VERSION, TrainingSample
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 from unbroken.weights.files import WeightFiles, describe_file, parse_files
 
 T = TypeVar("T")
@@ -428,7 +429,7 @@ def _make_row(datum: Datum, loss: Loss) -> ScoredRow:
 
 def _read_state(folder: Path) -> Mapping[str, Any]:
     try:
-        state: dict[str, Any] = json.loads((folder / _STATE).read_text("utf-8"))
+        state = read_json_file(folder / _STATE, max_bytes=MAX_FACTS_BYTES)
         if state["format"] != _FORMAT:
             raise InvalidInputError(f"format must be {_FORMAT}, got {state['format']!r}")
         WeightFiles(folder=folder, policy_version=0, files=parse_files(state["files"])).verify()

@@ -10,6 +10,7 @@ from pathlib import Path
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.store import is_postgres_url
 from unbroken.server.options import OptionGroup, option_name
+from unbroken.untrusted import MAX_KEYS_BYTES, read_file
 
 
 class ProvenancePolicy(StrEnum):
@@ -67,9 +68,10 @@ class TinkerOptions:
         if self.tinker_keys is None:
             return None
         try:
-            keys = frozenset(line.strip() for line in self.tinker_keys.read_bytes().splitlines() if line.strip())
-        except OSError as error:
+            lines = read_file(self.tinker_keys, max_bytes=MAX_KEYS_BYTES).splitlines()
+        except (OSError, InvalidInputError) as error:
             raise InvalidInputError(f"--tinker-keys cannot be read: {error}") from None
+        keys = frozenset(line.strip() for line in lines if line.strip())
         if not keys:
             raise InvalidInputError(f"--tinker-keys {self.tinker_keys} must have at least one key, got none")
         return keys

@@ -37,6 +37,7 @@ from unbroken.errors import CheckpointError, InvalidInputError, WeightsError
 from unbroken.training.model.adapters import strip_wrappers
 from unbroken.training.model.pretrained import ModelOrigin
 from unbroken.training.model.sharding import shard_like
+from unbroken.untrusted import MAX_ROWS_BYTES, read_json_file
 from unbroken.weights.files import WeightFile, WeightFiles, describe_file, find_versions, read_manifest
 from unbroken.weights.folders import complete_folder, flush_to_disk, temporary_name
 
@@ -216,7 +217,7 @@ def read_state(folder: Path, *, process: int = 0, num_processes: int = 1) -> Sto
         CheckpointError: it is incomplete or damaged.
     """
     try:
-        found = json.loads((folder / _STATE).read_text("utf-8"))
+        found = read_json_file(folder / _STATE, max_bytes=MAX_ROWS_BYTES)
         if found["format"] not in (1, _FORMAT_VERSION):
             raise InvalidInputError(f"format must be 1 or {_FORMAT_VERSION}, got {found['format']!r}")
         state = TrainerState(

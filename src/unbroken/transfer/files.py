@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
 from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
+from unbroken.untrusted import check_regular
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,7 @@ def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"weight file {path} cannot be read: {error}") from error

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.errors import InvalidInputError, WeightsError
 from unbroken.transfer.files import read_tensors, write_tensors
-from unbroken.untrusted import read_file, read_json
+from unbroken.untrusted import read_json_file
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
-_MAX_MANIFEST = 2**24
+MAX_MANIFEST_BYTES = 2**24
 """Bytes: some hundred thousand files of 1 GB."""
 _VERSION_NAME = re.compile(r"version-(\d{8,})")
 _REMEMBERED_S = 600.0
@@ -144,7 +144,7 @@ def write_weights(
 def read_manifest(folder: Path) -> WeightFiles:
     """Read a folder's manifest; `verify` checks the files. `WeightsError` if the folder holds no whole version."""
     try:
-        manifest = read_json(read_file(folder / _MANIFEST, max_bytes=_MAX_MANIFEST), max_bytes=_MAX_MANIFEST)
+        manifest = read_json_file(folder / _MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
         if manifest["format"] != _FORMAT:
             raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
         files = parse_files(manifest["files"])

@@ -39,7 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unbroken.errors import InvalidInputError, UnbrokenError, WeightsError
-from unbroken.weights.files import WeightFile, WeightFiles, parse_files, parse_version
+from unbroken.untrusted import read_json
+from unbroken.weights.files import MAX_MANIFEST_BYTES, WeightFile, WeightFiles, parse_files, parse_version
 from unbroken.weights.folders import atomic_folder, temporary_name
 
 _MANIFEST, _NEWEST = "manifest.json", "newest.json"
@@ -176,7 +177,7 @@ class VersionStore:
         if _NAME.fullmatch(name) is None:
             raise WeightsError(f"a version in {self.url} must be version-NUMBER-DIGEST, got {name!r}")
         with self._explained("read"):
-            manifest = json.loads(self._files.cat_file(self._path(name, _MANIFEST)))
+            manifest = self._read_json(name, _MANIFEST)
             if manifest["format"] != _FORMAT:
                 raise InvalidInputError(f"format must be {_FORMAT}, got {manifest['format']!r}")
             return StoredVersion(
@@ -240,14 +241,15 @@ class VersionStore:
     def _make_file(self, chain: Sequence[StoredVersion], file: WeightFile, path: Path) -> None:
         *deltas, last = chain
         if last.base is None:
-            self._files.get_file(self._path(last.name, file.name), str(path))
+            self._get(path, last.name, file.name, max_bytes=file.num_bytes)
         else:
             assert self._local is not None
             shutil.copyfile(self._local[1].folder / file.name, path)
             deltas = list(chain)
         for link in reversed(deltas):
             delta = path.with_name(f"{file.name}.delta")
-            self._files.get_file(self._path(link.name, delta.name), str(delta))
+            # A block in which every number changed packs to little more than itself.
+            self._get(delta, link.name, delta.name, max_bytes=2 * file.num_bytes + MAX_MANIFEST_BYTES)
             _apply_delta(path, delta)
             delta.unlink()
         with path.open("rb") as made:
@@ -261,11 +263,29 @@ class VersionStore:
     def _find(self, key: str) -> StoredVersion | None:
         with self._explained("read"):
             try:
-                names = json.loads(self._files.cat_file(self._path(_NEWEST)))
+                names = self._read_json(_NEWEST)
             except FileNotFoundError:
                 return None
             name = str(names[key])
         return self.read(name)
+
+    def _get(self, target: Path, *names: str, max_bytes: int) -> None:
+        """Copy a file of the store."""
+        self._check_size(self._path(*names), max_bytes)
+        self._files.get_file(self._path(*names), str(target))
+
+    def _read_json(self, *names: str) -> Any:
+        path = self._path(*names)
+        self._check_size(path, MAX_MANIFEST_BYTES)
+        return read_json(self._files.cat_file(path, start=0, end=MAX_MANIFEST_BYTES), max_bytes=MAX_MANIFEST_BYTES)
+
+    def _check_size(self, path: str, max_bytes: int) -> None:
+        """Check what is copied: of a store that is a folder, a pipe would be waited for, and a device fill the disk."""
+        found = self._files.info(path)
+        if found["type"] != "file" or not (found["size"] or 0) <= max_bytes:
+            raise InvalidInputError(
+                f"{path} must be a file of at most {max_bytes} bytes, got {found['type']} of {found['size']}"
+            )
 
     def _path(self, *names: str) -> str:
         return "/".join((self._root, *names))

@@ -96,6 +96,24 @@ def test_a_file_lists_an_address_a_line_and_a_change_counts_once_reads_agree_for
     assert listed.addresses() == ("http://b:2",)
 
 
+@pytest.mark.parametrize("content", [b"http://10.0.0.1:1\n" * 2_000_000, b"a" * 3_000_000, b"http://a:1\n\xff\n", None])
+def test_a_list_that_cannot_be_read_changes_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    file = tmp_path / "engines.txt"
+    file.write_text("http://10.0.0.1:8000\n")
+    directory = FileDirectory(file)
+    assert directory.addresses() == ("http://10.0.0.1:8000",)
+    assert not caplog.records
+    file.unlink()
+    assert directory.addresses() == ("http://10.0.0.1:8000",)  # a moment in which it is replaced
+    assert not caplog.records
+    os.mkfifo(file) if content is None else file.write_bytes(content)
+    for _ in range(3):
+        assert directory.addresses() == ("http://10.0.0.1:8000",)
+    assert [f"the list of servers {file} cannot be read" in each.message for each in caplog.records] == [True]
+
+
 async def test_a_list_that_takes_long_to_read_holds_up_nothing_else() -> None:
     loop, reads = asyncio.get_running_loop(), []
 

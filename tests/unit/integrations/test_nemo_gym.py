@@ -210,7 +210,7 @@ def test_a_url_is_checked(tmp_path, url):
     ("line", "message"),
     [
         ("", "must have at least one line"),
-        ("{", "line 1 must be JSON"),
+        ("{", "line 1: it must be JSON"),
         ('{"question": "?"}', r"line 1 must have responses_create_params.input, the first messages"),
         ('{"responses_create_params": {"input": [{"type": "video"}]}}', r"line 1, input\[0\] must be a message"),
         (

@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts, copy_tokenizer, encode_text
 from unbroken.types import TokenIds, token_ids
+from unbroken.untrusted import MAX_TOKENIZER_BYTES, read_text
 
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -116,7 +117,7 @@ class TokenTexts:
             InvalidInputError: it is not one.
         """
         try:
-            return cls(Tokenizer.from_str(file.read_text("utf-8")))
+            return cls(Tokenizer.from_str(read_text(file, max_bytes=MAX_TOKENIZER_BYTES)))
         except Exception as error:  # tokenizers raises nothing more specific
             raise InvalidInputError(f"{file} must be a tokenizer.json: {error}") from None
 

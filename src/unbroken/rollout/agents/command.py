@@ -23,12 +23,15 @@ from typing import Any, BinaryIO
 from unbroken.errors import InvalidInputError, RewardError
 from unbroken.rollout.agents.known import KnownAgent
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession
+from unbroken.untrusted import read_end
 
 _log = logging.getLogger(__name__)
 
 _TERM_S = 2.0
 """How long a process tree may take to end by itself."""
 _MAX_END_CHARS = 4000
+_MAX_END_BYTES = 1 << 20
+"""Of what a program printed, however much it is."""
 _ATTEMPT = "UNBROKEN_ATTEMPT"
 """The variable by which the processes of an attempt are known: its folder, which no other has."""
 _MAX_ROUNDS, _ROUND_S = 20, 0.02
@@ -339,12 +342,12 @@ def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -
 
 def _read_end(*files: Path) -> str:
     """The end of the first of these files that has any text, for an error."""
-    texts = [file.read_text(errors="replace").strip() for file in files]
+    texts = [read_end(file, max_bytes=_MAX_END_BYTES).strip() for file in files]
     return next((text for text in texts if text), "no output")[-_MAX_END_CHARS:]
 
 
 def _read_reward(output: Path) -> float:
-    lines = output.read_text(errors="replace").split("\n")
+    lines = read_end(output, max_bytes=_MAX_END_BYTES).split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
         reward = float(last)

@@ -39,6 +39,7 @@ from unbroken.rollout.process.channel import (
     greet,
 )
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.untrusted import read_end
 
 _GREET_S = 10.0
 _RETRY_S = 0.1
@@ -352,7 +353,7 @@ class SamplerPool:
         log = self._logs.get(name)
         if log is None:
             return "its own log says why"
-        end = log.read_bytes()[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
+        end = read_end(log, max_bytes=_SHOWN_BYTES).strip()
         return f"{log} ends with\n{end}" if end else f"{log} is empty"
 
 

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from unbroken import __version__
 from unbroken.errors import ExportError
+from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 
 INFO = "unbroken.json"
 _TEMPLATES = "additional_chat_templates"
@@ -64,7 +65,7 @@ def copy_text_and_images(source: str, folder: Path) -> None:
 def read_info(folder: Path) -> ModelInfo | None:
     """Read `unbroken.json`; None if the folder has none that can be read."""
     try:
-        return ModelInfo(**json.loads((folder / INFO).read_text("utf-8")))
+        return ModelInfo(**read_json_file(folder / INFO, max_bytes=MAX_FACTS_BYTES))
     except (OSError, ValueError, TypeError):
         return None
 

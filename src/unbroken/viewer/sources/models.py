@@ -13,7 +13,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.rendering.encoding.text_codec import TokenTexts
-from unbroken.untrusted import open_inside, read_json
+from unbroken.untrusted import MAX_TOKENIZER_BYTES, open_inside, read_json
 from unbroken.viewer.sources.retokenised import TemplateSource
 
 RECIPE_FILE = "recipe.json"
@@ -21,7 +21,6 @@ _MAX_BYTES = 10 << 20
 _RENDERER = "renderer."
 _FILE = "tokenizer.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_MAX_FILE_BYTES = 200 << 20
 _WRITTEN = ("final", "best", "model")
 """Folders of a run with the models that it wrote."""
 
@@ -117,7 +116,7 @@ class Tokenizers:
 
 def _is_usable(file: Path) -> bool:
     try:
-        return file.is_file() and file.stat().st_size <= _MAX_FILE_BYTES
+        return file.is_file() and file.stat().st_size <= MAX_TOKENIZER_BYTES
     except (OSError, ValueError):  # a name that no file can have
         return False
 

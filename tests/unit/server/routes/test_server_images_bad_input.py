@@ -401,11 +401,13 @@ async def test_images_that_together_have_too_many_pixels_are_refused_by_their_he
     large = [short_png(280, 230, rows=0), short_png(280, 231, rows=0), short_png(280, 232, rows=0)]
     contents = [data_url(EncodedImage(each)) for each in (CAT.data, *large, short_png(280, 233, rows=0))]
     body, _ = with_image(path, contents[1])
-    for old, new in (("messages", user_message("a", *contents)), ("images", [contents]), ("sequences", [ID] * 5)):
+    for old, new in (("messages", user_message("a", *contents)), ("images", [contents])):
         if old in body:
             body[old] = [[new]] if path == TRL_CHAT else [new]
     if path in (NATIVE, TRL):
         body |= {"prompts": [[ID] * 3, [ID] * 2], "images": [contents[:3], contents[3:]]}
+    if path == SCORE:
+        body = {"sequences": [[ID] * 5], "images": [contents]}
     if path == VLLM:
         body["content_parts"] = [{"type": "image_url", "url": each} for each in contents]
     words = "must leave the images of a request at 262144 pixels or fewer in all (image_memory_mib, 4 bytes a pixel)"
