@@ -54,7 +54,7 @@ def check_json(value: Any, *, is_finite: bool = True) -> None:
     """Check a value of parsed JSON.
 
     Raises:
-        InvalidInputError: it is nested more than `MAX_DEPTH` deep, or with `is_finite` a number is not finite in float64.
+        InvalidInputError: it is nested more than `MAX_DEPTH` deep, or a number is not finite in float64 (`is_finite`).
     """
     level = [[value]]
     for _ in range(MAX_DEPTH + 1):
