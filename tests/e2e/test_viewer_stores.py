@@ -74,7 +74,10 @@ def test_a_store_is_a_list_of_sessions_and_a_session_is_a_tree_with_branches(bro
         assert "new_conversation" in branches
         assert shown_messages(browser) == [0, 4, 5, 6]  # the branch that went on
         assert "6 messages of other branches are not shown here" in read(browser, ".conversation")
+        assert "ids · by tiny, version 0 · stop" in read(browser, ".turns")
+        assert "1 tool" in read(browser, ".conversation")
         browser.press("b")
+        assert "1 tool" not in read(browser, ".conversation"), "those of the sub-agent, which has none"
         assert shown_messages(browser) == [7, 8, 9]
         assert AS_TEXT in read(browser, ".conversation")
         assert browser.run("document.querySelectorAll('main script, main img').length") == 0

@@ -423,6 +423,38 @@ def _find_first_different_image(left: Sequence[ImageSpan], right: Sequence[Image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """The messages of a session, and which of its turns, messages and tools belong to a branch of its ids.
+
+    The branches are of several agents, such as a sub-agent. Turns and messages are their places in the session's lists.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    """Of all conversations, in the order in which they came."""
+    parents: Sequence[int | None]
+    """Of each message the one before it; None for the first of a conversation."""
+    turn_of_node: Mapping[int, int]
+    """By sampled node."""
+    replies: Sequence[int]
+    """Of each turn the message that it became."""
+    tools: Sequence[Sequence[ToolSchema]]
+    """Of each turn."""
+
+    def find_turns(self, path: Path) -> list[int]:
+        """The turns that sampled ids of a path, the last of them last."""
+        return [self.turn_of_node[each.node] for each in path.segments if each.origin is Origin.SAMPLED]
+
+    def find_messages(self, turn: int) -> list[int]:
+        """The messages of a conversation, from its first one to the reply of a turn."""
+        found = []
+        message: int | None = self.replies[turn]
+        while message is not None:
+            found.append(message)
+            message = self.parents[message]
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTree:
     """The token tree of a stored session, and what of the session belongs to its nodes."""
 
@@ -446,23 +478,17 @@ class StoredTree:
             turn_of_node[tree.add_sampled(turn.sequence, parent=turn.parent).node] = number
         return cls(stored=stored, tree=tree, turn_of_node=turn_of_node, images_of_node=images_of_node)
 
-    def find_messages(self, sampled: int) -> list[int]:
-        """The messages of a conversation, from its first one to the reply that a sampled node became."""
-        found = []
-        node: int | None = self.stored.turns[self.turn_of_node[sampled]].reply_node
-        while node is not None:
-            found.append(node)
-            node = self.stored.messages[node].parent
-        return found[::-1]
-
-    def find_turns(self, path: Path) -> list[int]:
-        """The turns of a branch, as places in the session's list: those that sampled ids of its path."""
-        return [self.turn_of_node[each.node] for each in path.segments if each.origin is Origin.SAMPLED]
-
-    def find_tools(self, path: Path) -> tuple[ToolSchema, ...]:
-        """The tools of a branch: those of its last turn, as a request with other tools begins another branch."""
-        turns = self.find_turns(path)
-        return self.stored.tools.get(self.stored.turns[turns[-1]].tools_key, ()) if turns else ()
+    @property
+    def conversations(self) -> Conversations:
+        """The messages of the session, and what belongs to its branches."""
+        stored = self.stored
+        return Conversations(
+            messages=[message.message for message in stored.messages],
+            parents=[message.parent for message in stored.messages],
+            turn_of_node=self.turn_of_node,
+            replies=[turn.reply_node for turn in stored.turns],
+            tools=[stored.tools.get(turn.tools_key, ()) for turn in stored.turns],
+        )
 
     def find_images(self, path: Path) -> list[dict[str, Any]]:
         """The images of a path, as records of rows have them."""

@@ -10,7 +10,7 @@ from typing import Any
 from unbroken.counters import Counters
 from unbroken.errors import InvariantError
 from unbroken.ledger.nodes import ForkReason, Position
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import Conversations, TokenTree
 from unbroken.messages import Message, ToolSchema
 from unbroken.rendering.base import BridgeOutcome, ParsedResponse
 from unbroken.rollout.limits import Limit
@@ -84,6 +84,8 @@ class Turn:
     fork: ForkReason | None
     """Why the prompt does not continue the newest turn before it; None if it does, and for the first turn."""
     cut_by: Limit | None
+    policy: str | None = None
+    """The name of the policy that a gateway answered with; None if the run's engine was asked."""
 
 
 def sum_queue_s(turns: Iterable[Turn]) -> float | None:
@@ -103,6 +105,8 @@ class Trajectory:
     messages: tuple[Message, ...]
     """The whole conversation; the last messages are not always in `tree`."""
     tools: tuple[ToolSchema, ...]
+    conversations: Conversations | None = None
+    """Of a session, whose branches have messages and tools of their own; `messages` and `tools` are the first one's."""
     status: TrajectoryStatus
     reward: float | None
     """The environment's, and those of the turns. None after an abort or a failure, and if it is unscored."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -18,7 +18,7 @@ from unbroken.errors import EngineError, InvariantError, RewardError, SessionEnd
 from unbroken.ledger.nodes import ForkReason, Origin, Position
 from unbroken.ledger.numbers import to_finite_float32
 from unbroken.ledger.records import ImageRecord
-from unbroken.ledger.tree import TokenTree
+from unbroken.ledger.tree import Conversations, TokenTree
 from unbroken.messages import Message, ToolSchema, get_reasoning, get_text
 from unbroken.rendering.base import ParsedResponse, ParsedToolCall, ToolCallStatus
 from unbroken.rollout.agents.session import Agent, AgentOutcome, AgentSession
@@ -206,6 +206,7 @@ async def _record_attempt(
         turns=recorded.turns,
         messages=recorded.messages,
         tools=recorded.tools,
+        conversations=recorded.conversations,
         status=ending.status,
         reward=ending.reward,
         reward_parts=ending.metrics,
@@ -289,6 +290,7 @@ class _RecordedSession:
     """Of the first conversation: the path to its newest reply."""
     tools: tuple[ToolSchema, ...]
     """Of the newest turn of that conversation."""
+    conversations: Conversations
     counters: Counters
 
 
@@ -311,17 +313,26 @@ def _read_session(
         sequence = _add_node(tree, node, finished.get(number), images)
         if sequence is not None:
             sequences[number] = sequence
-    by_node = {message["node"]: message for message in recorded["messages"]}
-    turns = tuple(_read_turn(turn, by_node, sequences) for turn in recorded["turns"])
-    last = _find_last(recorded["turns"], by_node)
+    given = recorded["messages"]
+    conversations = Conversations(
+        messages=tuple(_with_images(message["message"], images) for message in given),
+        parents=tuple(message["parent"] for message in given),
+        turn_of_node={turn["end"]["node"]: number for number, turn in enumerate(recorded["turns"])},
+        replies=tuple(turn["reply_message"] for turn in recorded["turns"]),
+        tools=tuple(tuple(recorded["tools"][turn["tools"]]) for turn in recorded["turns"]),
+    )
+    turns = tuple(_read_turn(turn, given[turn["reply_message"]]["message"], sequences) for turn in recorded["turns"])
+    of_first = [turn for turn, reply in enumerate(conversations.replies) if given[reply]["conversation"] == 0]
+    main = conversations.find_messages(of_first[-1]) if of_first else []
     counted = Counters()
     for name, times in counters.items():
         counted.add(name, times)
     return _RecordedSession(
         tree=tree,
         turns=turns,
-        messages=() if last is None else tuple(_get_path(last["reply_message"], by_node, images)),
-        tools=() if last is None else tuple(recorded["tools"][last["tools"]]),
+        messages=tuple(cast(Message, conversations.messages[number]) for number in main),
+        tools=tuple(conversations.tools[of_first[-1]]) if of_first else (),
+        conversations=conversations,
         counters=counted,
     )
 
@@ -363,10 +374,7 @@ def _to_spans(versions: Any) -> tuple[VersionSpan, ...]:
     )
 
 
-def _read_turn(
-    turn: Mapping[str, Any], by_node: Mapping[int, Mapping[str, Any]], sequences: Mapping[int, SampledSequence]
-) -> Turn:
-    message = cast(Message, by_node[turn["reply_message"]]["message"])
+def _read_turn(turn: Mapping[str, Any], message: Message, sequences: Mapping[int, SampledSequence]) -> Turn:
     end = Position(**turn["end"])
     return Turn(
         prompt_end=Position(**turn["prompt_end"]),
@@ -377,6 +385,7 @@ def _read_turn(
         bridge=None,
         fork=None if turn["fork"] is None else ForkReason(turn["fork"]),
         cut_by=None,
+        policy=turn.get("policy"),
     )
 
 
@@ -398,24 +407,6 @@ def _read_message(message: Message) -> ParsedResponse:
     return ParsedResponse(
         content=get_text(message.get("content")), reasoning=get_reasoning(message) or "", tool_calls=tuple(calls)
     )
-
-
-def _find_last(
-    turns: Sequence[Mapping[str, Any]], by_node: Mapping[int, Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
-    """The newest turn of the first conversation."""
-    of_first = [turn for turn in turns if by_node[turn["reply_message"]]["conversation"] == 0]
-    return of_first[-1] if of_first else None
-
-
-def _get_path(
-    node: int | None, by_node: Mapping[int, Mapping[str, Any]], images: Mapping[str, EncodedImage]
-) -> list[Message]:
-    path: list[Message] = []
-    while node is not None:
-        path.append(_with_images(by_node[node]["message"], images))
-        node = by_node[node]["parent"]
-    return path[::-1]
 
 
 def _with_images(message: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> Message:

@@ -31,8 +31,8 @@ from unbroken.ledger.records import StoredSession
 from unbroken.ledger.store import is_postgres_url, open_store_reader
 from unbroken.ledger.store.sqlite import DATABASE_FILE
 from unbroken.ledger.tree import StoredTree
-from unbroken.runs.records.files import FOLDER, find_expected, find_records, read_records
-from unbroken.runs.records.paths import cut_path, describe_path, describe_session, find_runs
+from unbroken.runs.records.files import FOLDER, find_conversation, find_expected, find_records, read_records
+from unbroken.runs.records.paths import cut_path, describe_branch, describe_session, find_runs
 
 TRAINING, EVALUATION, SESSION = "training", "evaluation", "session"
 _NUM_BUFFERED, _NUM_ENTRIES = 256, 4_000_000
@@ -180,15 +180,12 @@ def _read_store(location: str) -> Iterator[Rollout]:
 def _make_record(stored: StoredSession) -> dict[str, Any]:
     """A session as the record of a rollout, with the rows that a trainer would get of it."""
     grown = StoredTree.grow(stored)
-    rows = []
+    conversations, rows = grown.conversations, []
     for path, row in zip(find_trained_paths(grown.tree), export_samples(grown.tree, 0.0), strict=True):
         cut = cut_path(path, len(row.token_ids))
-        last = next(each.node for each in reversed(cut.segments) if each.origin is Origin.SAMPLED)
-        messages, images = grown.find_messages(last), grown.find_images(cut)
         loss = [run[:2] for run in find_runs(row.loss_mask, where=row.loss_mask)]
-        own = {"loss": loss, "temperature": row.temperature, "messages": messages, "images": images}
-        own |= {"turns": grown.find_turns(cut), "tools": grown.find_tools(cut)}
-        rows.append({**describe_path(cut), **own})
+        own = {"loss": loss, "temperature": row.temperature, "images": grown.find_images(cut)}
+        rows.append({**describe_branch(cut, conversations), **own})
     metadata = stored.record.settings.get("metadata")
     return {**describe_session(stored), "rows": rows, "data": {"columns": metadata} if metadata else None}
 
@@ -220,6 +217,7 @@ def make_row(rollout: Rollout, number: int, row: Mapping[str, Any]) -> dict[str,
         "branch": number,
         "num_turns": len(turns),
         "finish_reasons": [turn["finish_reason"] for turn in turns],
+        "policies": [turn.get("policy") for turn in turns],
         "temperature": row.get("temperature"),
         "is_trained": row.get("is_trained"),
         "token_ids": row["token_ids"],
@@ -293,7 +291,9 @@ def _split(
             f"--form must be rows for rollouts with images, got {whole['trajectory']}: TRL and verl process images anew"
         )
     start, messages = whole["sampled_mask"].index(True), [_to_text_message(message) for message in whole["messages"]]
-    given = max((index for _, stop, index in row.get("message_indices") or () if stop <= start), default=-1)
+    places = {number: place for place, number in enumerate(row.get("messages") or range(len(messages)))}
+    indices = (index for _, stop, index in row.get("message_indices") or () if stop <= start)
+    given = max((places[index] for index in indices), default=-1)
     return whole, start, messages, _find_answer(messages, given + 1)
 
 
@@ -378,7 +378,8 @@ def _make_schema(columns: Iterable[str], form: RowForm, fields: _Fields) -> Any:
     types: dict[str, Any] = {
         **dict.fromkeys(ids, pa.list_(pa.int32())), **dict.fromkeys(numbers, pa.list_(pa.float32())),
         **dict.fromkeys(("sampled_mask", "loss_mask"), flags), "is_trained": pa.bool_(),
-        **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits), "finish_reasons": pa.list_(text),
+        **dict.fromkeys(("env_mask", "assistant_masks", "response_mask"), bits),
+        **dict.fromkeys(("finish_reasons", "policies"), pa.list_(text)),
         **dict.fromkeys(("step", "rank", "branch", "num_turns"), whole),
         **dict.fromkeys(("reward", "reward_score", "wall_time_s", "temperature"), pa.float64()),
         **messages,
@@ -497,7 +498,7 @@ _STOPS = {"stop": "stop", "length": "max_tokens"}
 def make_inspect_sample(rollout: Rollout, problem: str, epoch: int) -> dict[str, Any]:
     """A rollout as a sample of Inspect: problems are its ids, and siblings its epochs."""
     record = rollout.record
-    messages = [_to_inspect_message(message, n) for n, message in enumerate(record["messages"])]
+    messages = [_to_inspect_message(message, n) for n, message in enumerate(find_conversation(record))]
     answers = [message for message in messages if message["role"] == "assistant"]
     scores = {"reward": record.get("reward"), **(record.get("reward_parts") or {})}
     rows = [make_row(rollout, number, row) for number, row in enumerate(record["rows"])]

@@ -151,14 +151,14 @@ def spread(items: Sequence[_T], number: int | None) -> list[_T]:
 
 def summarize(record: Mapping[str, Any], *, max_text: int = MAX_TEXT) -> dict[str, Any]:
     """What lists show of a trajectory's record, and what it is found by."""
-    rows, messages = record.get("rows") or [], record.get("messages") or []
-    text, error, expected = join_texts(messages), record.get("error"), find_expected(record.get("data"))
+    rows, text = record.get("rows") or [], join_texts(record.get("messages") or [])
+    error, expected = record.get("error"), find_expected(record.get("data"))
     return {
         **{name: record.get(name) for name in ("group", "trajectory", "status", "reward", "wall_time_s")},
         "error": None if error is None else error[:_MAX_ERROR],
         **_list_parts(record.get("reward_parts") or {}),
         "expected": None if expected is None else expected[-_MAX_ANSWER:],
-        "given": _find_given(messages),
+        "given": _find_given(record),
         "num_rows": len(rows), "is_trained": any(row.get("is_trained") for row in rows),
         **_summarize_turns(record.get("turns") or []),
         "num_tool_errors": _count_tool_errors(record.get("counters") or {}),
@@ -206,9 +206,18 @@ def find_expected(data: Mapping[str, Any] | None) -> str | None:
     return None if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _find_given(messages: Sequence[Mapping[str, Any]]) -> str | None:
+def find_conversation(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages of a rollout, to its newest reply; of a session with several agents those of the first."""
+    messages = record.get("messages") or []
+    branches = [own for row in record.get("rows") or () if (own := row.get("messages"))]
+    newest = max((own for own in branches if own[0] == 0), key=max, default=range(len(messages)))
+    return [messages[number] for number in newest]
+
+
+def _find_given(record: Mapping[str, Any]) -> str | None:
     """The end of what the policy said last."""
-    last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
+    messages = reversed(find_conversation(record))
+    last = next((message for message in messages if message.get("role") == "assistant"), None)
     return None if last is None else join_texts([last]).strip()[-_MAX_ANSWER:]
 
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from unbroken.ledger.nodes import BridgeKind, Path
 from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession, TurnRecord
+from unbroken.ledger.tree import Conversations
 from unbroken.messages import ToolSchema
 from unbroken.rendering.base import TEMPLATE
-from unbroken.types import NO_VERSION
+from unbroken.types import NO_VERSION, SampledSequence
 
 
 def describe_path(path: Path) -> dict[str, Any]:
@@ -29,6 +30,17 @@ def describe_path(path: Path) -> dict[str, Any]:
         "rollout_logprobs": to_floats(path.rollout_logprobs[path.sampled_mask]),
         "policy_versions": find_runs(versions, where=versions != NO_VERSION),
     }
+
+
+def describe_branch(path: Path, conversations: Conversations) -> dict[str, Any]:
+    """The same keys for a branch of a session, whose indices are places in `conversations.messages`, and its own turns,
+    messages and tools: those of its last turn, as a request with other tools begins another branch.
+    """
+    turns, described = conversations.find_turns(path), describe_path(path)
+    messages = conversations.find_messages(turns[-1])
+    spans = [[start, stop, messages[n]] for start, stop, n in described["message_indices"] if n < len(messages)]
+    own = {"message_indices": spans, "turns": turns, "messages": messages, "tools": conversations.tools[turns[-1]]}
+    return {**described, **own}
 
 
 def describe_session(stored: StoredSession) -> dict[str, Any]:
@@ -81,7 +93,14 @@ def _describe_turn(stored: StoredSession, turn: TurnRecord) -> dict[str, Any]:
         "times": None,
         "tolerances": turn.tolerances,
         "created_s": round(turn.created_s - stored.record.created_s, 3),
+        **describe_policy(turn.policy, turn.sequence),
     }
+
+
+def describe_policy(policy: str | None, sequence: SampledSequence) -> dict[str, Any]:
+    """The keys of a turn that say which policy answered, and with which versions, over its sampled ids."""
+    versions = sequence.policy_versions
+    return {"policy": policy, "policy_versions": find_runs(versions, where=versions != NO_VERSION)}
 
 
 def _find_branch(turn: TurnRecord) -> str | None:

@@ -40,7 +40,14 @@ from unbroken.runs.records.files import (
     summarize,
     write_records,
 )
-from unbroken.runs.records.paths import cut_path, describe_path, find_runs, to_floats
+from unbroken.runs.records.paths import (
+    cut_path,
+    describe_branch,
+    describe_path,
+    describe_policy,
+    find_runs,
+    to_floats,
+)
 from unbroken.types import EncodedImage, Logprobs, TrainingSample
 from unbroken.untrusted import MAX_DEPTH
 
@@ -163,13 +170,18 @@ def make_record(
         "counters": trajectory.counters.as_dict(),
         "data": to_json(data),
         "tools": to_json(trajectory.tools),
-        "messages": to_json(trajectory.messages),
+        "messages": to_json(_get_messages(trajectory)),
         "turns": [
             _make_turn(turn, reward, of_turn)
             for turn, reward, of_turn in zip(trajectory.turns, turn_rewards, times, strict=True)
         ],
-        "rows": [_make_row(row, trajectory.turns) for row in rows],
+        "rows": [_make_row(row, trajectory) for row in rows],
     }
+
+
+def _get_messages(trajectory: Trajectory) -> Sequence[Mapping[str, Any]]:
+    """The messages that rows refer to."""
+    return trajectory.messages if trajectory.conversations is None else trajectory.conversations.messages
 
 
 def to_json(value: Any, room: int = MAX_DEPTH - 10) -> Any:
@@ -192,7 +204,7 @@ def to_json(value: Any, room: int = MAX_DEPTH - 10) -> Any:
 def find_images(trajectory: Trajectory, rows: Sequence[TrainingSample]) -> dict[str, bytes]:
     """The files of all images that the record of a trajectory names, by their SHA-256."""
     sources: list[Any] = [span.image for row in rows for span in row.images]
-    sources += [get_image_source(part) for _, part in find_image_parts(trajectory.messages)]
+    sources += [get_image_source(part) for _, part in find_image_parts(_get_messages(trajectory))]
     return {source.sha256: source.data for source in sources if isinstance(source, EncodedImage)}
 
 
@@ -209,6 +221,7 @@ def _make_turn(turn: Turn, reward: float | None, times: TurnTimes | None) -> dic
         "call_statuses": [call.status.value for call in turn.parsed.tool_calls],
         "closing": _make_closing(turn.bridge),
         "times": None if times is None else _round_times(asdict(times)),
+        **describe_policy(turn.policy, turn.sequence),
     }
 
 
@@ -227,15 +240,12 @@ def _round_times(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _make_row(recorded: RecordedRow, turns: Sequence[Turn]) -> dict[str, Any]:
+def _make_row(recorded: RecordedRow, trajectory: Trajectory) -> dict[str, Any]:
     row, trained = recorded.row, recorded.trained
     sampled = row.sampled_mask
     loss = (row if trained is None else trained).loss_mask
-    path = cut_path(recorded.path, len(row.token_ids))
-    nodes = {each.node for each in path.segments}
     return {
-        **describe_path(path),
-        "turns": [number for number, turn in enumerate(turns) if turn.end.node in nodes],
+        **_describe_branch(cut_path(recorded.path, len(row.token_ids)), trajectory),
         "trainer_logprobs": None
         if recorded.trainer_logprobs is None
         else to_floats(recorded.trainer_logprobs[sampled]),
@@ -249,6 +259,20 @@ def _make_row(recorded: RecordedRow, turns: Sequence[Turn]) -> dict[str, Any]:
         "advantages": [] if trained is None else find_runs(trained.advantages, where=loss),
         "images": [{"start": each.offset, "stop": each.stop, "sha256": each.sha256} for each in row.images],
     }
+
+
+def _describe_branch(path: Path, trajectory: Trajectory) -> dict[str, Any]:
+    """Its ids and turns; of a session's branch its own messages too, and its tools where they are not the trajectory's.
+
+    Tools of an agent may have more text than its ids: rows do not repeat them.
+    """
+    if trajectory.conversations is None:
+        nodes = {each.node for each in path.segments}
+        turns = [number for number, turn in enumerate(trajectory.turns) if turn.end.node in nodes]
+        return {**describe_path(path), "turns": turns}
+    branch = describe_branch(path, trajectory.conversations)
+    tools = branch.pop("tools")
+    return branch if tuple(tools) == trajectory.tools else {**branch, "tools": to_json(tools)}
 
 
 def _spans(mask: NDArray[np.bool_]) -> list[list[int]]:

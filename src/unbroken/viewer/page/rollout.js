@@ -34,11 +34,11 @@ async function findList(run, step, number) {
   return { place, total: list.total ?? list.rows.length, previous: at(place - 1), next: at(place + 1), list: list.place };
 }
 
-/* The branch that went on: of those that do not begin anew, the one with the latest turn. */
+/* The branch that went on: of those of the first conversation, or that do not begin anew, the one with the latest turn. */
 function findLastRow({ record, forks, turn_of_node: turns }) {
   const anew = new Set();
   for (const { row, parent_row: parent, position, reason } of forks) if (position === 0 || reason === 'new_conversation' || anew.has(parent)) anew.add(row);
-  const last = record.rows.map((row, n) => (anew.has(n) ? -2 : row.segments.reduce((newest, { node }) => Math.max(newest, turns[node] ?? -1), -1)));
+  const last = record.rows.map((row, n) => ((row.messages?.length ? row.messages[0] !== 0 : anew.has(n)) ? -2 : row.segments.reduce((newest, { node }) => Math.max(newest, turns[node] ?? -1), -1)));
   return Math.max(0, last.lastIndexOf(last.reduce((a, b) => Math.max(a, b), -1)));
 }
 
@@ -51,11 +51,17 @@ function describeVersions({ record, policy_version: trained, session, set }) {
   return [ends && `sampled by policy version ${ends}`, isTrained ? `trained from policy version ${trained}` : !set && 'not trained'];
 }
 
+/* The messages of a rollout, to its newest reply; of a session with several agents those of the first. */
+function findConversation({ messages, rows }) {
+  const [newest] = rows.map((row) => row.messages ?? []).filter(([first]) => first === 0).sort((a, b) => b.at(-1) - a.at(-1));
+  return newest ? newest.map((n) => messages[n]) : messages;
+}
+
 /* The expected answer next to the given one, and the row of the data set. */
 function makeAnswers({ record, expected }) {
   const { columns, index } = record.data ?? {};
   if (!columns) return null;
-  const last = record.messages.findLast((message) => message.role === 'assistant');
+  const last = findConversation(record).findLast((message) => message.role === 'assistant');
   const given = typeof last?.content === 'string' ? last.content.trim() : JSON.stringify(last?.content ?? last?.tool_calls ?? null);
   const side = (title, text) => el('div', {}, el('h2', {}, title), el('pre', {}, makeVisible(text.length > 240 ? `… ${text.slice(-240)}` : text)));
   return el('section', { class: 'answers' }, expected === null ? null : [side('Expected', expected), side('Given', given)],
@@ -85,15 +91,16 @@ function makeRolloutHead(state) {
 function makeConversation(state) {
   const { record, turn_of_message: turns } = state.rollout;
   return el('section', { class: 'conversation' },
-    record.tools?.length ? el('details', {}, el('summary', {}, plural(record.tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(record.tools, null, 1)))) : null,
+    el('details', { class: 'known-tools' }),
     record.messages.map((message, n) => makeMessage(state, message, n, turns[n])),
     el('p', { class: 'soft others' }),
     state.rollout.kind === 'tinker' ? null : makeTimeline(state),
     el('h2', {}, 'Turns'), makeTurns(state));
 }
 
-/* Where branches have messages of their own, only those of the branch are shown. */
+/* Where branches have messages and tools of their own, only those of the branch are shown. */
 function showOwnMessages(state) {
+  showTools(state, state.data.row.tools);
   const own = state.data.row.messages;
   if (!hasOwnMessages(state.rollout.record, state.data)) {
     state.conversation.querySelector('.others').replaceChildren('The history was rewritten after this branch. These are the messages after that; those of this branch are in its ids only.');
@@ -105,6 +112,13 @@ function showOwnMessages(state) {
   for (const node of nodes) node.hidden = !own.includes(Number(node.dataset.message));
   const others = nodes.length - own.length;
   state.conversation.querySelector('.others').replaceChildren(others ? `${plural(others, 'message')} of other branches ${others === 1 ? 'is' : 'are'} not shown here.` : '');
+}
+
+function showTools(state, own) {
+  const tools = own ?? state.rollout.record.tools ?? [];
+  const node = state.conversation.querySelector('.known-tools');
+  node.hidden = !tools.length;
+  node.replaceChildren(el('summary', {}, plural(tools.length, 'tool')), el('pre', {}, makeVisible(JSON.stringify(tools, null, 1))));
 }
 
 function makeMessage(state, message, n, turn) {
@@ -161,7 +175,7 @@ function findImageSize({ record }, sha256) {
 function makeTurns(state) {
   const { record } = state.rollout;
   return el('ol', { class: 'turns', start: 0 }, record.turns.map((turn, n) => {
-    const facts = [`${turn.num_sampled} ids`, turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
+    const facts = [`${turn.num_sampled} ids`, describePolicy(turn), turn.finish_reason, turn.cut_by && `cut by ${turn.cut_by}`, isNumber(turn.reward) && `reward ${format(turn.reward)}`,
       turn.bridge && 'bridged', turn.refusal && `no bridge: ${turn.refusal}`, turn.fork && `fork: ${turn.fork}`,
       turn.tolerances?.length && `matched in spite of ${turn.tolerances.join(', ')}`,
       turn.call_statuses.length && `calls: ${turn.call_statuses.join(', ')}`, turn.closing && `closed: ${turn.closing.how}`,
@@ -171,10 +185,18 @@ function makeTurns(state) {
   }));
 }
 
+/* Which weights answered. */
+function describePolicy({ policy, policy_versions: spans }) {
+  const versions = [...new Set((spans ?? []).map(([, , version]) => version))];
+  const named = versions.length ? `version ${versions.join(', then ')}` : '';
+  return [policy && `by ${policy}`, named].filter(Boolean).join(', ');
+}
+
 /* The ids. */
 function drawTokens(state, token) {
   const { rollout } = state;
   if (!rollout.record.rows.length) {
+    showTools(state);
     state.tokens.replaceChildren(el('p', { class: 'soft' }, 'Nothing was sampled, or no row was made of it: there are no ids.'));
     return;
   }

@@ -186,6 +186,8 @@ def check_record(record: Mapping[str, Any]) -> None:
         length = len(ids)
         if ids and not 0 <= min(ids) <= max(ids) < 2**31:
             raise InvalidInputError(f"rows.{number}.token_ids must be from 0 to {2**31 - 1}")
+        if any(not 0 <= message < len(record["messages"]) for message in row.get("messages") or ()):
+            raise InvalidInputError(f"rows.{number}.messages must be places in messages, got {row['messages']!r:.100}")
         spans = [(each["start"], each["stop"]) for each in (*row["segments"], *row["images"])]
         spans += [tuple(span[:2]) for name in _SPANS for span in row.get(name) or ()]
         for start, stop in spans:
@@ -283,6 +285,7 @@ class _Row(_Shape):
     advantages: list[_Span]
     images: list[_Image]
     messages: list[int] | None = None
+    tools: Sequence[Any] | None = None
 
 
 class _Data(_Shape):
@@ -329,6 +332,8 @@ class _Turn(_Shape):
     closing: _Closing | None = None
     times: _Times | None = None
     tolerances: Sequence[str] | None = None
+    policy: str | None = None
+    policy_versions: list[_Span] | None = None
 
 
 class _Record(_Shape):

@@ -32,10 +32,10 @@ from unbroken.ledger.nodes import Origin, Position
 from unbroken.ledger.records import GivenRecord, MessageRecord, SessionRecord, SessionStatus, StoredSession, TurnRecord
 from unbroken.ledger.store import Cursor, is_postgres_url, open_snapshots, open_store_reader
 from unbroken.ledger.store.reader import ListedSession, StoreReader
-from unbroken.ledger.tree import StoredTree
+from unbroken.ledger.tree import Conversations, StoredTree
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.runs.records.files import MAX_TEXT, summarize
-from unbroken.runs.records.paths import describe_path, describe_session, find_runs
+from unbroken.runs.records.paths import describe_branch, describe_session, find_runs
 from unbroken.tinker.store import TINKER_TABLES, decode_sampled
 from unbroken.types import NO_VERSION
 from unbroken.untrusted import check_json, read_json
@@ -272,8 +272,14 @@ def _find_run(folder: Path) -> Path | None:
 def _summarize_session(stored: StoredSession) -> dict[str, Any]:
     """The line of a session in a list, as that of a rollout in a step."""
     grown = StoredTree.grow(stored)
-    paths = [grown.tree.path(leaf) for leaf in grown.tree.leaves()]
-    rows = [{"token_ids": path.token_ids, "policy_versions": _find_versions(path)} for path in paths]
+    paths, conversations = [grown.tree.path(leaf) for leaf in grown.tree.leaves()], grown.conversations
+    rows = [
+        {
+            "token_ids": path.token_ids, "policy_versions": _find_versions(path),
+            "messages": conversations.find_messages(conversations.find_turns(path)[-1]),
+        }
+        for path in paths
+    ]  # fmt: skip
     head = describe_session(stored)
     check_json([head, stored.record.settings])
     check_record({**head, "rows": []})
@@ -308,7 +314,8 @@ def _describe_session(stored: StoredSession, texts: TokenTexts | None) -> dict[s
         InvalidInputError: a message or another part that is stored as JSON has not the form of one.
     """
     grown = StoredTree.grow(stored)
-    record = {**describe_session(stored), "rows": [_make_row(grown, leaf) for leaf in grown.tree.leaves()]}
+    paths, conversations = map(grown.tree.path, grown.tree.leaves()), grown.conversations
+    record = {**describe_session(stored), "rows": [_make_row(grown, path, conversations) for path in paths]}
     check_json([record, stored.record.settings, stored.record.outcome])
     check_record(record)
     turn_of_message = {turn.reply_node: number for number, turn in enumerate(stored.turns)}
@@ -330,15 +337,11 @@ def _get_model(record: SessionRecord) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _make_row(grown: StoredTree, leaf: Position) -> dict[str, Any]:
-    path = grown.tree.path(leaf)
-    messages = grown.find_messages(leaf.node)
-    described = describe_path(path)
-    spans = [[start, stop, messages[n]] for start, stop, n in described["message_indices"] if n < len(messages)]
+def _make_row(grown: StoredTree, path: nodes.Path, conversations: Conversations) -> dict[str, Any]:
     return {
-        **described, "message_indices": spans, "messages": messages, **dict.fromkeys(_NOT_STORED),
+        **describe_branch(path, conversations), **dict.fromkeys(_NOT_STORED),
         "temperature": path.temperatures[0] if len(path.temperatures) == 1 else None,
-        "loss": [], "advantages": [], "images": grown.find_images(path), "tools": grown.find_tools(path),
+        "loss": [], "advantages": [], "images": grown.find_images(path),
     }  # fmt: skip
 
 

@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import numpy as np
 import pyarrow.parquet
 import pytest
 
+from support.gateways import CALL, TOOLS, USER, result, running_gateway, scripted
 from support.postgres import location, postgres  # noqa: F401
 from support.recorded import make_forked, make_rich, make_row, make_trajectory, write_run, write_step
-from support.recorded_sessions import write_image_store, write_store
+from support.recorded_sessions import SUB_AGENT, write_image_store, write_store
 from support.sessions import make_commit, make_session, make_turn
 from unbroken.cli import main
+from unbroken.client import AsyncClient
 from unbroken.ledger.records import SessionStatus
 from unbroken.ledger.store import open_store
-from unbroken.runs.records.files import read_records
+from unbroken.rollout.agents.runner import run_agent_group
+from unbroken.rollout.agents.session import AgentSession
+from unbroken.rollout.limits import Limits
+from unbroken.runs.records.files import read_records, summarize
+from unbroken.runs.records.record import describe_rewards, write_groups
+from unbroken.server.process import host_app
+from unbroken.types import SamplingParams
 from unbroken.viewer.sources.stores import StoreRun
 
 TOOL_TURNS = make_trajectory(
@@ -224,6 +233,57 @@ async def test_rows_of_a_session_have_the_turns_and_tools_of_their_own_branch(tm
     # The second branch begins with ids of the first turn, whose reply the agent edited.
     assert [row["num_turns"] for row in rows] == replies == [2, 2, 1, 0]
     assert [row["finish_reasons"] for row in rows] == [["stop", "stop"], ["stop", "stop"], ["stop"], []]
+
+
+async def look_with_a_sub_agent(session: AgentSession) -> float:
+    """Looks, asks a sub-agent, which has no tools, and answers; it asks the sub-agent once more at the end."""
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(base_url=session.openai_base_url, headers=headers) as client:
+
+        async def say(messages: list[Any], tools: list[Any]) -> dict[str, Any]:
+            answer = await client.post("/chat/completions", json={"messages": messages, "tools": tools})
+            message: dict[str, Any] = answer.json()["choices"][0]["message"]
+            return message
+
+        first = await say([USER], TOOLS)
+        await say(SUB_AGENT, [])
+        await say([USER, first, result(first)], TOOLS)
+        await say([*SUB_AGENT, {"role": "user", "content": "again"}], [])
+    return 1.0
+
+
+async def test_rows_of_an_agent_in_a_run_are_those_of_its_session_in_the_store(tmp_path):
+    engine = scripted(f"I look.{CALL}", "A sub-answer.<|im_end|>", "It is 17.<|im_end|>", "Again.<|im_end|>")
+    async with (
+        running_gateway(engine, tmp_path / "store") as gateway,
+        host_app(gateway.app) as url,
+        AsyncClient(url) as client,
+    ):
+        group = await run_agent_group(
+            look_with_a_sub_agent, 1, gateway=client.sessions, task={}, sampling=SamplingParams(), limits=Limits()
+        )
+    head = {"step": 0, "rank": 0, "num_processes": 1, "model": "tiny", "policy_version": 0}
+    write_groups(tmp_path / "run" / "rollouts", {**head, **describe_rewards([group.rewards])}, [group])
+    of_run, of_store = (export(tmp_path / name, tmp_path / f"{name}.jsonl") for name in ("run", "store"))
+    names = ("token_ids", "messages", "tools", "num_turns", "finish_reasons", "policies", "policy_versions")
+    assert [[row[name] for name in names] for row in of_run] == [[row[name] for name in names] for row in of_store]
+    assert [len(row["messages"]) for row in of_run] == [3, 4, 4]
+    assert [[tool["function"]["name"] for tool in row["tools"]] for row in of_run] == [[], ["look"], []]
+    (record,) = list(read_records(next((tmp_path / "run" / "rollouts").glob("*.gz"))))[1:]
+    assert "tools" not in record["rows"][1], "they are those of the rollout"
+    assert summarize(record)["given"] == "It is 17."
+    (verl,) = export(tmp_path / "run", tmp_path / "verl.jsonl", "--form", "verl")[:1]
+    assert [message["content"] for message in verl["prompt"]] == [message["content"] for message in SUB_AGENT]
+
+
+async def test_each_turn_says_which_policy_and_version_answered(tmp_path):
+    await write_store(tmp_path / "store")
+    rows = export(tmp_path / "store", tmp_path / "rows.parquet")
+    assert [row["policies"] for row in rows] == [["tiny", "tiny"], ["tiny", "tiny"], ["tiny"], []]
+    turns = StoreRun(str(tmp_path / "store"), name="store").read_trajectory(0, 0)["record"]["turns"]
+    assert [(turn["policy"], turn["policy_versions"]) for turn in turns] == [
+        ("tiny", [[0, turn["num_sampled"], 0]]) for turn in turns
+    ]
 
 
 def test_a_store_is_exported_from_both_databases(tmp_path, location):  # noqa: F811
