@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from support.agent_players import ADDITIONS, ANSWER, NOTES, NUMBERS, Player, Step, add_up, count_trained, write_notes
+from support.agent_players import ADDITIONS, ANSWER, NOTES, Player, Step, add_up, count_trained, write_notes
 from support.agent_programs import (
     AI_SDK,
     CLAUDE_CODE,
@@ -179,16 +179,20 @@ def test_i4_an_agent_that_calls_a_tool_is_exact_and_never_forks(program: Program
     assert count(attempt.counters, "bridges/") == 2 * len(ADDITIONS)
 
 
-def test_i4_smolagents_is_exact_and_forks_in_every_turn(table: Table, tmp_path: Path) -> None:
-    """It writes the calls into the text of each reply that it sends back: the model never said that."""
+def test_i4_smolagents_is_exact_and_never_forks(table: Table, tmp_path: Path) -> None:
+    """It lists the calls in the text of each reply that it sends back; of code it makes such a call.
+
+    The three runs are of its agent with tools, of its agent with code, and of the first by its defaults.
+    """
     attempt = run_in_session(script("smolagents", "chat"), add_up, tmp_path)
     found = attempt.read_report()
     table.add(attempt, found["version"])
-    assert found["answer"] == found["code"] == ANSWER
-    assert found["calls"] == [list(added) for added in ADDITIONS] * 2
+    assert found["answer"] == found["code"] == found["required"] == ANSWER
+    assert found["calls"] == [list(added) for added in ADDITIONS] * 3
     check_exact(attempt)
-    assert attempt.num_sampled == 2 * len(NUMBERS)
-    assert attempt.forks == {"edited_reply": 2 * len(ADDITIONS)}
+    assert attempt.session["forks"] == []
+    assert count(attempt.counters, "bridges/") == 3 * len(ADDITIONS)
+    assert attempt.num_rows == 3
 
 
 @pytest.mark.parametrize("program", SHELLS, ids=lambda program: program.name)

@@ -68,6 +68,14 @@ QWEN_THINKING = """\
 """,
 )
 
+CALLS_NEED_RESULTS = QWEN_THINKING.replace(
+    "  {%- if message.role == 'user' or (",
+    """  {%- if loop.index0 and messages[loop.index0 - 1].tool_calls and message.role != 'tool' -%}
+    {{- raise_exception('a call needs a result') -}}
+  {%- endif -%}
+  {%- if message.role == 'user' or (""",
+)
+
 LLAMA = """\
 {{- '<|begin_of_text|>' -}}
 {%- for message in messages -%}

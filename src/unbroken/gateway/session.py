@@ -18,6 +18,7 @@ from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAn
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
 from unbroken.ledger.forest import BrokenReply, Match, TurnSettings
+from unbroken.ledger.matching import Tolerance
 from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
 from unbroken.messages import Message, check_conversation
@@ -311,7 +312,11 @@ class Session:
         match = forest.match(messages, settings, known=known, broken=broken)
         try:
             prompt = self._build_prompt(renderer, match, question)
-        except TemplateError:  # replies of other models come back with their reasoning in the text
+        except TemplateError:
+            if Tolerance.FOLDED_CALLS in match.tolerances:  # what lists the calls is followed by no result of one
+                forest.take_lists_as_text()
+                return self._place(context, question)
+            # Replies of other models come back with their reasoning in the text.
             if (unfolded := match.unfold()) == match:
                 raise
             prompt = self._build_prompt(renderer, unfolded, question)

@@ -25,6 +25,7 @@ from unbroken.ledger.matching import (
     Place,
     Tolerance,
     begins_reply,
+    compare_listed,
     compare_reply,
     find_defaults,
     follows_beginning,
@@ -122,6 +123,8 @@ class Forest:
         self._num_linked = 0
         """How many nodes are found by their parent: another thread may be adding one."""
         self._walks = Walks()
+        self._takes_lists = True
+        """Whether a text that lists the calls of a reply is that reply."""
 
     @property
     def nodes(self) -> Sequence[MessageNode]:
@@ -132,6 +135,11 @@ class Forest:
     def num_conversations(self) -> int:
         """How often a conversation began afresh."""
         return self._num_conversations
+
+    def take_lists_as_text(self) -> None:
+        """Let a text that lists calls be another message from now on: some templates refuse calls without results."""
+        self._takes_lists = False
+        self._walks = Walks()
 
     def learn_tools(self, digest: str, tools: Sequence[ToolSchema]) -> None:
         """Learn the defaults of tools, before messages that call them are matched or added."""
@@ -301,6 +309,11 @@ class Forest:
             _reach(reached, node, tolerances)
             for reached, node in replies
             if (tolerances := compare_reply(form, node.form)) is not None
+        ]
+        found = found or [
+            _reach(reached, node, tolerances)
+            for reached, node in replies
+            if self._takes_lists and (tolerances := compare_listed(form, node.form, node.message)) is not None
         ]
         streamed = [*broken, *(node.form for _, node in replies)]
         found = found or [

@@ -10,6 +10,7 @@ us) are compared with what was delivered, by `Tolerance`.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +40,8 @@ class Tolerance(StrEnum):
     DROPPED_TEXT = "dropped_text"
     """Calls that came back without the text beside them; or the beginning of a reply whose stream broke, which came
     back alone or before the reply to the retry, and is left out."""
+    FOLDED_CALLS = "folded_calls"
+    """Calls that came back inside the content: after the text, a line that announces them and a list of them."""
     WHITE_SPACE = "white_space"
     """At the ends of the content or the reasoning."""
     CONTENT_FORM = "content_form"
@@ -188,6 +191,68 @@ def _has_folded(sent: MessageForm, delivered: MessageForm) -> bool:
     text = sent.text.strip().removeprefix(_OPENING).lstrip()
     rest = text.removeprefix(reasoning).lstrip().removeprefix(_CLOSING)
     return text.startswith(reasoning) and rest.strip() == delivered.text.strip()
+
+
+_MAX_SPELLING = 10
+"""How many characters a list of calls may have for one of the reply: JSON may write six for an accented letter."""
+
+
+def compare_listed(sent: MessageForm, delivered: MessageForm, reply: Message) -> frozenset[Tolerance] | None:
+    """The tolerances under which a text is a reply that lists its calls; None if it says anything else.
+
+    smolagents 1.26 sends the text, the line `Calling tools:` and `[{'id': .., 'type': 'function', 'function': {..}}]`,
+    in the order of the ids. It puts back a stop string that was cut: the text may be that of `reply` too, which has it.
+    """
+    own, reasoning = get_text(reply.get("content")), delivered.reasoning.strip()
+    head, _, listed = (sent.text or "").rstrip().rpartition("\n")
+    said, _, announced = head.rpartition("\n")
+    has_text = said.strip() in (own.strip(), (delivered.text or "").strip()) and announced.rstrip().endswith(":")
+    if not has_text or sent.call_ids or sent.reasoning.strip() not in ("", reasoning):
+        return None
+    if not _lists_calls(listed, own, reply.get("tool_calls") or ()):
+        return None
+    differences = {
+        Tolerance.FOLDED_CALLS: True,
+        Tolerance.DROPPED_REASONING: bool(reasoning) and not sent.reasoning,
+        Tolerance.CONTENT_FORM: sent.is_plain != delivered.is_plain,
+        Tolerance.EXTRA_FIELDS: sent.has_extra_fields,
+    }
+    return frozenset(tolerance for tolerance, is_used in differences.items() if is_used)
+
+
+def _lists_calls(listed: str, text: str, made: Sequence[Any]) -> bool:
+    """Whether a list is that of the calls of a reply, or of a reply without any has nothing but what its text says.
+
+    smolagents' `CodeAgent` makes a call of its own of the code in a text, and lists it.
+    """
+    if len(listed) > _MAX_SPELLING * (len(text) + sum(100 + len(str(call["function"])) for call in made)):
+        return False
+    calls = _read_list(listed)
+    if made:
+        return _encode_calls(calls) == _encode_calls(made)
+    arguments = [call["function"].get("arguments") for call in calls]
+    return bool(calls) and all(isinstance(own, str) and own.strip() and own.strip() in text for own in arguments)
+
+
+def _read_list(line: str) -> list[Any]:
+    """The calls of a list as Python or JSON writes it; none if it is no such list."""
+    try:
+        found = ast.literal_eval(line)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return []
+    is_list = isinstance(found, list) and all(isinstance(call, dict) for call in found)
+    return found if is_list and all(isinstance(call.get("function"), dict) for call in found) else []
+
+
+def _encode_calls(calls: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Ids, names and arguments, in an order that does not depend on that of the calls."""
+    return sorted(
+        _encode([call.get("id"), call["function"].get("name"), _decode_arguments(call["function"].get("arguments"))])
+        for call in calls
+    )
 
 
 def begins_reply(sent: MessageForm, streamed: MessageForm) -> bool:

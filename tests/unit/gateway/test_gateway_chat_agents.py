@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from support import templates
 from support.gateways import CHAT, ask, running_gateway, scripted
 from support.servers import encode
+from support.tokenizers import make_tokenizer
 
 LOOK = '<tool_call>\n{{"name": "look", "arguments": {{"cell": {}}}}}\n</tool_call><|im_end|>'
 REPLIES = tuple(f"<think>\nhm\n</think>\n\nStep {cell}.\n{LOOK.format(cell)}" for cell in (4, 5))
@@ -62,12 +64,23 @@ def spell_as_crewai(message: Message) -> list[Message]:
 
 
 def spell_as_smolagents(message: Message) -> list[Message]:
-    """It writes calls into the text of a reply, and results as a user's text."""
-    calls = [{"id": call["id"], "function": _arguments(call)} for call in message["tool_calls"]]
-    text = f"{message['content']}\nI called {calls}"
+    """It lists the calls in the text of a reply, and sends results as a user's text."""
+    calls = [
+        {"id": call["id"], "type": "function", "function": {"name": "look", "arguments": _arguments(call)}}
+        for call in message["tool_calls"]
+    ]
+    return _as_texts(f"{message['content']}\nCalling tools:\n{calls}")
+
+
+def spell_freely(message: Message) -> list[Message]:
+    """It tells in its own words which calls there were."""
+    return _as_texts(f"{message['content']}\nI called {[call['function'] for call in message['tool_calls']]}")
+
+
+def _as_texts(text: str) -> list[Message]:
     return [
         {"role": "assistant", "content": [{"type": "text", "text": text}]},
-        {"role": "user", "content": [{"type": "text", "text": "Seen:\n17"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Observation:\n17"}]},
     ]
 
 
@@ -90,29 +103,42 @@ async def play(agent: Any, spell: Spell, **fields: Any) -> None:
         (spell_as_litellm, "extra_fields"),
         (spell_as_gptme, "folded_reasoning"),
         (spell_as_crewai, "dropped_text"),
+        (spell_as_smolagents, "content_form dropped_reasoning folded_calls"),
     ],
 )
 async def test_i4_a_chat_agent_is_one_exact_row(tmp_path: Path, spell: Spell, tolerance: str) -> None:
     async with running_gateway(scripted(*REPLIES, LAST), tmp_path) as gateway:
         created = await gateway.create()
-        await play(gateway.agent(created), spell)
+        await play(gateway.agent(created), spell, stop=["Observation:", "Calling tools:"])
         session = await gateway.look(created)
         (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
     assert (session["num_turns"], session["forks"]) == (3, [])
     used = {name: number for name, number in session["counters"].items() if name.startswith("tolerances/")}
-    assert used == {f"tolerances/{tolerance}": 2}
+    assert used == {f"tolerances/{each}": 2 for each in tolerance.split()}
     assert _trained(row) == [one for reply in (*REPLIES, LAST) for one in encode(reply)]
 
 
 async def test_i4_an_agent_that_writes_calls_into_its_replies_forks_in_every_turn(tmp_path: Path) -> None:
     async with running_gateway(scripted(*REPLIES, LAST), tmp_path) as gateway:
         created = await gateway.create()
-        stop = ["Observation:", "Calling tools:"]
-        await play(gateway.agent(created), spell_as_smolagents, stop=stop, tool_choice="auto")
+        await play(gateway.agent(created), spell_freely)
         session = await gateway.look(created)
         rows = (await gateway.look(created, "/samples?advantage=1"))["samples"]
     assert [fork["reason"] for fork in session["forks"]] == ["edited_reply"] * 2
     assert sorted(map(_trained, rows)) == sorted(encode(reply) for reply in (*REPLIES, LAST))
+
+
+async def test_a_template_that_wants_a_result_after_each_call_gets_the_list_as_the_agent_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Mistral's does: the agent would end with an error of the template."""
+    tokenizer = make_tokenizer(templates.CALLS_NEED_RESULTS, eos_token="<|im_end|>")
+    monkeypatch.setattr("support.gateways.server_tokenizer", lambda: tokenizer)
+    async with running_gateway(scripted(*REPLIES, LAST), tmp_path) as gateway:
+        created = await gateway.create()
+        await play(gateway.agent(created), spell_as_smolagents)
+        session = await gateway.look(created)
+    assert [fork["reason"] for fork in session["forks"]] == ["edited_reply"] * 2
 
 
 @pytest.mark.parametrize("text", ["<think>\nmine\n</think>\n\nx", "a</think>b</think>c", "<|im_end|>", "<think>"])

@@ -105,6 +105,56 @@ def test_each_tolerance_keeps_the_turn_and_is_named(forest: Forest, sent: Any, t
     assert found.messages[2] == REPLY
 
 
+LISTED = (
+    "[{'id': 'call00000', 'type': 'function', 'function': {'name': 'look', 'arguments': {'cell': 4, 'deep': True}}}]"
+)
+
+
+def listed(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ours"),
+    [
+        (f"I will look.\nCalling tools:\n{LISTED}", True),
+        (f"I will look.\nCalls:\n{json.dumps(DELIVERED['tool_calls'])}", True),
+        (f"I will look.\n{LISTED}", False),
+        (f"I will look.\nI did not:\nCalling tools:\n{LISTED}", False),
+        (f"I will look!\nCalling tools:\n{LISTED}", False),
+        (f"I will look.\nCalling tools:\n{LISTED.replace('True', 'False')}", False),
+        (f"I will look.\nCalling tools:\n{LISTED.replace('call00000', 'call00001')}", False),
+        (f"I will look.\nCalling tools:\n[{LISTED[1:-1]}, {LISTED[1:-1]}]", False),
+        (f"I will look.\nCalling tools:\n{LISTED} and more", False),
+        ("I will look.\nCalling tools:\n[]", False),
+        (f"I will look.\nCalling tools:\n{'[' * 100_000}", False),
+        ("I will look.\nCalling tools:\n[{'function': 3}]", False),
+    ],
+)
+def test_calls_that_came_back_as_a_list_in_the_text_are_ours_only_if_it_says_nothing_else(
+    forest: Forest, text: str, is_ours: bool
+) -> None:
+    found = match(forest, SYSTEM, USER, listed(text), {"role": "user", "content": "Observation:\n17"})
+    assert found.continues is is_ours
+    if is_ours:
+        expected = {Tolerance.FOLDED_CALLS, Tolerance.DROPPED_REASONING, Tolerance.CONTENT_FORM}
+        assert (found.messages[2], found.tolerances) == (REPLY, expected)
+
+
+@pytest.mark.parametrize("code", ["print(add(2, 3))", "print(add(2, 4))"])
+@pytest.mark.parametrize("end", ["", "</code>"])
+def test_code_that_came_back_as_a_call_is_ours_if_the_reply_has_it(code: str, end: str) -> None:
+    """The delivered text ends before the stop string, which the agent puts back."""
+    said = {"role": "assistant", "content": "I add.\n<code>\nprint(add(2, 3))\n</code>"}
+    forest = Forest()
+    delivered = {**said, "content": said["content"].removesuffix("</code>")}
+    record(forest, [SYSTEM, USER], said, delivered, turn=0)
+    call = {"id": "call_1", "type": "function", "function": {"name": "python_interpreter", "arguments": code}}
+    text = f"{delivered['content']}{end}\nCalling tools:\n{[call]}"
+    found = match(forest, SYSTEM, USER, listed(text), {"role": "user", "content": "Observation:\n5"})
+    assert found.continues is (code == "print(add(2, 3))")
+
+
 LOOK: Any = {
     "type": "function",
     "function": {
