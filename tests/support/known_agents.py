@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -39,3 +40,53 @@ def install_codex(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(_CODEX.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+_ENGINE = """#!{python}
+import json, os, pathlib, sys
+
+log = pathlib.Path({log!r})
+words = sys.argv[1:]
+with log.open("a") as file:
+    file.write(json.dumps(words) + "\\n")
+if words[:2] == ["image", "inspect"]:
+    sys.exit(0 if words[-1] == "box" else "no such image: " + words[-1])
+if words[0] == "rm":
+    sys.exit(0)
+assert words.pop(0) == "run", words
+flags, mounts, names = {{"--rm": 0, "--init": 0}}, [], dict(PATH=os.environ["PATH"])
+while words[0].startswith("--"):
+    name = words.pop(0)
+    if name in flags:
+        continue
+    value = words.pop(0)
+    if name == "--env":
+        key, equals, given = value.partition("=")
+        names[key] = given if equals else os.environ[key]
+    elif name == "--mount":
+        mounts.append(dict(part.partition("=")[::2] for part in value.split(",")))
+    else:
+        flags[name] = value
+assert words.pop(0) == "box"
+assert all(each["type"] == "bind" and each["source"] == each["target"] for each in mounts)
+assert flags["--workdir"] in [each["target"] for each in mounts]
+if "BROKEN" in names:
+    print("no room", file=sys.stderr)
+    sys.exit(125)
+os.chdir(flags["--workdir"])
+os.execvpe(flags["--entrypoint"], [flags["--entrypoint"], *words], names)
+"""
+
+
+def install_engine(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a stand-in for docker or podman on PATH, which has the image `box`; its log has the words of each call.
+
+    It runs what it is told to run here, with the variables that a container would have.
+    """
+    folder.mkdir(exist_ok=True)
+    program, log = folder / name, folder.parent / f"{name}.log"
+    program.write_text(_ENGINE.format(python=sys.executable, log=str(log)))
+    program.chmod(0o755)
+    if str(folder) not in os.environ["PATH"].split(":"):
+        monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return log

@@ -59,6 +59,7 @@ def add_agent_parser(commands: Any) -> None:
         type=Path,
         help="a folder, which the agent works in a copy of (default: an empty one)",
     )
+    add("--image", metavar="IMAGE", help="of docker or podman: agent and check run in containers of it")
     add("--output", metavar="FOLDER", type=Path, help="gets the rollout (default: runs/agent-NAME-TIME)")
     add("--tokenizer", metavar="FOLDER", help="for a server that does not say where its model is")
     agent.set_defaults(run=run_agent)
@@ -80,6 +81,8 @@ def run_agent(arguments: argparse.Namespace) -> int:
     }
     if arguments.workspace is not None:
         own["--agent.workspace"] = str(arguments.workspace)
+    if arguments.image is not None:
+        own["--agent.image"] = arguments.image
     options = _join(own, arguments.others)
     try:
         from rich.console import Console

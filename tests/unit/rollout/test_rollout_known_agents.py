@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from support.gateways import running_gateway, scripted
-from support.known_agents import install_codex
+from support.known_agents import install_codex, install_engine
 from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.agents.command import Check, CommandAgent, Workspace, check_program
+from unbroken.rollout.agents.container import Image
 from unbroken.rollout.agents.known import KNOWN_AGENTS
 from unbroken.rollout.agents.runner import run_agent_group
 from unbroken.rollout.agents.session import AgentSession
@@ -294,6 +295,80 @@ async def test_a_command_works_in_a_copy_too(workspace: Path) -> None:
     assert not isinstance(found, float | None)
     assert (found.reward, found.failure) == (1.0, None)
     assert (workspace / "notes.txt").read_text() == "as it was"
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+async def test_an_agent_and_its_check_run_in_containers_of_an_image(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The check is a file beside the workspace: it can be read inside. Values are in no words, which others can see."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}")  # no docker of this machine
+    monkeypatch.setenv("MY_SECRET", "of the user")
+    log = install_engine(tmp_path / "bin", engine, monkeypatch)
+    check = tmp_path / "check.py"
+    check.write_text("import os, sys; print(sorted(os.environ)); sys.exit(open('notes.txt').read() != 'changed')")
+    image = Image.find("box")
+    (found,) = await attempt(tmp_path, codex(workspace, (Path(sys.executable).name, str(check)), image=image))
+    assert (found.status, found.reward) == (TrajectoryStatus.COMPLETED, 1.0), found.error
+    inspect, agent, removed, checked, removed_too = (json.loads(line) for line in log.read_text().splitlines())
+    assert (inspect[-1], agent[0], checked[0]) == ("box", "run", "run")
+    assert [removed, removed_too] == [["rm", "--force", each[each.index("--name") + 1]] for each in (agent, checked)]
+    assert agent[agent.index("--network") + 1] == "host"
+    mounts = [[part for part in each if part.startswith("type=bind")] for each in (agent, checked)]
+    assert [len(each) for each in mounts] == [2, 2]  # the copy and the home; the copy and the check
+    assert mounts[1][1] == f"type=bind,source={check},target={check},readonly"
+    assert "the-key" not in str([agent, checked])
+    (output,) = (tmp_path / "logs").glob("*[0-9a-f].log")
+    told = json.loads(output.read_text())["variables"]
+    assert f"HOME={told['HOME']}" in agent
+    assert ("OPENAI_API_KEY" in told, "MY_SECRET" in told) == (True, False)
+    (checked_with,) = (tmp_path / "logs").glob("*.check.log")
+    assert "UNBROKEN_TASK" in checked_with.read_text()
+    assert "OPENAI_API_KEY" not in checked_with.read_text()
+
+
+async def test_a_container_that_cannot_be_started_is_the_users_error_and_no_reward(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(tmp_path / "bin", "docker", monkeypatch)
+    (found,) = await attempt(tmp_path, codex(workspace, image=Image.find("box"), environment={"BROKEN": "1"}))
+    assert (found.status, found.reward) == (TrajectoryStatus.FAILED, None)
+    assert "agent.image must be an image that can be started, got 'box': no room" in str(found.error)
+
+
+async def test_an_image_without_the_agent_is_named_with_what_installs_it(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(tmp_path / "bin", "docker", monkeypatch)
+    known = replace(KNOWN_AGENTS["codex"], program="sh", words=("-c", "exit 127"))
+    (found,) = await attempt(tmp_path, codex(workspace, image=Image.find("box"), known=known))
+    assert found.status is TrajectoryStatus.FAILED
+    assert "The image must have it: npm install -g @openai/codex" in str(found.error)
+
+
+async def test_a_container_is_removed_when_its_attempt_is_cut_off(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = install_engine(tmp_path / "bin", "docker", monkeypatch)
+    known = replace(KNOWN_AGENTS["codex"], program="sleep", words=("60",))
+    agent = codex(workspace, image=Image.find("box"), known=known)
+    (found,) = await attempt(tmp_path, agent, limits=Limits(timeout_s=2.0))
+    assert found.status is TrajectoryStatus.TIMEOUT
+    assert [json.loads(line)[0] for line in log.read_text().splitlines()] == ["image", "run", "rm"]
+
+
+def test_an_image_that_is_not_there_and_a_machine_without_engines_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(InvalidInputError, match="needs docker or podman, and neither is on PATH, got 'box'"):
+        Image.find("box")
+    for engine in ("docker", "podman"):
+        install_engine(tmp_path / "bin", engine, monkeypatch)
+    with pytest.raises(InvalidInputError, match=r"got 'other' \(docker: no such image: other; podman: "):
+        Image.find("other")
+    with pytest.raises(InvalidInputError, match="name of an image, got '--privileged'"):
+        Image.find("--privileged")
 
 
 def test_the_page_of_the_gateway_has_each_known_agent() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from support.known_agents import install_codex
+from support.known_agents import install_codex, install_engine
 from support.served import save_tiny_model, served
 from unbroken.cli import main
 from unbroken.runs.agent import count_proven, describe_rollout, read_rollout
@@ -76,6 +76,18 @@ def test_the_same_command_ends_at_once_with_what_it_has_and_another_task_is_refu
     assert len(list((tmp_path / "out" / "agents").glob("*.check.log"))) == 1
     assert run(tmp_path / "out", workspace, *words, task=("Another.",)) == 1
     assert "--output must be a new or empty folder, or that of the same task" in capsys.readouterr().err
+
+
+def test_an_image_has_the_agent_and_the_check(
+    tmp_path: Path, model: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = install_engine(tmp_path / "bin", "docker", monkeypatch)
+    words = ["--model", str(model), "--check", HAS_SAID]
+    assert run(tmp_path / "out", workspace, *words, "--image", "other") == 1
+    assert "agent.image must be an image that is on this machine, got 'other'" in capsys.readouterr().err
+    assert run(tmp_path / "out", workspace, *words, "--image", "box") == 0
+    assert capsys.readouterr().out.startswith("reward 1: the check passed\n")
+    assert [json.loads(line)[0] for line in log.read_text().splitlines()].count("run") == 2
 
 
 def test_a_server_is_asked_by_its_url(

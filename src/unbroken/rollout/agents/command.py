@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from unbroken.errors import InvalidInputError, RewardError
+from unbroken.rollout.agents.container import NOT_FOUND, NOT_STARTED, Image
 from unbroken.rollout.agents.known import KnownAgent
 from unbroken.rollout.agents.session import AgentOutcome, AgentSession
 from unbroken.untrusted import read_end
@@ -128,6 +129,8 @@ class CommandAgent:
     """Names of further variables of this process that it gets."""
     workspace: Workspace | None = None
     """What is copied to where it runs; none: an empty folder. It is removed afterwards."""
+    image: Image | None = None
+    """Command and check run in containers of it, with the copy and the home mounted; none: they run here."""
     check: Check | None = None
     """Gives the reward, instead of `reward`."""
     logs: Path | None = None
@@ -164,14 +167,13 @@ class CommandAgent:
                 words, own = self.command, session.environment()
             else:
                 words, own = self.known.start(session, instruction=self.instruction, home=home)
-            mark = {_ATTEMPT: str(scratch)}
-            variables = {**self._read_variables(), **own, **mark}
-            status = await run_process(words, folder=work, variables=variables, output=output, errors=errors)
-            await _finish_in_thread(_end_strays, mark)  # what goes on would change what is checked
-            failure = f"{words[0]} exited with {status}: {_read_end(errors, output)}" if status else None
+            own |= {_ATTEMPT: str(scratch)}
+            status = await self._run(words, own, work=work, home=home, output=output, errors=errors)
+            await _finish_in_thread(_end_strays, scratch)  # what goes on would change what is checked
+            failure = self._describe_failure(words[0], status, _read_end(errors, output)) if status else None
             if self.check is not None:
                 with session.preparation.running():
-                    reward = await self._run_check(self.check, session, work, logs, mark)
+                    reward = await self._run_check(self.check, session, work, logs)
                 return AgentOutcome(reward=reward, metrics={FAILED: float(failure is not None)}, failure=failure)
             if self.reward is CommandReward.EXIT:
                 return float(status == 0)
@@ -179,36 +181,73 @@ class CommandAgent:
                 raise ChildProcessError(failure)
             return _read_reward(output) if self.reward is CommandReward.OUTPUT else None
 
+    def _describe_failure(self, program: str, status: int, end: str) -> str:
+        has_none = self.image is not None and self.known is not None and status in NOT_FOUND
+        advice = f". The image must have it: {self.known.install}" if has_none and self.known else ""
+        return f"{program} exited with {status}: {end}{advice}"
+
+    async def _run(
+        self,
+        words: Sequence[str],
+        own: Mapping[str, str],
+        *,
+        work: Path,
+        home: Path | None,
+        output: Path,
+        errors: Path,
+        field: str = "command",
+    ) -> int:
+        """Run a command here or in a container, with the variables `own` and the user's further ones; its exit status.
+
+        A container has no variable of this machine but these.
+        """
+        variables = {**self._read_variables(), **own}
+        if self.image is None:
+            return await run_process(words, folder=work, variables=variables, output=output, errors=errors, field=field)
+        container = self.image.open(work, home)
+        wrapped = container.wrap(words, {*own, *self.environment, *self.inherit})
+        # The program that starts it has its own configuration in the user's home.
+        starting = {**os.environ, **variables, **{name: os.environ[name] for name in _OF_USER if name in os.environ}}
+        try:
+            status = await run_process(
+                wrapped, folder=work, variables=starting, output=output, errors=errors, field="agent.image"
+            )
+        finally:
+            await _finish_in_thread(container.remove)
+        if status == NOT_STARTED:
+            end = _read_end(errors, output)
+            raise InvalidInputError(f"agent.image must be an image that can be started, got {self.image.name!r}: {end}")
+        return status
+
     def _read_variables(self) -> dict[str, str]:
         names = _INHERITED.union(self.inherit)
         kept = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
         return {**kept, **self.environment}
 
-    async def _run_check(
-        self, check: Check, session: AgentSession, work: Path, logs: Path, mark: Mapping[str, str]
-    ) -> float:
+    async def _run_check(self, check: Check, session: AgentSession, work: Path, logs: Path) -> float:
         """The reward, by the check's exit. It gets the row, and nothing that opens the session."""
-        own = session.environment()
-        variables = {**self._read_variables(), **{name: own[name] for name in _OF_CHECK}, **mark}
+        known = session.environment()
+        own = {**{name: known[name] for name in _OF_CHECK}, _ATTEMPT: str(work.parent)}
         files = {kind: logs / f"{session.session_id}.check.{kind}" for kind in ("log", "err")}
         try:
             async with asyncio.timeout(check.timeout_s):
-                status = await run_process(
-                    check.command, folder=work, variables=variables, output=files["log"], errors=files["err"],
+                status = await self._run(
+                    check.command, own, work=work, home=None, output=files["log"], errors=files["err"],
                     field="agent.check",
                 )  # fmt: skip
         except TimeoutError:
             return 0.0
         except InvalidInputError:
-            if _is_inside(check.command[0]):  # it was there before the agent came, who has removed or damaged it
-                return 0.0
-            raise
+            if self.image is not None or not _is_inside(check.command[0]):
+                raise
+            return 0.0  # it was there before the agent came, who has removed or damaged it
         return float(status == 0)
 
 
 FAILED = "agent_failed"
 """The metric of a checked attempt: whether the agent exited with anything but 0, as after a limit of its session."""
 _OF_CHECK = ("UNBROKEN_TASK", "UNBROKEN_SESSION_ID")
+_OF_USER = ("HOME", "PATH")
 
 
 def check_program(words: Sequence[str], *, field: str, workspace: Workspace | None) -> None:
@@ -239,18 +278,18 @@ async def _make_scratch() -> AsyncIterator[Path]:
 
 
 def _remove(scratch: tempfile.TemporaryDirectory[str]) -> None:
-    _end_strays({_ATTEMPT: scratch.name})
+    _end_strays(Path(scratch.name))
     scratch.cleanup()
     if Path(scratch.name).exists():
         _log.warning("%s cannot be removed: it has files of an agent that are another user's", scratch.name)
 
 
-def _end_strays(mark: Mapping[str, str]) -> None:
+def _end_strays(scratch: Path) -> None:
     """End the processes of an attempt that left its process group, found by the variable that all of them inherit.
 
     Cline 3.0 started a daemon in a group of its own, one for each attempt. Only Linux lists the variables of processes.
     """
-    (line,) = (f"{name}={value}".encode() for name, value in mark.items())
+    line = f"{_ATTEMPT}={scratch}".encode()
     for _ in range(_MAX_ROUNDS):  # one that is ended may have started another meanwhile
         found = []
         for entry in Path("/proc").glob("[0-9]*"):

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from unbroken.errors import InvalidInputError
 from unbroken.rollout.agents.command import Check, CommandAgent, CommandReward, Workspace, check_program
+from unbroken.rollout.agents.container import Image
 from unbroken.rollout.agents.known import KNOWN_AGENTS
 from unbroken.rollout.agents.session import Agent, AgentTask, TaskEnvironment
 from unbroken.rollout.env import Env
@@ -231,6 +232,9 @@ class AgentConfig:
     workspace: Path | None = None
     """For a command or a name: a folder, which is copied for each attempt and is the agent's working directory; none:
     an empty folder."""
+    image: str | None = None
+    """For a command or a name: an image of docker or podman, which has the programs. Command and check run in
+    containers of it, as the user, with the working directory and a fresh home mounted and this machine's network."""
     check: tuple[CommandWord, ...] = ()
     """For a command or a name: words of a command, which is run in the agent's working directory after it. The reward
     is 1 if it exits with 0 within rollouts.limits.timeout_s, else 0. Its words are read as those of `command`."""
@@ -250,7 +254,7 @@ class AgentConfig:
                 f"command={list(self.command)}, name={self.name}"
             )
         if self.function is not None:
-            for name in ("workspace", "check", "environment", "inherit"):
+            for name in ("workspace", "image", "check", "environment", "inherit"):
                 if value := getattr(self, name):
                     raise InvalidInputError(f"{name} must be left out with agent.function, got {value!r}")
         if self.reward is not CommandReward.NONE and (self.check or not self.command):
@@ -266,7 +270,7 @@ class AgentConfig:
 
         Raises:
             InvalidInputError: the function is not an async function, the agent is not installed, the check is no
-                program, or the workspace is no folder.
+                program, the workspace is no folder, or the image is not there.
         """
         if self.function is not None:
             found = load_function(self.function, field="agent.function")
@@ -276,16 +280,18 @@ class AgentConfig:
                 )
             return cast(Agent, found)
         known = None if self.name is None else KNOWN_AGENTS[self.name]
-        if known is not None:
+        image = None if self.image is None else Image.find(self.image)
+        if known is not None and image is None:
             known.check(str(self.name))
         workspace = None if self.workspace is None else Workspace(folder=self.workspace, leave_out=output)
         check = None
         if self.check:
             check = Check(command=self._place(self.check), timeout_s=limits.timeout_s)
-            check_program(check.command, field="agent.check", workspace=workspace)
+            if image is None:
+                check_program(check.command, field="agent.check", workspace=workspace)
         return CommandAgent(
             command=self._place(self.command), known=known, reward=self.reward, environment=self.environment,
-            inherit=self.inherit, workspace=workspace, check=check, logs=output / "agents",
+            inherit=self.inherit, workspace=workspace, image=image, check=check, logs=output / "agents",
         )  # fmt: skip
 
     def _place(self, words: Sequence[str]) -> tuple[str, ...]:
