@@ -114,7 +114,11 @@ clients: $(ALL)  ## agents, trainers and environments of PyPI, in environments o
 
 $(VENV)/clients/npm/.installed: tests/e2e/clients/requirements/npm.txt
 	mkdir -p $(@D)
-	if command -v npm > /dev/null; then npm install --silent --prefix $(@D) $$(cat $<) && touch $@; \
+	if command -v npm > /dev/null; then \
+	case $$(node --version) in v1?.*|v2[01].*) \
+	echo "node is $$(node --version): npm takes older versions of agents that need node 22, such as Claude Code and qwen-code";; \
+	esac; \
+	npm install --silent --prefix $(@D) $$(cat $<) && touch $@; \
 	else echo "npm is not installed: its agents are left out, such as Codex and Claude Code"; fi
 
 $(VENV)/clients/harbor/.installed: tests/e2e/clients/requirements/harbor.txt

@@ -28,7 +28,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import MESSAGES, MESSAGES_BLOCKS, list_asked
+from unbroken.server.wire.fields import MESSAGE_KEYS, MESSAGES, MESSAGES_BLOCKS, list_asked
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -127,6 +127,8 @@ SystemBlock = Annotated[Annotated[TextBlock, Tag("<text>")], _SYSTEM[0]]
 
 class InputMessage(BodyModel):
     """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -306,6 +308,7 @@ def read_conversation(body: ConversationBody) -> ConversationBuilder:
         content = _read_content(conversation, ((f"system.{k}", block) for k, block in enumerate(blocks)))
         conversation.messages.append({"role": "system", "content": content})
     for k, message in enumerate(body.messages):
+        conversation.check_extra(MESSAGE_KEYS, message.model_extra, f"messages.{k}")
         if message.role == "assistant":
             _read_assistant(conversation, f"messages.{k}", message)
         else:

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (None, True)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
     **dict.fromkeys(("early_stopping", "length_penalty", "stream_interval", "typical_p"), (None, False, 1)),
+    "detail": (None, "auto"),
     "modalities": (None, ["text"]),
     "candidateCount": (None, 0, 1),
     "responseModalities": (None, [], ["TEXT"]),
@@ -77,18 +78,30 @@ def is_safe_name(name: str) -> bool:
 
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 _PART_KEYS = frozenset({"type", "text", "image", "image_url", "image_pil"})
+_CALL_KEYS = frozenset({"id", "type", "index", "function"})
+"""`index` is in the calls of a stream, which clients join and send back."""
+_FUNCTION_KEYS = frozenset({"name", "arguments"})
 
 
 def find_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys of chat messages and of their parts that are no fields of messages, and ask for something."""
+    """The keys of chat messages, their parts and their calls that are no fields of these, and ask for something."""
     found: dict[str, None] = {}
+
+    def note(given: Any, known: Set[str], place: str) -> None:
+        if isinstance(given, Mapping) and not known.issuperset(given):
+            found.update((f"{place}.{name}", None) for name in _list_asked(given, known))
+
     for message in messages:
-        if not _MESSAGE_KEYS.issuperset(message):
-            found |= {f"messages.{name}": None for name in _list_asked(message, _MESSAGE_KEYS)}
-        content = message.get("content")
+        note(message, _MESSAGE_KEYS, "messages")
+        content, calls = message.get("content"), message.get("tool_calls")
         for part in content if isinstance(content, list) else ():
+            note(part, _PART_KEYS, "messages.content")
             if isinstance(part, Mapping):
-                found |= {f"messages.content.{name}": None for name in _list_asked(part, _PART_KEYS)}
+                note(part.get("image_url"), frozenset({"url"}), "messages.content.image_url")
+        for call in calls if isinstance(calls, list) else ():
+            note(call, _CALL_KEYS, "messages.tool_calls")
+            if isinstance(call, Mapping):
+                note(call.get("function"), _FUNCTION_KEYS, "messages.tool_calls.function")
     return list(found)[:_MAX_NAMED]
 
 
@@ -100,7 +113,7 @@ def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = fr
 def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
     return [
         name for name, value in given.items()
-        if name not in known and value not in _NO_EFFECT and _SAFE_NAME.fullmatch(name)
+        if name not in known and value not in DEFAULTS.get(name, _NO_EFFECT) and _SAFE_NAME.fullmatch(name)
     ]  # fmt: skip
 
 
@@ -204,6 +217,8 @@ MESSAGES = Fields(
         "the server chooses": "mm_payload return_mm_kwargs",
     },
 )
+MESSAGE_KEYS = Fields(ignores_unknown=True)
+"""Of whole messages, and of texts of reasoning: their dialects' servers ignore what they do not know there."""
 MESSAGES_BLOCKS = Fields(ignored={_CACHE: "cache_control"})
 GEMINI = Fields(
     refused={

@@ -34,7 +34,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import GEMINI, GEMINI_CONFIG, GEMINI_PARTS, GEMINI_TOOLS
+from unbroken.server.wire.fields import GEMINI, GEMINI_CONFIG, GEMINI_PARTS, GEMINI_TOOLS, MESSAGE_KEYS
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -372,9 +372,11 @@ def read_conversation(body: ContentsBody) -> ConversationBuilder:
     """
     reader = _Reader()
     if body.system_instruction is not None:
+        reader.conversation.check_extra(MESSAGE_KEYS, body.system_instruction.model_extra, "systemInstruction")
         reader.read_given("system", "systemInstruction", body.system_instruction)
     reply: list[tuple[str, ContentPart]] = []
     for k, content in enumerate(body.contents):
+        reader.conversation.check_extra(MESSAGE_KEYS, content.model_extra, f"contents.{k}")
         parts = [(f"contents.{k}.parts.{number}", part) for number, part in enumerate(content.parts or ())]
         if content.role == "model":
             reply += parts

@@ -33,7 +33,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import RESPONSES, RESPONSES_ITEMS, is_safe_name, list_asked
+from unbroken.server.wire.fields import MESSAGE_KEYS, RESPONSES, RESPONSES_ITEMS, is_safe_name, list_asked
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -130,6 +130,8 @@ class ReferenceItem(_Item):
 
 class ReasoningText(BodyModel):
     """A text of a reasoning item."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["summary_text", "reasoning_text", "text"]
     text: str
@@ -488,6 +490,9 @@ def _add_to_reply(
         _check_arguments(place, arguments)
         reply.calls.append(make_call(item.call_id, flatten_name(item.namespace, item.name), arguments))
     elif isinstance(item, ReasoningItem):
+        for name, texts in (("summary", item.summary), ("content", item.content)):
+            for text in texts or ():
+                conversation.check_extra(MESSAGE_KEYS, text.model_extra, f"{place}.{name}")
         reply.reasoning += _read_reasoning(place, item)
     elif isinstance(item.content, str):
         reply.content += item.content

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from openai.types.responses import Response
 
-from support.dialects import MESSAGES, RESPONSES, join_response, read_events
+from support.dialects import GEMINI, MESSAGES, RESPONSES, join_response, read_events
+from support.gateways import CHAT
 from support.servers import asgi_client, encode, make_app, scripted_engine
 from unbroken.server.wire import answers
 
@@ -180,3 +181,45 @@ async def test_keys_inside_items_without_effect_are_named_unless_our_answers_hav
         body = {"max_tokens": 9, "system": [block], "messages": [{"role": "user", "content": [block]}]}
         answer = await client.post(MESSAGES, json=body)
         assert answer.headers["x-unbroken-ignored"] == "system.cache_control, messages.content.cache_control"
+
+
+KEY = {"unheard": "x"}
+USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "ok"}
+FUNCTION = {"name": "look", "arguments": "{}"}
+
+
+def chat_with(*calls: dict[str, Any]) -> dict[str, Any]:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "index": 0, **call} for call in calls]}
+    return {"messages": [USER, called, {"role": "tool", "tool_call_id": "c", "content": "17"}]}
+
+
+def reason_with(name: str, kind: str) -> dict[str, Any]:
+    reasoning = {"type": "reasoning", "summary": [], name: [{"type": kind, "text": "hm", **KEY}]}
+    return {"input": [USER, reasoning, REPLY, USER]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT, {"messages": [{**USER, **KEY}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **KEY}]}]}, "messages.content"),
+        (CHAT, chat_with({"type": "function", "function": FUNCTION, **KEY}), "messages.tool_calls"),
+        (CHAT, chat_with({"type": "function", "function": {**FUNCTION, **KEY}}), "messages.tool_calls.function"),
+        (MESSAGES, {"max_tokens": 9, "messages": [{**USER, **KEY}]}, "messages"),
+        (RESPONSES, reason_with("summary", "summary_text"), "input.summary"),
+        (RESPONSES, reason_with("content", "reasoning_text"), "input.content"),
+        (GEMINI, {"contents": [{"parts": [{"text": "x"}], **KEY}]}, "contents"),
+        (
+            GEMINI,
+            {"contents": [{"parts": [{"text": "x"}]}], "systemInstruction": {"parts": [{"text": "s"}], **KEY}},
+            "systemInstruction",
+        ),
+    ],
+)
+async def test_keys_inside_messages_without_effect_are_named_in_all_dialects(path: str, body: Any, place: str) -> None:
+    async with asgi_client(make_app(make_engine("ok<|im_end|>"))) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-unbroken-ignored") == f"{place}.unheard"
+        quiet = json.loads(json.dumps(body).replace(json.dumps(KEY)[1:-1], '"unheard": null'))
+        assert "x-unbroken-ignored" not in (await client.post(path, json=quiet)).headers
