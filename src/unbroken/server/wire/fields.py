@@ -87,7 +87,7 @@ def find_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys of chat messages, their parts and their calls that are no fields of these, and ask for something."""
     found: dict[str, None] = {}
 
-    def note(given: Any, known: Set[str], place: str) -> None:
+    def note(given: Any, known: frozenset[str], place: str) -> None:
         if isinstance(given, Mapping) and not known.issuperset(given):
             found.update((f"{place}.{name}", None) for name in _list_asked(given, known))
 
