@@ -7,9 +7,10 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from unbroken.errors import RolloutError
+from unbroken.errors import RolloutError, UnbrokenError
 
 _OURS = str(Path(__file__).parents[1])
+_INTEGRATIONS = str(Path(__file__).parents[1] / "integrations")
 _LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_path("purelib"))
 
 
@@ -71,15 +72,32 @@ def format_frames(error: BaseException, *, raised_there: bool = False) -> str:
 
     Of several stretches of user code the last one is meant, such as the reward that an environment of ours calls for
     one of the user's. With `raised_there`, nothing if the exception came from our own code below.
+
+    Lines of `unbroken.integrations` count too, unless the exception is one of ours, whose text says what is wrong: they
+    call what others wrote, and of an exception from there nothing else would have a line.
     """
+    seen: BaseException | None = error
+    is_named = False
+    while seen is not None:
+        is_named = is_named or isinstance(seen, UnbrokenError)
+        frames, is_ours = _find_frames(seen, with_integrations=not is_named)
+        if frames and not (raised_there and is_ours):
+            return "\n" + "".join(traceback.format_list(frames)).rstrip()
+        from_elsewhere: str = getattr(seen, "user_frames", "")
+        if from_elsewhere:
+            return from_elsewhere
+        seen, raised_there = seen.__cause__, False
+    return ""
+
+
+def _find_frames(error: BaseException, *, with_integrations: bool) -> tuple[list[traceback.FrameSummary], bool]:
+    """The last stretch of user code in a traceback, and whether code of ours comes after it."""
     frames: list[traceback.FrameSummary] = []
     is_ours = False
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith(_OURS):
+        is_user = with_integrations and frame.filename.startswith(_INTEGRATIONS)
+        if frame.filename.startswith(_OURS) and not is_user:
             is_ours = True
         elif not frame.filename.startswith(_LIBRARIES):
             frames, is_ours = [*([] if is_ours else frames), frame], False
-    if frames and not (raised_there and is_ours):
-        return "\n" + "".join(traceback.format_list(frames)).rstrip()
-    from_elsewhere: str = getattr(error, "user_frames", "")
-    return from_elsewhere or ("" if error.__cause__ is None else format_frames(error.__cause__))
+    return frames, is_ours

@@ -23,8 +23,8 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from unbroken.engines.transformers import TransformersEngine, TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, missing_extra
 from unbroken.images.processor import ImageProcessor
 from unbroken.rendering.loader import load_renderer, load_tokenizer
-from unbroken.runs.config import EngineConfig, EngineKind, WeightTransport, read_key
+from unbroken.runs.config import EngineConfig, EngineKind, RunConfig, WeightTransport, read_key
 from unbroken.runs.folder import open_private
 from unbroken.runs.processes import Rank, without_launcher
 from unbroken.server.config import ServerLimits
@@ -147,6 +147,33 @@ def _check_engine(engine: Any, vocab_size: int | None, numerics: Numerics, name:
         )
 
 
+@contextmanager
+def _naming_vllm() -> Iterator[None]:
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"{error}. For a model that the embedded engine refuses there is vLLM: engine.kind colocated, or started "
+            'with engine.serve_options ["--engine", "vllm"]'
+        ) from error
+
+
+def check_embedded(config: RunConfig, model_config: Any) -> None:
+    """Raise `InvalidInputError` for what the embedded engine of a run cannot do, by the config of a model that need not
+    be loaded yet.
+    """
+    own = config.evaluation.sampling
+    asked = {"rollouts.sampling": config.rollouts.sampling} | ({} if own is None else {"evaluation.sampling": own})
+    for name, sampling in asked.items():
+        if sampling.stop_strings and (name == "rollouts.sampling" or config.evaluation.engine is None):
+            raise InvalidInputError(
+                f"{name}.stop_strings must be left out with engine.kind embedded, which knows ids and no text, got "
+                f"{list(sampling.stop_strings)}: take {name}.stop_token_ids, or engine.kind started"
+            )
+    with _naming_vllm():
+        TransformersEngine.check_config(model_config, config.engine.embedded)
+
+
 def _make_embedded(
     config: TransformersEngineConfig,
     model: Any,
@@ -160,16 +187,11 @@ def _make_embedded(
         records_routing=config.records_routing or records_routing,
         numerics=config.numerics if numerics is Numerics.FAST else numerics,
     )
-    try:
+    with _naming_vllm():
         own = model.to(device)
         if own.config.get_text_config()._attn_implementation == "flex_attention":  # it takes no mask for each row
             own.set_attn_implementation("eager")
         return TransformersEngine(own, config=config, image_processor=image_processor)
-    except InvalidInputError as error:
-        raise InvalidInputError(
-            f"{error}. For a model that the embedded engine refuses there is vLLM: engine.kind colocated, or started "
-            'with engine.serve_options ["--engine", "vllm"]'
-        ) from error
 
 
 @asynccontextmanager

@@ -374,7 +374,7 @@ class _Evaluation:
         images = opener.load_images()
         renderer = opener.load_renderer(images)
         if not model.is_server:
-            opener.check_lengths(renderer, images)
+            opener.check_model(renderer, images)
         shared: dict[str, Any] = {"seed": config.seed, "output": folder, "rank": Rank(), "source": model.source}
         async with AsyncExitStack() as stack:
             engine, loaded = await _open_engine(stack, model, config, None if images is None else images.processor)

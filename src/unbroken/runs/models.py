@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from unbroken.errors import InvalidInputError, missing_extra
+from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
 from unbroken.rendering.base import Renderer
@@ -173,6 +173,32 @@ def check_config_changes(source: str | Path, config: RunConfig) -> None:
         raise InvalidInputError(
             f"model_settings.kwargs must not change the model's config ({', '.join(changed)}) with engine.kind "
             f"{kinds[-1]}, whose engine loads the model's own: change config.json in a copy of the model"
+        )
+
+
+def load_config(source: str | Path, settings: ModelSettings) -> Any | None:
+    """The config of a model with these settings; None if there is none: `load_model` has the error."""
+    try:
+        return AutoConfig.from_pretrained(locate(source), **settings.kwargs)
+    except (OSError, TypeError, ValueError):
+        return None
+
+
+def check_vocabulary(renderer: Renderer, model_config: Any) -> None:
+    """Raise `InvalidInputError` if a plain prompt, or a stop id, has an id that the model has no embedding for.
+
+    The tokenizer itself may have more ids: those of padding that nothing renders.
+    """
+    size: int | None = model_config.get_text_config().to_dict().get("vocab_size")
+    try:
+        ids = renderer.render([{"role": "user", "content": "What is 1 + 1?"}]).token_ids.tolist()
+    except UnbrokenError:
+        ids = []  # a template may want other messages
+    largest = max([*ids, *renderer.get_stop_token_ids()], default=0)
+    if size is not None and largest >= size:
+        raise InvalidInputError(
+            f"model must have an embedding for each id of its tokenizer, got id {largest} in a prompt or as a stop id, "
+            f"and a vocabulary of {size} ids (vocab_size): tokenizer and model do not belong together"
         )
 
 

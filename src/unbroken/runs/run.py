@@ -34,6 +34,7 @@ from unbroken.runs.export.kept import KeptModels
 from unbroken.runs.models import (
     check_config_changes,
     find_revision,
+    load_config,
     load_model,
     locate,
     prepare_model,
@@ -55,6 +56,7 @@ from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
+from unbroken.training.model.sharding import check_heads
 from unbroken.training.publication import Snapshots
 from unbroken.training.trainer import Trainer
 
@@ -143,6 +145,10 @@ async def open_run(
     """
     model = find_revision(model, config.model_settings.revision)
     check_config_changes(model, config)
+    if (model_config := load_config(model, config.model_settings)) is not None:
+        check_heads(model_config, config.trainer.parallel)
+    group_size = config.rollouts.group_size
+    config.objective.try_functions(config.training, group_size=group_size, device=accelerator.device)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
@@ -155,7 +161,7 @@ async def open_run(
             stack.push_async_callback(processes.close)
         images = samplers.load_images()
         renderer = samplers.load_renderer(images)
-        samplers.check_lengths(renderer, images)
+        samplers.check_model(renderer, images)
         load_whole = partial(load_model, model, config.chosen_model_settings, takes_images=images is not None)
         parallel = config.trainer.parallel
         load = partial(load_whole, parallel=parallel, is_bfloat16=config.precision is Precision.BFLOAT16)

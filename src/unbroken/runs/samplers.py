@@ -37,10 +37,18 @@ from unbroken.rollout.process.pool import SamplerPool
 from unbroken.rollout.process.worker import serve_orders
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import EvaluationSet, Problems, Sampler, SamplesElsewhere
-from unbroken.runs.config import RunConfig, parse_address, read_key
-from unbroken.runs.engines import RunEngine, connect_servers
+from unbroken.runs.config import EngineKind, RunConfig, parse_address, read_key
+from unbroken.runs.engines import RunEngine, check_embedded, connect_servers
 from unbroken.runs.folder import digest_files, may_change, open_private
-from unbroken.runs.models import find_context_length, find_revision, load_image_inputs, load_model_renderer, locate
+from unbroken.runs.models import (
+    check_vocabulary,
+    find_context_length,
+    find_revision,
+    load_config,
+    load_image_inputs,
+    load_model_renderer,
+    locate,
+)
 from unbroken.runs.processes import SAMPLER_KEY, Rank, without_launcher
 from unbroken.runs.recipe import OpenRecipe, SamplerRole, open_recipe
 from unbroken.runs.settings import describe, redact
@@ -125,8 +133,16 @@ class SamplerOpener:
                 check_tools_shown(renderer, each.tools)
         return renderer
 
-    def check_lengths(self, renderer: Renderer, images: ImageInputs | None) -> None:
-        """Raise `InvalidInputError` for a turn or a prompt of the data that the engine's context cannot hold."""
+    def check_model(self, renderer: Renderer, images: ImageInputs | None) -> None:
+        """Raise `InvalidInputError` for what the model or its engine cannot do, as far as the model's config says: its
+        weights need not be there. Ids that it does not have, the embedded engine's limits, and turns or prompts of the
+        data that the engine's context cannot hold.
+        """
+        model_config = load_config(self.source, self.config.model_settings)
+        if model_config is not None:
+            check_vocabulary(renderer, model_config)
+            if self.config.engine.kind is EngineKind.EMBEDDED:
+                check_embedded(self.config, model_config)
         length = find_context_length(self.source, self.config.engine)
         if length is None:
             return

@@ -18,6 +18,9 @@ from unbroken.training.model.weights import gather_weights
 from unbroken.training.objective.base import Objective
 from unbroken.types import Numerics, TrainingSample
 
+_GROUP_SIZE = 4
+"""Of the groups that functions of the user's are tried on; a trainer knows of none."""
+
 
 def check_parts(
     model: Any,
@@ -31,11 +34,13 @@ def check_parts(
     """Check that a trainer can be made of these, before anything is changed.
 
     Raises:
-        InvalidInputError: the config has settings that the objective does not use, the accelerator accumulates
-            gradients or scales the loss, trainable parameters are not float32, the reference is missing, not used or
-            not a copy, or the sharding or the adapters are not supported.
+        InvalidInputError: the config has settings that the objective does not use, a function of the user's fails or
+            returns another shape, the accelerator accumulates gradients or scales the loss, trainable parameters are
+            not float32, the reference is missing, not used or not a copy, or the sharding or the adapters are not
+            supported.
     """
     objective.check_config(config)
+    objective.try_functions(config, group_size=_GROUP_SIZE, device=accelerator.device)
     check_accelerator(accelerator)
     if config.numerics is Numerics.EXACT and accelerator.mixed_precision == "bf16":
         if config.gradient_checkpointing:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from unbroken.errors import InvalidInputError
+from unbroken import integrations
+from unbroken.errors import InvalidInputError, UnbrokenError
 from unbroken.rollout.failures import format_frames
 from unbroken.rollout.process.channel import pack
 from unbroken.rollout.tools import tool
@@ -53,6 +56,35 @@ def test_the_lines_of_a_cause_are_shown_if_the_error_has_none() -> None:
     error.__cause__ = failure_of(divide, 1)
     assert "return number / 0" in format_frames(error)
     assert format_frames(InvalidInputError("alone")) == ""
+
+
+def in_integration(error_type: type[Exception]) -> Exception:
+    """An error whose last line, but for libraries', is in an integration of ours; below it is no file of the user's."""
+    source = f"{Path(integrations.__file__).parent}/gym.py"
+    names: dict[str, Any] = {"json": json, "error_type": error_type}
+    exec(compile("def play(text):\n    return json.loads(text)\n", source, "exec"), names)
+    exec(compile("def refuse(text):\n    raise error_type(text)\n", source, "exec"), names)
+    called = names["refuse"] if issubclass(error_type, UnbrokenError) else names["play"]
+    error = failure_of(called, "{")
+    error.__traceback__ = error.__traceback__.tb_next  # from the integration on, as where a library of theirs calls
+    return error
+
+
+def test_an_error_inside_an_integration_has_file_and_line_like_the_users_own_code() -> None:
+    error = in_integration(ValueError)
+    assert 'integrations/gym.py", line 2, in play' in format_frames(error)
+    assert "in play" in format_frames(error, raised_there=True)
+    wrapped = RuntimeError("a rollout failed")
+    wrapped.__cause__ = error
+    assert "in play" in format_frames(wrapped)
+
+
+def test_an_error_of_ours_from_an_integration_says_itself_what_is_wrong() -> None:
+    error = in_integration(InvalidInputError)
+    assert format_frames(error) == ""
+    missing = InvalidInputError("it needs the package gymnasium")
+    missing.__cause__ = in_integration(ValueError)
+    assert format_frames(missing) == ""
 
 
 def test_lines_and_traceback_come_from_another_process() -> None:

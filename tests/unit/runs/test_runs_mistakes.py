@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Qwen3Config
 
 from support import templates
 from support.images import CountingProcessor
@@ -30,6 +32,8 @@ from unbroken.runs import run
 from unbroken.runs.config import EngineConfig, EngineKind
 from unbroken.runs.models import find_context_length
 from unbroken.runs.prompts.dataset import DataConfig, Rows
+from unbroken.training.config import ParallelConfig
+from unbroken.training.model.sharding import check_heads
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TASK = """
@@ -186,6 +190,91 @@ def test_a_model_whose_turns_no_id_ends_is_refused_before_it_is_loaded_and_takes
     train = partial(_train, tmp_path, model, capsys)
     assert "stop_token_ids must have an id that ends a turn of text" in train()
     assert "stop_token_ids" not in train("--rollouts.sampling.stop-token-ids", "5")  # the next error: it has no weights
+
+
+WRONG = """
+import torch
+from unbroken.training.objective.losses import TokenLosses
+
+def one_for_all(logprobs_N, batch, clip):
+    return TokenLosses(-(logprobs_N * batch.advantages_N).mean(), torch.zeros_like(logprobs_N, dtype=torch.bool))
+
+def a_column(logprobs_N, batch, clip):
+    return TokenLosses(-(logprobs_N * batch.advantages_N)[:, None], torch.zeros_like(logprobs_N, dtype=torch.bool))
+
+def alone(logprobs_N, batch, clip):
+    return -logprobs_N * batch.advantages_N
+
+def without_gradient(logprobs_N, batch, clip):
+    return TokenLosses(-logprobs_N.detach(), torch.zeros_like(logprobs_N, dtype=torch.bool))
+
+def misspelt(logprobs_N, batch, clip):
+    return TokenLosses(-logprobs_N * batch.advantage, logprobs_N > 0)
+
+def too_few(rewards):
+    return rewards[1:]
+
+def no_numbers(rewards):
+    return None
+"""
+LATE = {
+    ("--loss=F:one_for_all",): "loss one_for_all must return TokenLosses(losses_N, clipped_N), one of each for every "
+    "token: shapes [(4,), (4,)] for 4 tokens, got [(), (4,)]",
+    ("--loss=F:a_column",): "got [(4, 1), (4,)]",
+    ("--loss=F:alone",): "got [(4,)]",
+    ("--loss=F:without_gradient",): "loss without_gradient must depend on the logprobs",
+    ("--loss=F:misspelt",): "TokenLosses(-logprobs_N * batch.advantage, ",
+    ("--advantages=F:too_few",): "must return 2 finite numbers for rewards [0. 1.], got [1.]",
+    ("--advantages=F:no_numbers",): "must return 2 finite numbers for rewards [0. 1.], got None",
+    ("--rollouts.sampling.stop-strings", '["END"]'): "rollouts.sampling.stop_strings must be left out with engine.kind "
+    "embedded, which knows ids and no text, got ['END']: take rollouts.sampling.stop_token_ids",
+    ("--evaluation.sampling.stop-strings", '["END"]'): "evaluation.sampling.stop_strings must be left out with",
+    ("--engine.embedded.context-length", "100000"): "context_length must be at most ",
+    ("--model-settings.kwargs", '{layer_types = ["sliding_attention", "full_attention"], sliding_window = 16}'): "the "
+    "model has sliding_attention layers (sliding_window=16), which this engine cannot cache exactly at context_length=",
+    ("--model-settings.kwargs", "{vocab_size = 9}"): "model must have an embedding for each id of its tokenizer, got ",
+}
+"""Options, and a part of the error."""
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_what_only_a_step_would_have_told_is_refused_before_the_model_is_loaded(tmp_path: Path, capsys) -> None:
+    """The model has no weights here: what loads it fails otherwise."""
+    model = save_tiny_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rewards.py").write_text("def score(completions): ...\n")
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "task.toml").write_text(TASK)
+    train = partial(_train, tmp_path, model, capsys, "--rollouts.group-size=2", "--rollouts.sampling.max-tokens=8")
+    for options, message in LATE.items():
+        assert message in train(*(each.replace("F:", f"{tmp_path}/wrong.py:") for each in options)), options
+    assert "model must be a folder or the hub's name of a model" in train()  # without a mistake it has no weights
+    windows = '{layer_types = ["sliding_attention", "full_attention"], sliding_window = 64}'
+    shorter = ("--model-settings.kwargs", windows, "--engine.embedded.context-length", "64")
+    assert "model must be a folder or the hub's name of a model" in train(*shorter)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "parallel", "message"),
+    [
+        (4, 1, {"tensor": 2}, r"tensor must divide the number of the model's heads of keys, 1, .* got 2: fsdp"),
+        (3, 3, {"tensor": 2}, r"tensor must divide the number of the model's heads, 3, .* got 2"),
+        (3, 1, {"sequence": 2}, r"sequence must be another number for this model, got 2: its 3 heads cannot"),
+        (4, 2, {"tensor": 2}, None),
+        (4, 1, {"sequence": 2}, None),  # the head of keys is repeated
+        (3, 1, {"fsdp": 2}, None),
+    ],
+)
+def test_heads_that_processes_cannot_share_are_refused_by_the_models_config(heads, key_heads, parallel, message):
+    config = Qwen3Config(num_attention_heads=heads, num_key_value_heads=key_heads)
+    with nullcontext() if message is None else pytest.raises(InvalidInputError, match=message):
+        check_heads(config, ParallelConfig(**parallel))
+
+
+def test_heads_of_keys_that_no_process_has_a_part_of_may_be_any_number() -> None:
+    """DeepSeek's attention has one latent for all of its heads."""
+    check_heads(DeepseekV3Config(num_attention_heads=4, num_key_value_heads=1), ParallelConfig(tensor=2))
 
 
 def _train(folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:

@@ -39,7 +39,7 @@ from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transfer import LocalReceivers
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.config import TransformersEngineConfig
-from unbroken.engines.transformers.forward import SlotForward, is_out_of_memory
+from unbroken.engines.transformers.forward import SlotForward, check_layers, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.weights import UpdateLoader, check_names
@@ -96,7 +96,7 @@ class TransformersEngine:
     ) -> None:
         config = config or TransformersEngineConfig()
         self.numerics = config.numerics
-        self.context_length = _context_length(model, config)
+        self.context_length = self.check_config(model.config, config)
         self._forward = SlotForward(
             model,
             context_length=self.context_length,
@@ -126,6 +126,17 @@ class TransformersEngine:
         self._refusing = False
         """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
         self._asleep = False
+
+    @staticmethod
+    def check_config(model_config: Any, config: TransformersEngineConfig) -> int:
+        """The context of an engine on a model of this config, known before the model is loaded.
+
+        Raises:
+            InvalidInputError: it is longer than the model's own, or layers cannot be cached exactly up to it.
+        """
+        length = _context_length(model_config, config)
+        check_layers(model_config, length)
+        return length
 
     async def record_outputs(self, file: Path | None = None) -> None:
         """Record what modules compute from now on; or write it to a file, and stop (`exactness.ModuleOutputs`)."""
@@ -389,8 +400,8 @@ class TransformersEngine:
         self._forward.free()
 
 
-def _context_length(model: Any, config: TransformersEngineConfig) -> int:
-    own_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _context_length(model_config: Any, config: TransformersEngineConfig) -> int:
+    own_length: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     length = config.context_length or own_length
     if length is None:
         raise InvalidInputError("the model's config has no max_position_embeddings: set context_length")

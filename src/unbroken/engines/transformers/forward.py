@@ -80,7 +80,8 @@ class SlotForward:
         records_routing: bool = False,
         numerics: Numerics = Numerics.FAST,
     ) -> None:
-        _check_attention(model.config, context_length)
+        check_layers(model.config, context_length)
+        _check_attention(model.config)
         self.model = model.eval()
         fix_rotary(model, context_length)
         choose_attention(model)
@@ -247,17 +248,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _check_attention(config: Any, context_length: int) -> None:
-    """Refuse models that need more than a causal mask over slots: other masks, windows, recurrent layers."""
+def check_layers(config: Any, context_length: int) -> None:
+    """Raise `InvalidInputError` for a model's config with more than a causal mask over slots: other masks, windows,
+    recurrent layers.
+    """
     text_config = config.get_text_config()
     if config.is_encoder_decoder:
         raise InvalidInputError("the model must be decoder-only, got an encoder-decoder")
-    implementation = config._attn_implementation
-    if implementation not in _MASKABLE_ATTENTION:
-        raise InvalidInputError(
-            f"the model's attn_implementation must be one of {_MASKABLE_ATTENTION}, which take a mask per row, got "
-            f"{implementation!r}: load it with attn_implementation='sdpa'"
-        )
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None) or (["sliding_attention"] if window else [])
     for kind in sorted(set(layer_types) - {"full_attention"}):
@@ -266,6 +263,15 @@ def _check_attention(config: Any, context_length: int) -> None:
                 f"the model has {kind} layers (sliding_window={window}), which this engine cannot cache exactly at "
                 f"context_length={context_length}: use a model with full attention, or a context within the window"
             )
+
+
+def _check_attention(config: Any) -> None:
+    implementation = config._attn_implementation
+    if implementation not in _MASKABLE_ATTENTION:
+        raise InvalidInputError(
+            f"the model's attn_implementation must be one of {_MASKABLE_ATTENTION}, which take a mask per row, got "
+            f"{implementation!r}: load it with attn_implementation='sdpa'"
+        )
 
 
 @torch.inference_mode()

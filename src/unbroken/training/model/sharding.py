@@ -31,6 +31,7 @@ from unbroken.errors import InvalidInputError, TrainingError
 from unbroken.training.config import ParallelConfig, TrainerConfig
 from unbroken.training.model.adapters import causal_lm
 from unbroken.training.model.backbone import has_tower
+from unbroken.training.model.sequence import find_bad_heads
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -69,6 +70,30 @@ def make_distributed_config(parallel: ParallelConfig, *, is_bfloat16: bool) -> D
         fsdp_mixed_precision=is_bfloat16,
         **newer,
     )
+
+
+def check_heads(config: Any, parallel: ParallelConfig) -> None:
+    """Raise `InvalidInputError` if processes cannot have as many heads each, by the config of a model that need not be
+    loaded yet.
+    """
+    text = config.get_text_config()
+    values = text.to_dict()
+    heads = values.get("num_attention_heads")
+    key_heads = values.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int):
+        return  # a model without attention, or whose layers differ
+    reason = find_bad_heads(heads, key_heads, parallel.sequence)
+    if reason is not None:
+        raise InvalidInputError(
+            f"trainer.parallel.sequence must be another number for this model, got {parallel.sequence}: {reason}"
+        )
+    splits_keys = any(name.endswith("k_proj") for name in text.base_model_tp_plan or ())
+    for name, number in {"heads": heads, "heads of keys": key_heads if splits_keys else 0}.items():
+        if number % parallel.tensor:
+            raise InvalidInputError(
+                f"trainer.parallel.tensor must divide the number of the model's {name}, {number}, because each process "
+                f"computes whole ones, got {parallel.tensor}: fsdp splits any model"
+            )
 
 
 def check_sharding(accelerator: Accelerator, model: Any, config: TrainerConfig) -> None:

@@ -168,6 +168,13 @@ class Objective(ABC, Generic[UnitT]):
     def check_config(self, config: TrainerConfig) -> None:
         """Raise `InvalidInputError` if a setting has a value that this objective would ignore."""
 
+    def try_functions(self, config: TrainerConfig, *, group_size: int, device: torch.device) -> None:
+        """Call functions that may be the user's on a few numbers, in groups of this size, with tensors on `device`.
+
+        Raises `InvalidInputError` if one fails, or returns what a step could not use.
+        """
+        return
+
     @abstractmethod
     def needs_reference(self, config: TrainerConfig) -> bool:
         """Whether rows are scored under a reference policy too."""

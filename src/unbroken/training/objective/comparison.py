@@ -81,7 +81,12 @@ def compute_advantages(
     values: list[GroupAdvantages]
     if isinstance(advantages, TurnAdvantages):
         _check_turns(compared)
-        values = [_compute_turns(group, advantages) for group in compared]
+        values = [
+            compute_turns(
+                [get_turn_rewards(*each) for each in zip(group.members, group.rewards, strict=True)], advantages
+            )
+            for group in compared
+        ]
     else:
         values = [_check(advantages(group.rewards), group.rewards).tolist() for group in compared]
     return ComparedGroups(groups=compared, advantages=values)
@@ -132,8 +137,8 @@ def _check_turns(groups: Sequence[ComparedGroup]) -> None:
         )
 
 
-def _compute_turns(group: ComparedGroup, advantages: TurnAdvantages) -> GroupAdvantages:
-    given = [get_turn_rewards(*each) for each in zip(group.members, group.rewards, strict=True)]
+def compute_turns(given: Sequence[TurnRewards], advantages: TurnAdvantages) -> GroupAdvantages:
+    """The advantages of the turns of a group's members; raises as `compute_advantages`."""
     returned = list(advantages.function(given))
     if len(returned) != len(given):
         raise InvalidInputError(
@@ -143,9 +148,12 @@ def _compute_turns(group: ComparedGroup, advantages: TurnAdvantages) -> GroupAdv
 
 
 def _check(returned: Any, given: NDArray[np.float64]) -> NDArray[np.float64]:
-    values = np.asarray(returned, dtype=np.float64)
+    try:
+        values = np.asarray(returned, dtype=np.float64)
+    except (TypeError, ValueError):  # text, or lists of several lengths
+        values = np.full(1 + len(given), np.nan)
     if values.shape != given.shape or not np.isfinite(values).all():
         raise InvalidInputError(
-            f"the advantage function must return {len(given)} finite numbers for rewards {given}, got {values}"
+            f"the advantage function must return {len(given)} finite numbers for rewards {given}, got {returned}"
         )
     return values

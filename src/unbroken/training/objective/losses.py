@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -59,20 +59,33 @@ class PolicyLoss:
     is_uniform: bool = False
     """Whether all tokens of a trajectory must have one advantage."""
 
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        return getattr(self.function, "__name__", str(self.function))
+
     def complete(self, given: ClipConfig) -> ClipConfig:
         """The clip with this loss's own values where none are given; `InvalidInputError` for one that it ignores."""
         values = {each.name: getattr(given, each.name) for each in fields(given)}
         for name, value in values.items():
             if value is not None and name not in self.uses:
                 raise InvalidInputError(
-                    f"TrainerConfig.clip.{name} must be left out with the loss {self.function.__name__}, which does "
+                    f"TrainerConfig.clip.{name} must be left out with the loss {self.name}, which does "
                     f"not use it, got {value!r}: it uses {', '.join(self.uses) or 'no clip'}"
                 )
         return replace(self.clip, **{name: value for name, value in values.items() if value is not None})
 
     def __call__(self, logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:
-        """The losses of a batch."""
-        return self.function(logprobs_N, batch, self.complete(clip))
+        """The losses of a batch; `InvalidInputError` for another shape, which torch would spread over all tokens."""
+        losses: Any = self.function(logprobs_N, batch, self.complete(clip))  # the function may be the user's
+        found = losses if isinstance(losses, tuple) and len(losses) == 2 else (losses,)
+        shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__ for each in found]
+        if shapes != [tuple(logprobs_N.shape)] * 2:
+            raise InvalidInputError(
+                f"the loss {self.name} must return TokenLosses(losses_N, clipped_N), one of each for every token: "
+                f"shapes {[tuple(logprobs_N.shape)] * 2} for {len(logprobs_N)} tokens, got {shapes}"
+            )
+        return TokenLosses(*found)
 
 
 def clipped(logprobs_N: torch.Tensor, batch: Batch, clip: ClipConfig) -> TokenLosses:

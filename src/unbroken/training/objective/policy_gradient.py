@@ -9,15 +9,17 @@ trajectory is subtracted from the reward, and the advantages follow from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
 
 from unbroken.counters import Counters
-from unbroken.errors import InvalidInputError
+from unbroken.errors import InvalidInputError, UnbrokenError
+from unbroken.rollout.failures import format_error, format_frames
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import OldLogprobs, TrainerConfig
 from unbroken.training.loss_config import (
@@ -29,7 +31,7 @@ from unbroken.training.loss_config import (
     TruncatedRows,
     ZeroVarianceRows,
 )
-from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate
+from unbroken.training.model.batch import Batch, ScoredRow, TrajectorySums, collate, idle_batch
 from unbroken.training.model.scores import Entropy, TokenScores
 from unbroken.training.objective.advantages import ADVANTAGES, Advantages, TurnAdvantages, grpo_advantages
 from unbroken.training.objective.base import (
@@ -46,6 +48,7 @@ from unbroken.training.objective.comparison import (
     ComparedGroup,
     Processes,
     compute_advantages,
+    compute_turns,
     get_min_group_size,
 )
 from unbroken.training.objective.losses import (
@@ -62,6 +65,7 @@ from unbroken.training.objective.losses import (
 from unbroken.training.objective.samples import RowPolicy, TrajectoryRows, build_trajectories, has_variance
 from unbroken.types import Logprobs, TrainingSample
 
+T = TypeVar("T")
 _SEQUENCE_KINDS = (CorrectionKind.SEQUENCE_TRUNCATE, CorrectionKind.SEQUENCE_MASK)
 
 
@@ -109,13 +113,37 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
         if isinstance(self.advantages, TurnAdvantages):
             if loss.is_uniform:
                 raise InvalidInputError(
-                    f"the loss {loss.function.__name__} needs one advantage for a whole trajectory, and got advantages "
+                    f"the loss {loss.name} needs one advantage for a whole trajectory, and got advantages "
                     "of turns: take gspo_token"
                 )
             if self.changes_units(config):
                 raise InvalidInputError(
                     "TrainerConfig.kl.place must be loss with advantages of turns, got reward: a trajectory's distance "
                     "is not split over its turns"
+                )
+
+    def try_functions(self, config: TrainerConfig, *, group_size: int, device: torch.device) -> None:
+        """Call advantages and loss on a few numbers, the loss without any too: what it gets of a pass without rows.
+
+        Raises:
+            InvalidInputError: one fails, or returns another shape than that of its rewards or tokens; or the loss does
+                not depend on the logprobs.
+        """
+        rewards = np.arange(group_size, dtype=np.float64) % 2
+        if isinstance(self.advantages, TurnAdvantages):
+            call: Callable[[], object] = partial(compute_turns, [rewards, rewards[:1]], self.advantages)
+        else:
+            group = ComparedGroup(name="", rewards=rewards)
+            call = partial(compute_advantages, lambda: [group], self.advantages)
+        _try("advantages", call)
+        loss = as_policy_loss(self.loss)
+        for num_tokens in (4, 0):
+            batch = _make_trial(num_tokens, config, device)
+            logprobs_N = batch.old_logprobs_N.clone().requires_grad_()
+            losses_N = _try(f"loss {loss.name}", partial(loss, logprobs_N, batch, config.clip)).losses_N
+            if not losses_N.requires_grad:
+                raise InvalidInputError(
+                    f"the loss {loss.name} must depend on the logprobs, and has no gradient of them"
                 )
 
     @property
@@ -338,6 +366,34 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             failed=config.failed,
             failed_reward=config.failed_reward,
         )
+
+
+def _try(name: str, call: Callable[[], T]) -> T:
+    """Call a function that may be the user's; raises `InvalidInputError` with the lines where it failed."""
+    try:
+        return call()
+    except UnbrokenError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"the {name} must take a few numbers as a step gives them, and failed with {format_error(error)}"
+            f"{format_frames(error)}"
+        ) from error
+
+
+def _make_trial(num_tokens: int, config: TrainerConfig, device: torch.device) -> Batch:
+    """Two rows of a trajectory each with so many tokens together, of alternating advantages."""
+    logprobs_N = torch.linspace(-1.0, -2.0, num_tokens, device=device)
+    return replace(
+        idle_batch(device),
+        rollout_logprobs_N=logprobs_N,
+        old_logprobs_N=logprobs_N,
+        advantages_N=torch.arange(num_tokens, device=device).remainder(2) * 2.0 - 1.0,
+        weights_N=torch.ones(num_tokens, device=device),
+        versions_N=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        num_row_tokens=(num_tokens // 4, num_tokens - num_tokens // 4),
+        reference_logprobs_N=logprobs_N if config.kl_weight > 0 else None,
+    )
 
 
 def _is_by_sequence(config: TrainerConfig) -> bool:
