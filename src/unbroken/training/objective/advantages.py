@@ -1,6 +1,6 @@
 """Advantages: how much better each trajectory of a group did than its siblings. Rewards [G] -> [G], float64.
 
-A group whose rewards are all equal (up to rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked
+A group whose rewards are all equal (up to float64's rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked
 example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
@@ -28,11 +28,12 @@ from unbroken.ledger.numbers import to_finite_float32
 
 Rewards: TypeAlias = Sequence[float | None] | NDArray[Any]
 """[G]; a missing reward (None) is an error."""
-EQUAL_WITHIN = 1e-6
-"""Rewards count as equal if they lie no further apart than this times the largest of their magnitudes.
+EQUAL_WITHIN = 2.0**-48
+"""Rewards count as equal if they lie no further apart than this times the largest of their magnitudes: 16 roundings of
+float64, in which they are compared as they are given.
 
-Otherwise the difference of 0.1 + 0.2 and 0.3, divided by the standard deviation, would give advantages of 1. A
-millionth also covers sums in float32.
+Otherwise the difference of 0.1 + 0.2 and 0.3, divided by the standard deviation, would give advantages of 1. A wider
+margin would hide rewards that differ: 1e9 and 1e9 + 0.25 were equal within a millionth.
 """
 AdvantageFn: TypeAlias = Callable[[Rewards], NDArray[np.float64]]
 """From a group's rewards to its advantages, both [G]."""
@@ -139,7 +140,7 @@ def check_rewards(rewards: Rewards) -> NDArray[np.float64]:
 
 
 def all_equal(values: NDArray[np.float64]) -> bool:
-    """Whether the rewards of a group differ by no more than rounding."""
+    """Whether the rewards of a group differ by no more than the rounding of float64."""
     return bool(values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max())
 
 

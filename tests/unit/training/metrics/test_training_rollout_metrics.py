@@ -71,6 +71,8 @@ def test_replaced_groups_count_in_all_numbers_but_those_of_the_groups_that_are_k
 
 def test_equal_rewards_do_not_vary_whatever_their_deviation_rounds_to():
     assert metrics_of([group(*[trajectory(0.1)] * 3)])["groups/num_zero_variance"] == 1
+    of_large = metrics_of([group(*map(trajectory, (1e9, 1e9 + 0.25)))])
+    assert (of_large["groups/num_zero_variance"], of_large["groups/reward_std_mean"]) == (0, 0.125)
 
 
 def test_rewards_are_those_of_trajectories_that_can_be_trained_on_and_lengths_those_of_all():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 from support.effort import num_cases
 from unbroken.errors import RewardError
 from unbroken.training.objective.advantages import (
+    ADVANTAGES,
+    EQUAL_WITHIN,
+    StepAdvantages,
     batch_scaled_grpo,
     dr_grpo_advantages,
     grpo_advantages,
@@ -96,7 +101,7 @@ def test_rewards_of_a_tenth_give_exact_zeros():
 
 @pytest.mark.parametrize(
     "rewards",
-    [[0.1 + 0.2, 0.3, 0.3], [1e30, 1e30 * (1 + 1e-15)], [-0.1 - 0.2, -0.3], [sum([np.float32(0.1)] * 3), 0.3]],
+    [[0.1 + 0.2, 0.3, 0.3], [1e30, 1e30 * (1 + 1e-15)], [-0.1 - 0.2, -0.3], [sum([0.1] * 10), 1.0]],
 )
 def test_rewards_that_differ_by_rounding_only_give_exact_zeros(rewards):
     assert len(set(rewards)) > 1
@@ -107,6 +112,19 @@ def test_rewards_that_differ_by_rounding_only_give_exact_zeros(rewards):
 def test_rewards_that_differ_by_more_than_rounding_are_told_apart_however_small_they_are():
     np.testing.assert_allclose(grpo_advantages([1.0, 1.00001]), [-1, 1])
     np.testing.assert_allclose(grpo_advantages([1e-30, 0.0]), [1, -1])
+    np.testing.assert_allclose(grpo_advantages([1.0, 1.0 + 1e-12]), [-1, 1])
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"turn_grpo", "turn_returns"}))
+def test_a_constant_that_all_rewards_share_hides_no_difference(name):
+    """Beside 1e9 the difference of a quarter is below float32's rounding, and far above that of float64."""
+    given: Any = ADVANTAGES[name]
+    rewards = [[0.0, 0.25, 0.0, 0.25], [0.25, 0.0, 0.0, 0.0]]
+    large = [[1e9 + each for each in group] for group in rewards]
+    function = given if isinstance(given, StepAdvantages) else StepAdvantages(lambda groups: [*map(given, groups)])
+    for found, expected in zip(function.function(large), function.function(rewards), strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_grpo_of_a_group_of_one_is_zero():
@@ -214,7 +232,7 @@ def test_for_any_groups_batch_scaled_grpo_is_a_loop_in_plain_python(groups):
     mean = sum(everything) / max(len(everything), 1)
     spread = (sum((reward - mean) ** 2 for reward in everything) / max(len(everything), 1)) ** 0.5
     for rewards, found in zip(groups, batch_scaled_grpo(groups), strict=True):
-        if max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards)):
+        if max(rewards) - min(rewards) <= EQUAL_WITHIN * max(map(abs, rewards)):
             assert not found.any()
             continue
         expected = [(reward - sum(rewards) / len(rewards)) / spread for reward in rewards]
