@@ -110,6 +110,18 @@ def test_at_equal_weights_the_mismatch_is_rounding_for_every_cut(cut, packing):
     assert metrics["mismatch/k3"] < 1e-10
 
 
+@pytest.mark.parametrize("shared_prefixes", [SharedPrefixes.ALWAYS, SharedPrefixes.NEVER])
+def test_a_step_says_the_entropy_of_what_was_kept_and_that_of_the_whole_vocabulary(shared_prefixes):
+    rows = rows_of(replace(PARAMS, top_k=5), prompt=range(5, 25))
+    config = {"shared_prefixes": shared_prefixes}
+    metrics = step_metrics(make_trainer(sharp_model(), **config).step(rows))
+    whole = [replace(row, kept_ids=None) for row in rows]
+    of_whole = step_metrics(make_trainer(sharp_model(), **config).step(whole))
+    assert metrics["train/entropy"] < metrics["train/full_entropy"] - 0.01
+    assert metrics["train/full_entropy"] == pytest.approx(of_whole["train/entropy"], rel=1e-5)
+    assert of_whole["train/full_entropy"] == of_whole["train/entropy"]
+
+
 def test_without_its_sets_the_same_rows_have_a_mismatch():
     """The tests above could fail: the whole softmax is far from what was sampled from."""
     rows = [replace(row, kept_ids=None) for row in rows_of(replace(PARAMS, top_k=5))]
@@ -226,6 +238,10 @@ def test_scores_and_gradients_of_both_heads_are_those_of_a_softmax_over_the_sets
     total, expected_total = found.logprobs_N.square().sum(), expected.logprobs_N.square().sum()
     if entropy is not Entropy.NONE:
         torch.testing.assert_close(found.entropies_N, expected.entropies_N)
+        torch.testing.assert_close(found.full_entropies_N, expected.full_entropies_N)
+        assert not found.full_entropies_N.requires_grad
+    else:
+        assert found.full_entropies_N is None
     if entropy is Entropy.RANKED:
         assert found.ranks_N.tolist() == expected.ranks_N.tolist()
     if entropy is Entropy.TRAINED:
@@ -236,12 +252,15 @@ def test_scores_and_gradients_of_both_heads_are_those_of_a_softmax_over_the_sets
 
 
 def plain_scores(logits_NV: torch.Tensor, targets_N: torch.Tensor, kept: KeptIds) -> TokenScores:
-    logprobs, entropies, ranks = [], [], []
+    logprobs, entropies, ranks, full = [], [], [], []
     for number, logits_V in enumerate(logits_NV):
         ids = kept.token_ids[kept.offsets[number] : kept.offsets[number + 1]].astype(np.int64)
         own = logits_V if not len(ids) else logits_V[torch.from_numpy(ids)]
         logprobs_K = own.log_softmax(0)
         logprobs.append(logits_V[targets_N[number]] - own.logsumexp(0))
         entropies.append(-(logprobs_K.exp() * logprobs_K).sum())
+        full.append(-(logits_V.softmax(0) * logits_V.log_softmax(0)).sum())
         ranks.append(1 + (own > logits_V[targets_N[number]]).sum())
-    return TokenScores(torch.stack(logprobs), torch.stack(entropies), torch.stack(ranks))
+    return TokenScores(
+        torch.stack(logprobs), torch.stack(entropies), torch.stack(ranks), full_entropies_N=torch.stack(full)
+    )

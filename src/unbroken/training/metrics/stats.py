@@ -41,7 +41,10 @@ class StepStats:
     corrected_fraction: float
     """Share of loss tokens that the correction truncated or masked."""
     entropy: float
-    """Of the policy at a loss token, in nats, before its update; mean over the step."""
+    """Of the policy at a loss token, in nats, before its update; mean over the step. Over the kept ids where the
+    sampler cut some (top-k, top-p, min-p)."""
+    full_entropy: float
+    """The same over the whole vocabulary, at the same temperature."""
     mean_ratio: float
     k3: float
     """Estimate of KL(old policy || policy) over the step's updates."""
@@ -142,6 +145,7 @@ def merge_stats(
         clip_fraction=loss.clip_fraction,
         corrected_fraction=loss.corrected_fraction,
         entropy=loss.entropy,
+        full_entropy=loss.full_entropy,
         mean_ratio=loss.mean_ratio,
         k3=loss.k3,
         reference_k3=loss.reference_k3 if has_reference else None,
@@ -190,6 +194,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/clip_fraction": stats.clip_fraction,
         "train/corrected_fraction": stats.corrected_fraction,
         "train/entropy": stats.entropy,
+        "train/full_entropy": stats.full_entropy,
         "train/mean_ratio": stats.mean_ratio,
         "train/k3": stats.k3,
         "train/reference_k3": stats.reference_k3,

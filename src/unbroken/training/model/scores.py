@@ -50,12 +50,16 @@ class TokenScores(NamedTuple):
     logprobs_N: torch.Tensor
     """float32, of the ids; [N, K] with that many `Targets`."""
     entropies_N: torch.Tensor | None
-    """float32, in nats, over the whole vocabulary at the temperature of the logprobs; None unless asked for."""
+    """float32, in nats, of the distribution of the logprobs; None unless asked for."""
     ranks_N: torch.Tensor | None = None
     """int64, 1 + the number of ids that are more likely; None unless asked for."""
     choices_2E: torch.Tensor | None = None
     """float32, of a mixture of experts: how often its layers chose each expert, and the sum of the probabilities that
     they gave it (`routing.count_choices`); None unless asked for.
+    """
+    full_entropies_N: torch.Tensor | None = None
+    """float32, without gradient: `entropies_N` over the whole vocabulary, where only `KeptTokens` are in the
+    distribution; None where they would be the same.
     """
 
     def pick(self, places_N: torch.Tensor) -> TokenScores:
@@ -197,11 +201,12 @@ def chunked_scores(
     scores = [
         checkpoint(_compute_chunk, h, t, k, *how, use_reentrant=False, preserve_rng_state=False) for h, t, k in pieces
     ]
-    logprobs, entropies, ranks = zip(*scores, strict=True)
+    logprobs, entropies, ranks, full = zip(*scores, strict=True)
     return TokenScores(
         torch.cat(logprobs),
         None if entropy is Entropy.NONE else torch.cat(entropies),
         torch.cat(ranks) if entropy is Entropy.RANKED else None,
+        full_entropies_N=None if entropy is Entropy.NONE or kept is None else torch.cat(full),
     )
 
 
@@ -228,25 +233,27 @@ def _compute_chunk(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     temperature: float,
     entropy: Entropy,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Logprobs, entropies and ranks. Entropies come last: without gradient, checkpointing stops before them when it
-    computes the chunk again.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Logprobs, entropies, ranks and full entropies. Entropies come last: without gradient, checkpointing stops before
+    them when it computes the chunk again.
     """
     logits_NV = to_float32(logits_of(hidden_ND)) / temperature
+    full_N = None if kept is None or entropy is Entropy.NONE else _full_entropy(logits_NV)  # before they are cut
     logprobs_NV = torch.log_softmax(logits_NV if kept is None else kept.cut_(logits_NV), dim=-1)
     logprobs_N = _pick(logprobs_NV, targets_N)
     match entropy:
         case Entropy.NONE:
-            return logprobs_N, None, None
+            return logprobs_N, None, None, full_N
         case Entropy.MEASURED | Entropy.RANKED:
             with torch.no_grad():
                 ranks_N = find_ranks(logprobs_NV, logprobs_N) if entropy is Entropy.RANKED else None
                 probabilities_NV = logprobs_NV.exp()  # the only new tensor of this size
-                return logprobs_N, torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1), ranks_N
+                entropies_N = torch.special.entr(probabilities_NV, out=probabilities_NV).sum(-1)
+                return logprobs_N, entropies_N, ranks_N, full_N
         case Entropy.TRAINED:
             # An id that is impossible (logprob -inf) adds nothing, and has no gradient.
             finite_NV = logprobs_NV.clamp(min=_IMPOSSIBLE)
-            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1), None
+            return logprobs_N, -(logprobs_NV.exp() * finite_NV).sum(-1), None, full_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,27 +287,29 @@ def rounded_scores(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
 ) -> TokenScores:
     """The logprob of each target and the entropy of its distribution, in float32, as `scores.chunked_scores`."""
-    logprobs_N, entropies_N, ranks_N = _RoundedScores.apply(hidden_ND, weight_VD, targets_N, head)  # type: ignore[no-untyped-call]
-    match head.entropy:
-        case Entropy.NONE:
-            return TokenScores(logprobs_N, None)
-        case Entropy.MEASURED:
-            return TokenScores(logprobs_N, entropies_N.detach())
-        case Entropy.RANKED:
-            return TokenScores(logprobs_N, entropies_N.detach(), ranks_N)
-        case Entropy.TRAINED:
-            return TokenScores(logprobs_N, entropies_N)
+    logprobs_N, entropies_N, ranks_N, full_N = _RoundedScores.apply(hidden_ND, weight_VD, targets_N, head)  # type: ignore[no-untyped-call]
+    if head.entropy is Entropy.NONE:
+        return TokenScores(logprobs_N, None)
+    return TokenScores(
+        logprobs_N,
+        entropies_N if head.entropy is Entropy.TRAINED else entropies_N.detach(),
+        ranks_N if head.entropy is Entropy.RANKED else None,
+        full_entropies_N=None if head.kept is None else full_N,
+    )
 
 
 class _RoundedScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, head: RoundedHead
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded_VD = weight_VD.to(head.dtype)
-        logprobs, entropies, ranks = [], [], []
+        logprobs, entropies, ranks, full = [], [], [], []
         for hidden, targets, kept in _chunks(head, hidden_ND, targets_N):
-            logprobs_NV = _scaled_logits(hidden, rounded_VD, head, kept)[1].log_softmax(-1)
+            logits_NV = _scaled_logits(hidden, rounded_VD, head)[1]
+            if kept is not None and head.entropy is not Entropy.NONE:
+                full.append(_full_entropy(logits_NV))
+            logprobs_NV = (logits_NV if kept is None else kept.cut_(logits_NV)).log_softmax(-1)
             logprobs.append(_pick(logprobs_NV, targets))
             if head.entropy is Entropy.RANKED:
                 ranks.append(find_ranks(logprobs_NV, logprobs[-1]))
@@ -310,8 +319,9 @@ class _RoundedScores(torch.autograd.Function):
         entropies_N = torch.cat(entropies) if entropies else hidden_ND.new_zeros(0)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
         ranks_N = torch.cat(ranks) if ranks else targets_N.new_zeros(0)
-        ctx.mark_non_differentiable(ranks_N)
-        return torch.cat(logprobs), entropies_N, ranks_N
+        full_N = torch.cat(full) if full else hidden_ND.new_zeros(0)
+        ctx.mark_non_differentiable(ranks_N, full_N)
+        return torch.cat(logprobs), entropies_N, ranks_N, full_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -324,7 +334,8 @@ class _RoundedScores(torch.autograd.Function):
         for hidden, targets, of_logprobs, of_entropies, kept in _chunks(
             head, hidden_ND, targets_N, of_logprobs_N, of_entropies_N
         ):
-            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head, kept)
+            raw_NV, logits_NV = _scaled_logits(hidden, rounded_VD, head)
+            logits_NV = logits_NV if kept is None else kept.cut_(logits_NV)
             gradient_NV = _gradient_of_logits(logits_NV, targets, of_logprobs, of_entropies if is_trained else None)
             gradient_NV = head.scaling.pull_back(gradient_NV.div_(head.temperature), raw_NV).to(head.dtype)
             if ctx.needs_input_grad[0]:
@@ -347,15 +358,20 @@ def _chunks(head: RoundedHead, *tensors: torch.Tensor) -> Any:
 
 
 def _scaled_logits(
-    hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead, kept: KeptTokens | None
+    hidden: torch.Tensor, rounded_VD: torch.Tensor, head: RoundedHead
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, which a cap needs again in the backward pass, and the logits over the temperature, those that were
-    not kept cut. Without a cap they may be one tensor.
+    """The product, which a cap needs again in the backward pass, and the logits over the temperature. Without a cap
+    they may be one tensor.
     """
     raw_NV = _multiply(hidden.to(head.dtype), rounded_VD.T)
     logits_NV = head.scaling.apply(raw_NV)
-    logits_NV = logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
-    return raw_NV, logits_NV if kept is None else kept.cut_(logits_NV)
+    return raw_NV, logits_NV if head.temperature == 1.0 else logits_NV / head.temperature
+
+
+@torch.no_grad()
+def _full_entropy(logits_NV: torch.Tensor) -> torch.Tensor:
+    """[N] the entropy over the whole vocabulary."""
+    return _entropy(logits_NV.log_softmax(-1))
 
 
 def _entropy(logprobs_NV: torch.Tensor) -> torch.Tensor:

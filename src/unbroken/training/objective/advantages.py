@@ -1,7 +1,7 @@
 """Advantages: how much better each trajectory of a group did than its siblings. Rewards [G] -> [G], float64.
 
-A group whose rewards are all equal (up to float64's rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros. Worked
-example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
+A group whose rewards are all equal (up to float64's rounding: `EQUAL_WITHIN`) teaches nothing and gets exact zeros.
+Worked example, rewards [1, 0, 0, 1] (mean 1/2, standard deviation 1/2):
 
     grpo                    [ 1,   -1,   -1,    1  ]
     grpo, normalize=False   [ 1/2, -1/2, -1/2,  1/2]

@@ -44,6 +44,7 @@ class LossStats(Sums):
     num_corrected: int = 0
     """Tokens that the correction truncated or masked."""
     entropy_sum: float = 0.0
+    full_entropy_sum: float = 0.0
     ratio_sum: float = 0.0
     k3_sum: float = 0.0
     reference_k3_sum: float = 0.0
@@ -53,22 +54,24 @@ class LossStats(Sums):
     @staticmethod
     @torch.no_grad()
     def measure(
-        logprobs_N: torch.Tensor,
+        scores: TokenScores,
         old_logprobs_N: torch.Tensor,
         *,
-        entropies_N: torch.Tensor | None,
         penalty_N: torch.Tensor | None,
         loss: float = 0.0,
         num_clipped: int = 0,
         num_corrected: int = 0,
     ) -> LossStats:
         """The sums of one forward pass; `penalty_N` is the k3 of the reference, if there is one."""
-        log_ratio_N = (logprobs_N - old_logprobs_N).double()
+        log_ratio_N = (scores.logprobs_N - old_logprobs_N).double()
+        entropies_N, full_N = scores.entropies_N, scores.full_entropies_N
+        entropy_sum = 0.0 if entropies_N is None else float(entropies_N.double().sum())
         return LossStats(
             num_tokens=len(log_ratio_N),
             num_clipped=num_clipped,
             num_corrected=num_corrected,
-            entropy_sum=0.0 if entropies_N is None else float(entropies_N.double().sum()),
+            entropy_sum=entropy_sum,
+            full_entropy_sum=entropy_sum if full_N is None else float(full_N.double().sum()),
             ratio_sum=float(log_ratio_N.exp().sum()),
             k3_sum=float((torch.expm1(log_ratio_N) - log_ratio_N).sum()),
             reference_k3_sum=0.0 if penalty_N is None else float(penalty_N.double().sum()),
@@ -87,8 +90,13 @@ class LossStats(Sums):
 
     @property
     def entropy(self) -> float:
-        """Mean entropy of the policy, in nats."""
+        """Mean entropy of the policy, in nats; over the kept ids where the sampler cut some."""
         return self.entropy_sum / self.num_tokens
+
+    @property
+    def full_entropy(self) -> float:
+        """Mean entropy of the policy over the whole vocabulary, in nats."""
+        return self.full_entropy_sum / self.num_tokens
 
     @property
     def mean_ratio(self) -> float:

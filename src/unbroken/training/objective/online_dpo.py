@@ -98,12 +98,12 @@ class OnlineDpo(Objective[PreferencePair]):
 
     def batch_loss(self, scores: TokenScores, batch: Batch, config: TrainerConfig) -> BatchLoss:
         """The sum of -weight * advantage * logprob; only its gradient has a meaning, so the statistics omit it."""
-        logprobs_N, entropies_N = scores[:2]
+        logprobs_N = scores.logprobs_N
         loss = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
         penalty_N = None
         if batch.reference_logprobs_N is not None:
             penalty_N = k3(logprobs_N.detach(), batch.reference_logprobs_N)
-        stats = LossStats.measure(logprobs_N, batch.old_logprobs_N, entropies_N=entropies_N, penalty_N=penalty_N)
+        stats = LossStats.measure(scores, batch.old_logprobs_N, penalty_N=penalty_N)
         return BatchLoss(loss, stats)
 
 

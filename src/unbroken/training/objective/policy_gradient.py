@@ -309,9 +309,8 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
             terms_N = terms_N - config.entropy_weight * entropies_N
         loss = (batch.weights_N * terms_N).sum()
         stats = LossStats.measure(
-            logprobs_N,
+            scores,
             batch.old_logprobs_N,
-            entropies_N=entropies_N,
             penalty_N=k3_N,
             loss=float(loss.detach()),
             num_clipped=int(clipped_N.sum()),
