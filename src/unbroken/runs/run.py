@@ -6,6 +6,7 @@ processes ── model ── engines ── samplers ── trainer ── outp
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -59,6 +60,9 @@ from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.model.sharding import check_heads
 from unbroken.training.publication import Snapshots
 from unbroken.training.trainer import Trainer
+from unbroken.types import Numerics
+
+_logger = logging.getLogger(__name__)
 
 
 async def run(
@@ -153,7 +157,7 @@ async def open_run(
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
     )
-    _warn_about_memory(config, model, accelerator)
+    _warn(config, model, accelerator)
     async with AsyncExitStack() as stack:
         processes: SamplerProcesses | None = None
         if config.rollouts.has_samplers:
@@ -211,8 +215,17 @@ def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> Train
     return replace(engine.adapt(config.training), max_policy_k3=max_k3)
 
 
-def _warn_about_memory(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
-    if accelerator.device.type == "cuda" and accelerator.is_main_process:
+def _warn(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
+    """Warn, in the first process, of memory that will not do, and of a proof that is none."""
+    if not accelerator.is_main_process:
+        return
+    if config.trainer.numerics is Numerics.EXACT and config.loop.max_staleness > 0:
+        _logger.warning(
+            "trainer.numerics exact compares ids that were sampled with the weights that the step begins with; with "
+            "loop.max_staleness %d most are of older ones, of which nothing is proven (mismatch/proven_share)",
+            config.loop.max_staleness,
+        )
+    if accelerator.device.type == "cuda":
         total = torch.cuda.mem_get_info(accelerator.device)[1]
         warn_about_memory(model, config, device_bytes=total, num_processes=accelerator.num_processes)
 

@@ -159,6 +159,7 @@ class Trainer:
             policy_version=self.policy_version,
             has_reference=self.backend.has_reference,
             replays_routing=self.backend.replays_routing,
+            is_exact=self._config.numerics is Numerics.EXACT,
             seconds=seconds,
         )
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from support.architectures import tiny_model
 from support.letters_recipe import Config
@@ -87,7 +89,9 @@ def test_a_model_that_cannot_be_exact_is_named_with_the_reason(tmp_path, capsys)
     ],
     ids=["embedded", "started, ahead", "lora and top-k"],
 )
-def test_every_step_of_a_run_has_no_difference_at_all(model, tmp_path, options):
+def test_every_step_of_a_run_has_no_difference_at_all_where_it_has_the_weights_that_sampled(
+    model, tmp_path, options, caplog
+):
     output = tmp_path / "run"
     arguments = [str(RECIPE), f"--model={model}", f"--output={output}", "--loop.num-steps=4"]
     assert main(["train", *arguments, "--trainer.numerics=exact", *options]) == 0
@@ -95,8 +99,24 @@ def test_every_step_of_a_run_has_no_difference_at_all(model, tmp_path, options):
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines:
         assert line["mismatch/k3_lag_0"] in (0.0, None)
+        if line["staleness/max"] is not None:  # else nothing was trained
+            assert (line["mismatch/proven_share"] == 1.0) == (line["staleness/max"] == 0)
     assert lines[0]["mismatch/equal_share"] == 1.0
     assert lines[0]["mismatch/max_abs"] == 0.0
+    assert lines[0]["mismatch/proven_share"] == 1.0
+    assert ("of older ones, of which nothing is proven" in caplog.text) == any("staleness" in each for each in options)
+
+
+def test_a_run_that_ends_and_goes_on_has_the_bits_of_one_that_does_not(model, tmp_path):
+    """Its engine has another prefix cache and other batches, which change no bit with exact numerics."""
+    for name, numbers in (("whole", (3,)), ("cut", (1, 3))):
+        for number in numbers:
+            arguments = [str(RECIPE), f"--model={model}", f"--output={tmp_path / name}", f"--loop.num-steps={number}"]
+            assert main(["train", *arguments, "--trainer.numerics=exact"]) == 0
+    whole, cut = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "cut"))
+    before = load_file(model / "model.safetensors")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert any(not torch.equal(whole[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize(

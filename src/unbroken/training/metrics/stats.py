@@ -62,6 +62,9 @@ class StepStats:
     """Trainer against sampler on the first minibatch, before its update; the others see weights that have changed."""
     k3_by_lag: dict[str, float | None]
     """`mismatch.k3` of the tokens of each lag in `LAGS`: rounding at lag 0, older weights beyond."""
+    proven_share: float | None
+    """Share of the first minibatch's tokens that were compared to the bit, which those of older weights are not; None
+    without `Numerics.EXACT`."""
     routing: RoutingStats | None
     """Recorded experts that were replayed on the first minibatch; None if none were to be (`routing_replay`)."""
     staleness_mean: float
@@ -118,6 +121,7 @@ def merge_stats(
     has_reference: bool,
     seconds: float,
     replays_routing: bool = False,
+    is_exact: bool = False,
 ) -> StepStats:
     """Add up the statistics of all processes, of which at least one had rows; the step made `policy_version`."""
     everywhere = [update for process in processes for update in process.updates]
@@ -155,6 +159,7 @@ def merge_stats(
         router_loss=updates[-1].router_loss,
         mismatch=mismatch(logprobs, rollout_logprobs),
         k3_by_lag=k3_by_lag(logprobs, rollout_logprobs, policy_version - 1 - versions),
+        proven_share=float(np.mean(versions == policy_version - 1)) if is_exact else None,
         routing=reduce(add, (update.routing for update in first)) if replays_routing else None,
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
@@ -204,6 +209,7 @@ def step_metrics(stats: StepStats) -> Metrics:
         "train/router_loss": stats.router_loss,
         **mismatch_metrics(stats.mismatch),
         **{f"mismatch/k3_lag_{lag}": k3 for lag, k3 in stats.k3_by_lag.items()},
+        "mismatch/proven_share": stats.proven_share,
         "mismatch/routing_differs": None if stats.routing is None else stats.routing.different_share,
         "mismatch/routing_live_share": None if stats.routing is None else stats.routing.live_share,
         "staleness/mean": stats.staleness_mean,

@@ -3,9 +3,9 @@
 
 const CHARTS = [
   ['Rewards', [['reward/mean', 'reward'], ['reward/kept_mean', 'reward of kept groups'], ['groups/reward_std_mean', 'deviation within a group'], ['groups/num_zero_variance', 'groups without variance']]],
-  ['Sampler against trainer', [['mismatch/kl', 'mismatch KL (k3), nats'], ['mismatch/max_abs', 'largest difference of logprobs, nats'], ['mismatch/share_off_20pct', 'share of ratios outside 0.8 to 1.2'], ['staleness/mean', 'staleness, versions'], ['staleness/max', 'largest staleness, versions']]],
+  ['Sampler against trainer', [['mismatch/kl', 'mismatch KL (k3), nats'], ['mismatch/max_abs', 'largest difference of logprobs, nats'], ['mismatch/proven_share', 'compared to the bit (numerics exact), share'], ['mismatch/share_off_20pct', 'share of ratios outside 0.8 to 1.2'], ['staleness/mean', 'staleness, versions'], ['staleness/max', 'largest staleness, versions']]],
   ['Rollouts', [['rollout/completion_tokens_mean', 'sampled ids of a rollout'], ['rollout/completion_tokens_max', 'sampled ids, the longest'], ['rollout/turns_mean', 'turns'], ['counters/truncations', 'truncated turns'], ['counters/forks', 'forks'], ['counters/parse_failures', 'calls that did not parse'], ['counters/tool_errors', 'calls that failed']]],
-  ['Training', [['train/loss', 'loss'], ['train/entropy', 'entropy, nats'], ['train/grad_norm', 'gradient norm'], ['train/clip_fraction', 'clipped'], ['train/corrected_fraction', 'corrected'], ['train/learning_rate', 'learning rate']]],
+  ['Training', [['train/loss', 'loss'], ['train/entropy', 'entropy, nats'], ['train/full_entropy', 'entropy of the whole vocabulary, nats'], ['train/grad_norm', 'gradient norm'], ['train/clip_fraction', 'clipped'], ['train/corrected_fraction', 'corrected'], ['train/learning_rate', 'learning rate']]],
   ['Time', [['tokens_per_s/generation', 'sampled ids per second'], ['tokens_per_s/training', 'trained ids per second'], ['seconds/step', 'seconds of a step'], ['seconds/collect', 'seconds of sampling'], ['seconds/train', 'seconds of training'], ['seconds/publish', 'seconds of publishing'], ['idle/trainer', 'trainer idle, share'], ['idle/sampler', 'sampler idle, share']]],
 ];
 
