@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from support.browser import Browser, open_browser
+from support.failures import FailuresAtOnce
 from support.forks import preload
 from support.installed import require_vllm
 from support.postgres import location as location
@@ -41,7 +42,7 @@ _SPREAD_SINGLY = ("tests/property/test_rendering_corpus_properties.py", "tests/r
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # imports leave no garbage, and collecting it took a twelfth of their time
     if not hasattr(config, "workerinput"):  # only the process that has the terminal
-        config.pluginmanager.register(_FailuresAtOnce(config))
+        config.pluginmanager.register(FailuresAtOnce(config))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
@@ -92,27 +93,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm"):
         require_vllm()
         preload("support.vllm_processes")
-
-
-class _FailuresAtOnce:
-    """Prints each failure when it happens; the end of the run has the names only."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.failed:
-            return
-        terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
-        terminal.write_line("")
-        terminal.write_sep("_", f"{report.nodeid} ({report.when})", red=True)
-        terminal.write_line(report.longreprtext)
-        for name, text in report.sections:
-            terminal.write_sep("-", name)
-            terminal.write_line(text)
-
-    def pytest_sessionfinish(self) -> None:
-        self._config.option.tbstyle = "no"
 
 
 @pytest.fixture
