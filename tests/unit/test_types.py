@@ -14,15 +14,21 @@ from unbroken.types import (
     NO_VERSION,
     EncodedImage,
     FinishReason,
+    SampleChunk,
     SampledSequence,
     SampleRequest,
     SampleResult,
     SamplingParams,
+    StructuredOutput,
     TrainingSample,
     VersionSpan,
+    check_reproducible,
     encode_image_settings,
+    read_experts,
     token_ids,
+    write_experts,
 )
+from unbroken.types.sampling import MAX_STRUCTURE
 
 
 def sequence(ids=(5, 6, 2), logprobs=(-0.1, -0.2, -0.3), spans=((0, 3, 0),), **changes):
@@ -95,6 +101,8 @@ def test_what_cannot_change_is_not_copied():
         ({"spans": ()}, "cover 0 of 3"),
         ({"ids": (), "logprobs": (), "spans": ()}, "completion_ids is empty"),
         ({"temperature": 0.0}, "temperature"),
+        ({"queue_s": -0.1}, "queue_s must be finite and >= 0, or None, got -0.1"),
+        ({"queue_s": math.inf}, "queue_s must be finite and >= 0, or None, got inf"),
         ({"finish_reason": "stop"}, "must be a FinishReason"),
     ],
 )
@@ -122,11 +130,82 @@ def test_an_aborted_sequence_may_be_empty():
         ({"advantages": [0, 0, 1, 0.5]}, "zero outside the loss mask: broken at position 2"),
         ({"advantages": [0, 0, 0, np.nan]}, "advantages are finite: broken at position 3"),
         ({"sampled_mask": [False, True]}, r"sampled_mask has shape \(2,\) for 4 token_ids"),
+        (
+            {"routed_experts": np.zeros((5, 1, 1), np.uint8)},
+            "routed_experts has 5 entries for 4 token_ids",
+        ),
+        ({"images": (image_span(offset=3, length=2),)}, r"images\[0\] must .* within the 4 token_ids"),
+        ({"images": (image_span(offset=1, length=2),)}, r"images\[0\] must not cover sampled ids"),
     ],
 )
 def test_i2_a_row_whose_facts_disagree_cannot_be_built(changes, message):
     with pytest.raises(InvariantError, match=message):
         row(**changes)
+
+
+def test_guards_of_rows_and_sequences_are_quiet_at_their_bounds():
+    experts = np.zeros((4, 1, 1), dtype=np.uint8)
+    whole = row(routed_experts=experts, images=(image_span(offset=0, length=2),))
+    assert whole.routed_experts is not None
+    assert whole.routed_experts.shape == (4, 1, 1)
+    assert (sequence(queue_s=0.0).queue_s, sequence().queue_s) == (0.0, None)
+
+
+def chunk(*ids: int, num_logprobs: int | None = None, **changes: Any) -> SampleChunk:
+    logprobs = [-0.5] * (len(ids) if num_logprobs is None else num_logprobs)
+    return SampleChunk(**{"index": 0, "completion_ids": list(ids), "rollout_logprobs": logprobs} | changes)
+
+
+def test_chunks_join_to_a_sequence_if_each_is_whole_and_the_last_one_ends_it():
+    ending = {"finish_reason": FinishReason.STOP, "version_spans": (VersionSpan(start=0, stop=3, policy_version=1),)}
+    joined = SampleChunk.join([chunk(5, 6), chunk(2, **ending)], temperature=0.5)
+    assert (joined.completion_ids.tolist(), joined.temperature) == ([5, 6, 2], 0.5)
+    assert joined.finish_reason is FinishReason.STOP
+    with pytest.raises(InvariantError, match="the last chunk of a completion must have a finish reason"):
+        SampleChunk.join([chunk(5, 6)], temperature=1.0)
+    with pytest.raises(InvariantError, match="rollout_logprobs has 1 entries for 2 completion_ids of a chunk"):
+        chunk(5, 6, num_logprobs=1)
+
+
+def test_experts_are_read_as_they_were_written():
+    experts = np.array([[[1, 2]], [[3, 0]]], dtype=np.uint8)
+    read = read_experts(write_experts(experts))
+    assert read is not None
+    assert read.tolist() == experts.tolist()
+    assert read_experts(None) is write_experts(None) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": ""}, "structured_output.regex must be a non-empty string, got ''"),
+        ({}, "exactly one of regex, json_schema and structural_tag, got none"),
+        (
+            {"regex": "a" * (MAX_STRUCTURE + 1)},
+            f"at most {MAX_STRUCTURE} characters, got {MAX_STRUCTURE + 1}",
+        ),
+        ({"json_schema": "[" * 200 + "]" * 200}, "structured_output.json_schema must be nested in at most 128 levels"),
+        ({"regex": "a" * MAX_STRUCTURE}, None),
+        ({"regex": "[ab]{2}" * 200}, None),  # brackets of a regex are no levels
+        ({"json_schema": "[" + ",".join(["[]"] * 200) + "]"}, None),
+    ],
+)
+def test_structures_are_refused_for_their_size_and_depth_and_for_nothing_else(fields, message):
+    if message is None:
+        assert StructuredOutput(**fields)
+        return
+    with pytest.raises(SamplingError, match=message):
+        StructuredOutput(**fields)
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("repetition_penalty", 1.1), ("top_p", 0.5)])
+def test_parameters_that_change_the_distribution_are_refused_where_nobody_says_the_kept_ids(name, value):
+    params = SamplingParams(**{name: value})
+    check_reproducible(SamplingParams(temperature=0.7, max_tokens=9, seed=3), whose="the trainer's")
+    with pytest.raises(SamplingError, match=rf"^sampling.{name} must be .*, got {value}: the trainer's logprobs would"):
+        check_reproducible(params, whose="the trainer's")
+    if params.truncates:
+        check_reproducible(params, whose="the trainer's", has_kept_ids=True)
 
 
 def test_i2_a_row_may_leave_sampled_ids_out_of_the_loss():

@@ -90,6 +90,15 @@ def test_a_row_keeps_the_images_of_its_path():
     assert export_samples(tree, 1.0)[0].images == (image,)
 
 
+def test_each_sampled_node_has_an_advantage_of_its_own_or_the_missing_ones_are_named():
+    numbers = [number for number, node in enumerate(worked_example().nodes) if node.origin is Origin.SAMPLED]
+    first, second = export_samples(worked_example(), dict(zip(numbers, (0.5, -0.25, 2.0), strict=True)))
+    assert first.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.25, -0.25]
+    assert second.advantages.tolist() == [0, 0, 0, 0, 2.0]
+    with pytest.raises(InvalidInputError, match=rf"a number for each sampled node, but has none for \[{numbers[1]}\]"):
+        export_samples(worked_example(), {numbers[0]: 1.0, numbers[2]: 1.0})
+
+
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf, float(np.float64(1e300))])
 def test_an_advantage_that_is_not_finite_in_float32_is_refused(advantage):
     with pytest.raises(InvalidInputError, match="advantage must be"):
