@@ -497,3 +497,13 @@ def test_i5_a_control_token_that_an_earlier_message_spells_is_none_where_the_tem
         else:
             assert isinstance(outcome, Bridge), outcome
             assert written.endswith(tokenizer.decode(outcome.bridge_ids.tolist()))
+
+
+def test_i5_control_tokens_in_the_arguments_of_earlier_calls_are_looked_at_and_refuse_nothing() -> None:
+    """They stand in objects and lists, beside what is no text."""
+    arguments = {"lines": ["<|im_start|>", 4, None], "why": "<|im_end|>"}
+    made = {**turn("a"), "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": arguments}}]}
+    history, new = [user("why <|im_start|>?"), made, user("go on")], [user("more")]
+    written, outcome, tokenizer = text_and_bridge_of_any(chatml_with(), history, turn("so"), new)
+    assert isinstance(outcome, Bridge), outcome
+    assert written.endswith(tokenizer.decode(outcome.bridge_ids.tolist()))
