@@ -17,7 +17,7 @@ from support.postgres import run_postgres
 from support.sessions import make_commit, make_session, to_plain
 from unbroken.errors import InvalidInputError, StoreError
 from unbroken.ledger.records import SessionStatus
-from unbroken.ledger.store import open_store, open_store_reader
+from unbroken.ledger.store import open_store, open_store_reader, sqlite
 
 WRITER = """
 import os, signal, sys
@@ -197,3 +197,25 @@ def fill(folder: Path) -> None:
     store.create(make_session("s"))
     store.commit([make_commit("s", 0)])
     store.close()
+
+
+@pytest.mark.parametrize("num_changes", [3, 1000])
+def test_a_store_that_changes_while_it_is_read_is_read_once_it_stops_or_is_an_error(tmp_path, monkeypatch, num_changes):
+    """As a copy that is still being made does."""
+    store = open_store(str(tmp_path))
+    store.create(make_session("s"))
+    store.commit([make_commit("s", 0)])
+    store.close()
+    reader, sign, seen = open_store_reader(str(tmp_path)), sqlite._sign, []
+
+    def sign_anew(path: Path) -> tuple[int, int]:
+        seen.append(path)
+        return min(len(seen), num_changes), sign(path)[1]
+
+    monkeypatch.setattr(sqlite, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(sqlite, "_sign", sign_anew)
+    if num_changes == 3:
+        assert reader.load("s") is not None
+    else:
+        with pytest.raises(StoreError, match=r"sessions.sqlite3 cannot be read: it is written while it is read"):
+            reader.load("s")

@@ -13,7 +13,7 @@ import pytest
 from support.killed_store import kill_and_check
 from support.sessions import make_commit, make_session
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.ledger.store import open_store
+from unbroken.ledger.store import open_store, sqlite
 from unbroken.ledger.store.tables import MIGRATIONS
 
 
@@ -67,6 +67,13 @@ def test_a_store_of_the_first_version_is_opened_and_its_turns_have_none_of_the_l
     assert [(turn.sequence.kept_ids, turn.policy, turn.sampling) for turn in loaded.turns] == [(None, None, None)]
     store.close()
     assert read_version(tmp_path) == len(MIGRATIONS)
+
+
+def test_an_older_sqlite_is_refused_and_this_one_is_not(tmp_path, monkeypatch):
+    fill(tmp_path)
+    monkeypatch.setattr(sqlite, "_OLDEST_SQLITE", (99, 1, 0))
+    with pytest.raises(StoreError, match=r"sessions need SQLite 99\.1\.0 or later, and Python has "):
+        open_store(str(tmp_path))
 
 
 def test_an_empty_file_is_a_new_database_and_another_file_is_refused(tmp_path):
