@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,7 @@ class WorkerOptions:
     """What `Workers` needs of a gateway's options, and what the workers do by the order of their starts."""
 
     folder: Path
-    """Each worker writes a file with its number, which has its process id."""
+    """Each worker writes a file with its number, which has its process id, and another one when it may serve."""
     waits: tuple[int, ...] = ()
     """Workers that never serve."""
     fails: tuple[int, ...] = ()
@@ -29,7 +30,7 @@ class WorkerOptions:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
-def work(options: WorkerOptions, shared: Any, ready: Connection) -> None:
+def work(options: WorkerOptions, shared: Any, ready: Connection, gate: Connection) -> None:
     """Serve, wait or fail."""
     number = _take_number(options.folder)
     if number in options.fails:
@@ -37,6 +38,9 @@ def work(options: WorkerOptions, shared: Any, ready: Connection) -> None:
     if number not in options.waits:
         ready.send(f"serving at worker {number} (ready)")
         ready.close()
+        with suppress(EOFError):
+            gate.recv()
+        (options.folder / f"{number} serves").touch()
     time.sleep(600)
 
 

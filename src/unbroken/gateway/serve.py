@@ -67,9 +67,7 @@ def serve_gateway(options: GatewayOptions) -> int:
             f"--workers {options.workers} needs a postgresql:// URL as --store, which several processes can share"
         )
     options = with_control_key(options, options.gateway, options.store)
-    listener = listen(options.host, options.port)
-    listener.listen()
-    return asyncio.run(Workers(options, listener).run())
+    return asyncio.run(Workers(options, listen(options.host, options.port)).run())
 
 
 class Workers:
@@ -78,7 +76,9 @@ class Workers:
         agents ──► one port ──► worker 0 ── 127.0.0.1:P0        a session's first request makes a worker its owner;
                            └──► worker 1 ── 127.0.0.1:P1        what reaches another one is passed on to that address
 
-    The first worker's mistakes are those of the command; the others start when it serves.
+    The first worker's mistakes are those of the command; the others start when it is ready. The port is opened when all
+    are: if one served before, and was killed, its clients would connect and wait until another has started (37 s, on a
+    machine with much else to do).
     """
 
     def __init__(self, options: GatewayOptions, listener: socket.socket) -> None:
@@ -88,6 +88,9 @@ class Workers:
         self._number = options.workers
         self._listener = listener
         self._processes: list[SpawnProcess] = []
+        self._num_ready = 0
+        self._gate, self._closed = _SPAWN.Pipe(duplex=False)
+        """What each worker waits for when it is ready; and what keeps it waiting until it is closed."""
 
     async def run(self) -> int:
         """Serve until a signal, or until a worker fails at the start. Returns the exit status."""
@@ -102,34 +105,53 @@ class Workers:
             await self._end()
 
     async def _serve(self) -> int:
-        first, line = await self._start()
-        if not line:
-            return _report_end(first)
-        for process, its_line in await asyncio.gather(*(self._start() for _ in range(1, self._number))):
-            if not its_line:
-                return _report_end(process)
-        print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
-        await asyncio.gather(*map(self._keep, list(self._processes)))
-        raise AssertionError
+        status = 0
+        try:
+            first, line = await self._start()
+            async with asyncio.TaskGroup() as keepers:
+                keepers.create_task(self._keep(first, line))
+                for _ in range(1, self._number):
+                    keepers.create_task(self._keep(None, line))
+        except* _StartError as error:
+            failed = error.exceptions[0]
+            assert isinstance(failed, _StartError)
+            status = failed.status
+        return status
+
+    async def _keep(self, process: SpawnProcess | None, line: str) -> None:
+        """Start a worker, unless one is ready, and again when it ends, again and again. `line` says that one serves."""
+        while True:
+            if process is None:
+                process, _ = await self._start()
+            self._num_ready += 1
+            if self._num_ready == self._number and not self._closed.closed:
+                self._listener.listen()  # whoever reads the line below may connect at once
+                self._closed.close()
+                print(line.removesuffix(")") + f"; {self._number} workers)", flush=True)
+            await _wait_until_readable(process.sentinel)
+            self._num_ready -= 1
+            await self._restart(process)
+            process = None
 
     async def _start(self) -> tuple[SpawnProcess, str]:
-        """Start a worker, and another one if a signal ends it before it serves, as for want of memory.
+        """Start a worker, and another one if a signal ends it before it is ready, as for want of memory.
 
-        Also returns the line that says that it serves, nothing if it ended by itself before.
+        Also returns the line that says that it serves.
+
+        Raises:
+            _StartError: it ended by itself, and not all have been ready yet.
         """
         while True:
             process, line = await self._start_once()
-            if line or (process.exitcode or 0) >= 0:
+            if line:
                 return process, line
-            _log.warning(
-                "worker %s ended with status %s while it started: starting another", process.pid, process.exitcode
-            )
-            self._processes.remove(process)
-            await asyncio.sleep(_RESTART_S)
+            if (process.exitcode or 0) >= 0 and not self._closed.closed:
+                raise _StartError(process)
+            await self._restart(process, " while it started")
 
     async def _start_once(self) -> tuple[SpawnProcess, str]:
         receiving, sending = _SPAWN.Pipe(duplex=False)
-        process = _SPAWN.Process(target=_work, args=(self._options, self._listener, sending))
+        process = _SPAWN.Process(target=_work, args=(self._options, self._listener, sending, self._gate))
         process.start()
         self._processes.append(process)
         sending.close()
@@ -142,15 +164,12 @@ class Workers:
                 process.join()
                 return process, ""
 
-    async def _keep(self, process: SpawnProcess) -> None:
-        """Start a worker again when it ends, again and again."""
-        while True:
-            await _wait_until_readable(process.sentinel)
-            process.join()
-            self._processes.remove(process)
-            _log.warning("worker %s ended with status %s: starting another", process.pid, process.exitcode)
-            await asyncio.sleep(_RESTART_S)
-            process, _ = await self._start()
+    async def _restart(self, process: SpawnProcess, when: str = "") -> None:
+        """Say that a worker has ended, and wait before another one is started."""
+        process.join()
+        self._processes.remove(process)
+        _log.warning("worker %s ended with status %s%s: starting another", process.pid, process.exitcode, when)
+        await asyncio.sleep(_RESTART_S)
 
     async def _end(self) -> None:
         """End all workers, and kill those that take longer than they may."""
@@ -164,10 +183,13 @@ class Workers:
             process.join()
 
 
-def _report_end(process: SpawnProcess) -> int:
-    """Say that a worker ended before it served; returns the gateway's exit status."""
-    _log.error("worker %s ended with status %s before it served: the gateway ends", process.pid, process.exitcode)
-    return process.exitcode or 1
+class _StartError(Exception):
+    """A worker ended by itself before it was ready; says so."""
+
+    def __init__(self, process: SpawnProcess) -> None:
+        super().__init__()
+        _log.error("worker %s ended with status %s before it served: the gateway ends", process.pid, process.exitcode)
+        self.status = process.exitcode or 1
 
 
 async def _wait_until_readable(descriptor: int) -> None:
@@ -179,14 +201,19 @@ async def _wait_until_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _work(options: GatewayOptions, shared: socket.socket, ready: Connection) -> None:
-    """Serve as one of several workers; `ready` gets the line that says that it does."""
+def _work(options: GatewayOptions, shared: socket.socket, ready: Connection, gate: Connection) -> None:
+    """Serve as one of several workers, once the other end of `gate` is closed; `ready` gets the line that says that it
+    can.
+    """
     own = listen("127.0.0.1", 0)
+    own.listen()
     options = replace(options, gateway=replace(options.gateway, advertise=format_url(*own.getsockname()[:2])))
 
     def report(line: str) -> None:
         ready.send(line)
         ready.close()
+        with gate, suppress(EOFError):
+            gate.recv()
 
     try:
         sys.exit(_serve_here(options, listeners=[shared, own], report=report))

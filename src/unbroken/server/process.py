@@ -126,7 +126,8 @@ async def run_server(
     """Start an engine, check it if asked for, and serve it until SIGINT or SIGTERM. Returns the exit status.
 
     `model` has the image processor, `tokenizer` the template. Their mistakes, and a port in use, are errors before the
-    engine starts. `listeners` are served instead of the options' host and port; `report` gets the line that says so.
+    engine starts. `listeners` are served instead of the options' host and port, and opened by the caller; `report` gets
+    the line that says so.
     """
     parent = os.getppid()
     facts = load_tokenizer_facts(tokenizer)
@@ -134,7 +135,8 @@ async def run_server(
     image_limits = make_image_limits(options.config.limits)
     processor, no_images_because = _load_image_processor(model, image_limits)
     make_renderer = _keep_default(make_renderer_factory(options, facts, processor, image_limits))
-    with _listening(options, listeners) as listeners:
+    given = listeners
+    with _listening(options, given) as listeners:
         engine = await start_engine(codec, processor, image_limits)
         try:
             await _report_check(check, engine, make_renderer({}))
@@ -147,8 +149,8 @@ async def run_server(
                 image_limits=image_limits,
                 no_images_because=no_images_because,
             )
-            for listener in listeners:
-                listener.listen()  # whoever reads the line below may connect at once
+            if not given:
+                listeners[0].listen()  # whoever reads the line below may connect at once
             report(
                 f"unbroken serves {options.config.model_name} at {format_url(*listeners[0].getsockname()[:2])} "
                 f"({type(engine).__name__}, {engine.context_length} ids of context{note})"

@@ -24,12 +24,20 @@ async def running(monkeypatch: pytest.MonkeyPatch, options: WorkerOptions) -> As
     monkeypatch.setattr(serve, "_RESTART_S", 0.01)
     with listen("127.0.0.1", 0) as listener:
         made: Any = options
-        task = asyncio.create_task(serve.Workers(made, listener).run())
+        task = asyncio.create_task(serve.Workers(made, listener).run(), name=str(listener.getsockname()[1]))
         try:
             yield task
         finally:
             task.cancel()
             await asyncio.wait([task])
+
+
+def port_of(task: asyncio.Task[int]) -> int:
+    return int(task.get_name())
+
+
+def num_serving(folder: Path) -> int:
+    return len(list(folder.glob("* serves")))
 
 
 def read_pid(folder: Path, number: int) -> int:
@@ -62,3 +70,29 @@ async def test_a_worker_that_ends_by_itself_while_it_starts_ends_the_gateway_wit
     async with running(monkeypatch, WorkerOptions(folder=tmp_path, fails=(1,))) as task:
         assert await asyncio.wait_for(task, 60) == 3
     assert "ended with status 3 before it served: the gateway ends" in caplog.text
+
+
+async def test_no_client_waits_for_a_worker_that_starts_after_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can connect before all workers are ready: with one that serves alone, a kill would leave none for long."""
+    async with running(monkeypatch, WorkerOptions(folder=tmp_path, waits=(1,))) as task:
+        await wait_until(lambda: read_pid(tmp_path, 2))
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port_of(task))
+        os.kill(read_pid(tmp_path, 0), signal.SIGKILL)
+        await wait_until(lambda: read_pid(tmp_path, 3))
+        assert num_serving(tmp_path) == 0
+        os.kill(read_pid(tmp_path, 1), signal.SIGKILL)
+        await wait_until(lambda: num_serving(tmp_path) == 3)
+        _, writer = await asyncio.open_connection("127.0.0.1", port_of(task))
+        writer.close()
+
+
+async def test_a_worker_that_takes_the_place_of_a_killed_one_serves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(monkeypatch, WorkerOptions(folder=tmp_path)):
+        await wait_until(lambda: num_serving(tmp_path) == 3)
+        os.kill(read_pid(tmp_path, 1), signal.SIGKILL)
+        await wait_until(lambda: (tmp_path / "3 serves").exists())
