@@ -18,16 +18,19 @@ from typing import Any
 
 from unbroken.gateway.state import RecordedTurn
 from unbroken.ledger.forest import BrokenReply
+from unbroken.messages import Message
 from unbroken.rendering.base import Renderer
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.idempotency import refuse_reused_key
 from unbroken.server.questions import InsistingService, TurnService
 from unbroken.server.turns import RetryHint
-from unbroken.server.wire.reply import WholeReply
+from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult
 
 Record = Callable[[int, SampledSequence], Awaitable[WholeReply]]
 """Reads and records completion number k; returns when it is on disk."""
+KeepStreamed = Callable[[str, str], Awaitable[None]]
+"""Stores more of what is streamed of the first completion, its content and its reasoning."""
 
 
 class PendingTurn:
@@ -42,10 +45,11 @@ class PendingTurn:
         answer_id: str,
         record: Record,
         on_start: Callable[[], None],
-        read_streamed: Callable[[Sequence[int]], BrokenReply],
+        history: bytes,
+        keep_streamed: KeepStreamed,
         counts: bool,
     ) -> None:
-        """`on_start` is called when the work begins; `read_streamed` reads the first ids of a completion.
+        """`on_start` is called when the work begins; `history` is that of `BrokenReply`.
 
         `counts` keeps `num_unrecorded` also for whole answers.
         """
@@ -58,7 +62,11 @@ class PendingTurn:
         self._service = service
         self._record = record
         self._on_start = on_start
-        self._read_streamed = read_streamed
+        self._keep_streamed = keep_streamed
+        self._keeping = asyncio.Lock()
+        self._history = history
+        self._content = self._reasoning = ""
+        """What is kept of the first completion; a reader has no more."""
         self._counts = counts
         self._is_recording = False
         self._num_sampled: Counter[int] = Counter()
@@ -78,10 +86,29 @@ class PendingTurn:
         left_out = self._service.num_left_out if isinstance(self._service, InsistingService) else 0
         return self._num_sampled.total() + left_out
 
-    def read_streamed(self) -> BrokenReply:
-        """What was handed out of the first completion."""
-        ids = [one for chunk in self._chunks if chunk.index == 0 for one in chunk.completion_ids.tolist()]
-        return self._read_streamed(ids)
+    @property
+    def streamed(self) -> BrokenReply | None:
+        """What readers had of the first completion; None if that is nothing."""
+        if not (self._content or self._reasoning):
+            return None
+        message: Message = {"role": "assistant", "content": self._content, "reasoning_content": self._reasoning}
+        return BrokenReply(history=self._history, message=message)
+
+    async def keep_streamed(self, index: int, reply: ReplyReader) -> None:
+        """Return when what a reader has of a completion is stored. Of several, agents send back the first.
+
+        Raises:
+            StoreError: it was not.
+        """
+        if index > 0:
+            return
+        async with self._keeping:  # another reader may have had more of it
+            content, reasoning = reply.content, reply.reasoning
+            more = content[len(self._content) :], reasoning[len(self._reasoning) :]
+            if any(more):
+                await self._keep_streamed(*more)
+                self._content += more[0]
+                self._reasoning += more[1]
 
     async def sample(self) -> SampleResult:
         """Sample the whole reply."""
@@ -308,3 +335,6 @@ class RecordedAnswer:
         """Yield the reply as it is sampled."""
         for index, sequence in enumerate(self.sequences):
             yield SampleChunk.from_sequence(index, sequence)
+
+    async def keep_streamed(self, index: int, reply: ReplyReader) -> None:
+        """All of it is on disk."""

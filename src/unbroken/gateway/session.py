@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import Field
 
-from unbroken.counters import Counters, Event
+from unbroken.counters import Event
 from unbroken.errors import StoreError, TemplateError
 from unbroken.gateway.attempts import Attempt, Attempts, PendingTurn, RecordedAnswer
 from unbroken.gateway.config import OnDisconnect
 from unbroken.gateway.state import Answered, SessionState, make_settings
-from unbroken.ledger.forest import BrokenReply, Match, TurnSettings
+from unbroken.ledger.forest import Match, TurnSettings, digest_history
 from unbroken.ledger.matching import Tolerance
-from unbroken.ledger.records import SessionRecord, SessionStatus, TurnCommit
+from unbroken.ledger.records import SessionRecord, SessionStatus, StreamRecord, TurnCommit
 from unbroken.ledger.store.writer import SessionWriter
 from unbroken.messages import Message, check_conversation
 from unbroken.rendering.base import Renderer
@@ -31,7 +31,7 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.images import RequestPrompt
 from unbroken.server.questions import PlainTurn, continue_prompt
 from unbroken.server.texts import check_conversation as check_length
-from unbroken.server.turns import OpenTurn, Question, open_reply
+from unbroken.server.turns import OpenTurn, Question
 from unbroken.server.wire.reply import WholeReply
 from unbroken.types import SampledSequence, SampleRequest
 
@@ -138,7 +138,9 @@ class Session:
         """How many turns each accepted question may still record: they count before they are sampled, and their ids."""
         self._storing: set[asyncio.Task[None]] = set()
         """Counts of aborted ids that are being written."""
-        self._broken: list[PendingTurn | BrokenReply] = []
+        self._dropped_streams: list[str] = []
+        """Answers of which the store has pieces that nobody needs any more."""
+        self._forget_streams()
         """Of the last streams that broke: agents send back what they had of them."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
@@ -272,13 +274,27 @@ class Session:
         def end(is_delivered: bool) -> None:
             leave(is_delivered)
             if attempt.pending is not None and not (is_delivered and len(attempt.numbers) == attempt.n):
-                self._broken = [*self._broken[1 - _MAX_BROKEN :], attempt.pending]
+                self._remember_stream(attempt.pending)
             if attempt.pending not in self._pending:  # it was never sampled, or has ended
                 self._unrecorded.pop(attempt, None)
             elif attempt.num_requests == 0 and self.settings.on_disconnect is OnDisconnect.ABORT:
                 attempt.pending.abort()
 
         return end
+
+    def _remember_stream(self, pending: PendingTurn) -> None:
+        """Know what a reader had of a turn, if it comes back."""
+        if (streamed := pending.streamed) is not None:
+            self.state.broken.pop(pending.answer_id, None)
+            self.state.broken[pending.answer_id] = streamed
+            self._forget_streams()
+
+    def _forget_streams(self) -> None:
+        """Forget all broken streams but the last few."""
+        while len(self.state.broken) > _MAX_BROKEN:
+            answer_id = next(iter(self.state.broken))
+            del self.state.broken[answer_id]
+            self._dropped_streams.append(answer_id)
 
     def _apply_settings(self, question: Question) -> Question:
         """The question with the session's sampling parameters instead of the agent's, and its id for affinity."""
@@ -305,11 +321,7 @@ class Session:
         check_conversation(messages, num_checked=len(known.messages))
         renderer = context.get_renderer(question.template_options, question.image_settings)
         settings = make_settings(self.state.learn_tools(question.tools), _list_options(question))
-        self._broken = [
-            one.read_streamed() if isinstance(one, PendingTurn) and one.is_over else one for one in self._broken
-        ]
-        broken = [one.read_streamed() if isinstance(one, PendingTurn) else one for one in self._broken]
-        match = forest.match(messages, settings, known=known, broken=broken)
+        match = forest.match(messages, settings, known=known, broken=tuple(self.state.broken.values()))
         try:
             prompt = self._build_prompt(renderer, match, question)
         except TemplateError:
@@ -358,11 +370,11 @@ class Session:
             attempt.numbers.append(await asyncio.shield(written))
             return reply
 
-        def read_streamed(ids: Sequence[int]) -> BrokenReply:
-            reply = open_reply(turn, question, context.codec, Counters())
-            reply.feed(ids)
-            message: Message = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
-            return BrokenReply(history=placed.match.history, message=message)
+        history = digest_history(placed.match.history)
+
+        async def keep_streamed(content: str, reasoning: str) -> None:
+            message = {"content": content, "reasoning_content": reasoning}
+            await self._keep_piece(turn.answer_id, history, message)
 
         return PendingTurn(
             turn.service,
@@ -371,19 +383,33 @@ class Session:
             answer_id=turn.answer_id,
             record=record,
             on_start=lambda: self._follow(attempt),
-            read_streamed=read_streamed,
+            history=history,
+            keep_streamed=keep_streamed,
             counts=self.settings.limits.tokens is not None,
         )
+
+    async def _keep_piece(self, answer_id: str, history: bytes, message: dict[str, str]) -> None:
+        """Store what is about to be streamed."""
+        piece = StreamRecord(answer_id=answer_id, piece=self.state.num_pieces, history=history, message=message)
+        self.state.num_pieces += 1
+        await self._commit(TurnCommit(session_id=self.record.session_id, streamed=(piece,)))
+
+    async def _commit(self, commit: TurnCommit) -> None:
+        """Write a commit, which also drops the streams that nobody needs."""
+        dropped, self._dropped_streams = self._dropped_streams, []
+        try:
+            await self._writer.commit(replace(commit, dropped_streams=(*commit.dropped_streams, *dropped)))
+        except StoreError:
+            self.is_stale = True
+            raise
 
     async def _write(self, answered: Answered, attempt: Attempt) -> int:
         """Write a turn and apply it; returns its number."""
         async with self._recording:  # also when the session is being finished: its end waits for its turns
             planned = self.state.plan(self.record.session_id, answered, created_s=time.time())
-            try:
-                await self._writer.commit(planned.commit)
-            except StoreError:
-                self.is_stale = True
-                raise
+            is_streamed = attempt.pending is not None and attempt.pending.streamed is not None
+            ended = (answered.answer_id,) if is_streamed and answered.choice == 0 else ()
+            await self._commit(replace(planned.commit, dropped_streams=ended))
             self.state.apply(planned)
             if attempt in self._unrecorded:
                 self._unrecorded[attempt] -= 1
@@ -405,6 +431,8 @@ class Session:
                 self._engine_s = engine_s
             self._unrecorded.pop(attempt, None)
             self._attempts.end(attempt)
+            if 0 in pending.replies and pending.streamed is not None:  # a piece may have been written after the turn
+                self._dropped_streams.append(pending.answer_id)
             if pending.num_unrecorded and self.settings.limits.tokens is not None:
                 self.state.counters.add(_ABORTED_IDS, pending.num_unrecorded)
                 storing = asyncio.create_task(self._store_aborted(pending.num_unrecorded))

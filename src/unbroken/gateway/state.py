@@ -9,17 +9,25 @@ A record names images by their hash: each is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import orjson
 
 from unbroken.counters import Counters, Event
-from unbroken.ledger.forest import Forest, Match, TurnSettings
+from unbroken.ledger.forest import BrokenReply, Forest, Match, TurnSettings
 from unbroken.ledger.matching import digest_json
 from unbroken.ledger.nodes import ForkReason, Position
-from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, StoredSession, TurnCommit, TurnRecord
+from unbroken.ledger.records import (
+    GivenRecord,
+    ImageRecord,
+    MessageRecord,
+    StoredSession,
+    StreamRecord,
+    TurnCommit,
+    TurnRecord,
+)
 from unbroken.ledger.tree import TokenTree
 from unbroken.messages import IMAGE_TYPES, Message, ToolSchema, get_image_source
 from unbroken.rendering.base import ParsedResponse, Refusal, RefusalReason, ToolCallStatus
@@ -92,6 +100,10 @@ class SessionState:
         """The end of given ids by where they are attached: siblings share their prompt."""
         self.images: set[str] = set()
         """SHA-256 of all its images."""
+        self.broken: dict[str, BrokenReply] = {}
+        """What was streamed of replies that are not recorded, by the id of the answer, the newest last."""
+        self.num_pieces = 0
+        """One more than the number of the last piece of a stream."""
 
     def learn_tools(self, tools: Sequence[ToolSchema]) -> str:
         """Learn the tools of a request, before its messages are matched; returns their key."""
@@ -181,6 +193,8 @@ class SessionState:
             state._add_turn(one, given, None, None, parse=parse)
         for name, number in stored.counters.items():
             state.counters.add(name, number)
+        state.broken = join_pieces(stored.streamed)
+        state.num_pieces = max((piece.piece for piece in stored.streamed), default=-1) + 1
         return state
 
     def _find_new_messages(self, match: Match) -> tuple[Sequence[Message], int | None]:
@@ -279,6 +293,18 @@ class SessionState:
                 ),
             )
         )
+
+
+def join_pieces(pieces: Iterable[StreamRecord]) -> dict[str, BrokenReply]:
+    """What was streamed, by the id of the answer; the one that ended last is the last."""
+    found: dict[str, BrokenReply] = {}
+    for piece in pieces:
+        before = found.pop(piece.answer_id, None)
+        begun: Any = {} if before is None else before.message
+        text = {name: begun.get(name, "") + more for name, more in piece.message.items()}
+        message: Any = {"role": "assistant", **text}
+        found[piece.answer_id] = BrokenReply(history=piece.history, message=message)
+    return found
 
 
 def make_settings(tools_key: str, options: Mapping[str, Any]) -> TurnSettings:

@@ -16,6 +16,7 @@ Nodes are messages; the ids of all conversations are in one `TokenTree`, which h
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -98,8 +99,8 @@ class Match:
 class BrokenReply:
     """What was streamed of a reply that is not recorded: it failed, or is still sampled and nobody reads it."""
 
-    history: tuple[bytes, ...]
-    """`Match.history` of its request."""
+    history: bytes
+    """`digest_history` of the `Match.history` of its request."""
     message: Message
     """Its text and reasoning so far."""
 
@@ -388,8 +389,16 @@ def _list_keys(forms: Sequence[MessageForm]) -> tuple[bytes, ...]:
 
 def _list_broken(history: Sequence[MessageForm], broken: Sequence[BrokenReply]) -> list[MessageForm]:
     """The broken replies to these messages."""
-    keys = _list_keys(history) if broken else ()
-    return [one.form for one in broken if one.history == keys]
+    digest = digest_history(_list_keys(history)) if broken else b""
+    return [one.form for one in broken if one.history == digest]
+
+
+def digest_history(keys: Sequence[bytes]) -> bytes:
+    """SHA-256 of the keys of messages, 32 bytes, which does not depend on the process."""
+    digest = hashlib.sha256()
+    for key in keys:
+        digest.update(len(key).to_bytes(4, "little") + key)
+    return digest.digest()
 
 
 def _compare(form: MessageForm, node: MessageNode) -> frozenset[Tolerance] | None:

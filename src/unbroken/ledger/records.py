@@ -193,6 +193,22 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRecord:
+    """The next piece of a reply that is streamed, stored before it is sent: its agent may send it back.
+
+    A turn needs none once it is recorded; a reply that never became one is known by its pieces.
+    """
+
+    answer_id: str
+    piece: int
+    """Unique in the session, and rising."""
+    history: bytes
+    """Which messages it answers: `digest_history` of their keys."""
+    message: Mapping[str, str]
+    """`content` and `reasoning_content` that follow those of the piece before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCommit:
     """What one request adds to a session: all of it is stored, or nothing."""
 
@@ -207,6 +223,14 @@ class TurnCommit:
     """Several for n > 1."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """What it adds to the session's counters (`Counters.as_dict`)."""
+    streamed: tuple[StreamRecord, ...] = ()
+    dropped_streams: tuple[str, ...] = ()
+    """Answers whose streamed pieces nobody needs any more."""
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it must outlive the machine; what is only streamed must outlive this process."""
+        return bool(self.messages or self.turns or self.counters)
 
     @property
     def image_sha256s(self) -> tuple[str, ...]:
@@ -229,6 +253,8 @@ class StoredSession:
     """By key."""
     counters: Mapping[str, int]
     """The sums of all commits."""
+    streamed: tuple[StreamRecord, ...] = ()
+    """In the order of their numbers."""
 
 
 def _iterate_images(content: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from unbroken.server.images import RequestPrompt
 from unbroken.server.texts import check_conversation
 from unbroken.server.turns import OpenTurn, Question, get_session_id, read_retry_hint
 from unbroken.server.wire.conversation import ConversationBuilder, ToolChoice, get_name
-from unbroken.server.wire.reply import WholeReply
+from unbroken.server.wire.reply import ReplyReader, WholeReply
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest, SampleResult, StructuredOutput
 
 
@@ -137,6 +137,9 @@ class PlainTurn:
         async with aclosing(self.service.stream([self.request])) as chunks:
             async for _, chunk in chunks:
                 yield chunk
+
+    async def keep_streamed(self, index: int, reply: ReplyReader) -> None:
+        """Nothing is recorded."""
 
 
 class PlainTurns:

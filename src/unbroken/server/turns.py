@@ -124,6 +124,10 @@ class OpenTurn(Protocol):
         """
         ...
 
+    async def keep_streamed(self, index: int, reply: ReplyReader) -> None:
+        """Keep what is about to be sent of a completion that is not recorded yet: its agent may send it back."""
+        ...
+
 
 class TurnOpener(Protocol):
     """Opens the turns of all dialects."""
@@ -150,8 +154,8 @@ class EventFormatter(Protocol):
     """Formats the events of one streamed completion."""
 
     @property
-    def has_calls(self) -> bool:
-        """Whether the events so far have a whole call."""
+    def reply(self) -> ReplyReader:
+        """Reads the completion; it has what the events so far are made of."""
         ...
 
     def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
@@ -165,7 +169,8 @@ async def stream_events(
     """Yield the events of a turn as it is sampled; `formatters` has one for each of its completions.
 
     An agent acts on a call as soon as it has it, so that of a turn that is recorded a call leaves when it is on disk:
-    whatever is killed afterwards, the turn that acted is there.
+    whatever is killed afterwards, the turn that acted is there. Text leaves when it is kept: what an agent has of a
+    stream that broke is the policy's, also after this process was killed.
     """
     held: dict[int, list[dict[str, Any]]] = {}
     async with aclosing(turn.stream()) as chunks:
@@ -175,9 +180,12 @@ async def stream_events(
             try:
                 events.extend(formatter.format_events(chunk))
             finally:  # also those before an error
-                if turn.is_recorded and formatter.has_calls and chunk.finish_reason is None:
+                is_open = turn.is_recorded and chunk.finish_reason is None
+                if is_open and formatter.reply.calls:
                     held[chunk.index] = events
                 elif events:
+                    if is_open:
+                        await turn.keep_streamed(chunk.index, formatter.reply)
                     yield events
 
 

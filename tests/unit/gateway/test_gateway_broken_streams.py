@@ -58,7 +58,8 @@ class WatchedStore:
 
     def commit(self, commits: Sequence[TurnCommit]) -> None:
         self._store.commit(commits)
-        self._tell("commit")
+        if any(commit.turns for commit in commits):
+            self._tell("commit")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -154,7 +155,7 @@ async def test_what_an_agent_had_of_a_broken_stream_is_ours(tmp_path: Path, brea
         assert "I l" in begun["content"]
         assert "tool_calls" not in begun
         session = await gateway.app.state.sessions.get_live(created["session_id"])
-        await wait_until(lambda: session._broken)
+        await wait_until(lambda: session.state.broken)
         if asks == "with what it had":
             body["messages"] = [USER, begun]
         else:  # its retry may come later than the end of the first turn
@@ -177,23 +178,77 @@ async def test_what_an_agent_had_of_a_broken_stream_is_ours(tmp_path: Path, brea
     assert len(rows) == (2 if breaks.endswith("finished") else 1)
 
 
-async def test_what_a_killed_gateway_lost_is_given_text_once(tmp_path: Path) -> None:
-    """Nothing of the first reply is on disk: what the agent had of it is a given message before the second one."""
+@pytest.mark.parametrize("asks", ["with what it had", "as before"])
+async def test_what_was_streamed_before_a_gateway_was_killed_is_ours(location: str, asks: str) -> None:
+    """The second gateway has nothing but the store, as the killed one left it."""
     engine = SlowEngine(replies(*TEXTS), vocab_size=5000, context_length=4096, allow_forks=True)
     body: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "stream": True}
-    async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
+    async with running_gateway(engine, location) as gateway, listening(gateway.app) as url:
         created = await gateway.create(on_disconnect="abort")
-        key = created["api_key"]
-        begun = await read_until(url, key, body, 4)
-    async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
+        begun = await read_until(url, created["api_key"], body, 4)
+        session = await gateway.app.state.sessions.get_live(created["session_id"])
+        await wait_until(lambda: session.num_in_flight == 0)
+    async with running_gateway(engine, location) as gateway, listening(gateway.app) as url:
         assert (await gateway.look(created))["num_turns"] == 0
-        retried = await read_until(url, key, {**body, "messages": [USER, begun]}, None)
+        asked = [USER, begun] if asks == "with what it had" else [USER]
+        retried = await read_until(url, created["api_key"], {**body, "messages": asked}, None)
+        assert retried["content"].startswith("I try again.")
+    async with running_gateway(engine, location) as gateway, listening(gateway.app) as url:
         joined = {name: begun[name] + retried[name] for name in ("content", "reasoning_content")}
         history = [USER, {**retried, **joined}, result(retried)]
-        assert (await read_until(url, key, {**body, "messages": history}, None))["content"] == "It is 17."
+        answer = await read_until(url, created["api_key"], {**body, "messages": history}, None)
+        assert answer["content"] == "It is 17."
         found = await gateway.look(created)
         (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
     assert (found["num_turns"], found["forks"]) == (2, [])
-    assert found["counters"]["bridges/derived"] == 1
+    assert found["counters"]["tolerances/dropped_text"] == (2 if asks == "with what it had" else 1)
     trained = [one for one, used in zip(row["token_ids"], row["loss_mask"], strict=True) if used]
     assert trained == encode(TEXTS[1]) + encode(TEXTS[2])
+
+
+async def test_text_of_a_stream_is_kept_before_it_is_sent_and_dropped_once_its_turn_is_recorded(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Store(WatchedStore):
+        def commit(self, commits: Sequence[TurnCommit]) -> None:
+            super().commit(commits)
+            kept.extend(piece.message["content"] for commit in commits for piece in commit.streamed)
+
+    kept: list[str] = []
+    sent: list[tuple[str, str]] = []
+    store = Store(open_store(str(tmp_path)), told.append)
+    engine = SlowEngine(replies("It is 17, I think.<|im_end|>"), vocab_size=5000, context_length=4096)
+
+    def tell(part: str) -> None:
+        for line in part.splitlines():
+            event = orjson.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+            choices = event.get("choices", ())
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            if text and choices[0].get("finish_reason") is None:
+                sent.append((text, "".join(kept)))
+
+    async with running_gateway(engine, store) as gateway:
+        created = await gateway.create()
+        await post(gateway.app, CHAT, ASKED[CHAT], created["api_key"], tell)
+        stored = gateway.app.state.sessions._store.load(created["session_id"])
+    texts = [text for text, _ in sent]
+    assert len(texts) > 3
+    for number, (_, before) in enumerate(sent, start=1):
+        assert before.startswith("".join(texts[:number]))
+    assert (len(stored.turns), stored.streamed) == (1, ())
+
+
+async def test_only_the_last_broken_streams_of_a_session_are_kept(tmp_path: Path) -> None:
+    engine = SlowEngine(replies(*TEXTS), vocab_size=5000, context_length=4096, allow_forks=True)
+    body: dict[str, Any] = {"tools": TOOLS, "stream": True}
+    store = open_store(str(tmp_path))
+    async with running_gateway(engine, store) as gateway, listening(gateway.app) as url:
+        created = await gateway.create(on_disconnect="abort")
+        session = await gateway.app.state.sessions.get_live(created["session_id"])
+        for number in range(8):
+            question = {"role": "user", "content": f"{number}"}
+            await read_until(url, created["api_key"], {**body, "messages": [question]}, 1)
+            await wait_until(lambda: session.num_in_flight == 0)
+        stored = store.load(created["session_id"])
+    assert stored is not None
+    assert 4 <= len({piece.answer_id for piece in stored.streamed}) <= 5

@@ -7,6 +7,7 @@ moment that matters, while one agent makes one conversation, and a gateway is st
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,14 @@ class Moments:
     copies: Path
     num_answers: int = 0
     taken: list[tuple[Path, int, str]] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while the folder is copied or changed: streamed text is written while the engine samples."""
 
     def take(self, name: str) -> None:
-        copy = self.copies / str(len(self.taken))
-        shutil.copytree(self.folder, copy)
-        self.taken.append((copy, self.num_answers, name))
+        with self.lock:
+            copy = self.copies / str(len(self.taken))
+            shutil.copytree(self.folder, copy)
+            self.taken.append((copy, self.num_answers, name))
 
 
 class WatchedEngine(ScriptedEngine):
@@ -61,16 +65,17 @@ class WatchedEngine(ScriptedEngine):
 
 
 class WatchedStore:
-    """A store that tells before and after each commit."""
+    """A store of which moments are taken before and after each commit."""
 
-    def __init__(self, store: SessionStore, tell: Callable[[str], None]) -> None:
+    def __init__(self, store: SessionStore, moments: Moments) -> None:
         self._store = store
-        self._tell = tell
+        self._moments = moments
 
     def commit(self, commits: Sequence[TurnCommit]) -> None:
-        self._tell("before the commit")
-        self._store.commit(commits)
-        self._tell("after the commit, before the answer")
+        with self._moments.lock:
+            self._moments.take("before the commit")
+            self._store.commit(commits)
+            self._moments.take("after the commit, before the answer")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -108,7 +113,7 @@ async def record_moments(tmp_path: Path, *, stream: bool) -> tuple[Moments, str,
     moments = Moments(tmp_path / "store", tmp_path / "copies")
     requests: list[list[Any]] = []
     watched = engine()
-    store = WatchedStore(open_store(str(moments.folder)), moments.take)
+    store = WatchedStore(open_store(str(moments.folder)), moments)
     async with running_gateway(watched, store) as gateway:
         created = await gateway.create()
         watched.tell = moments.take  # type: ignore[method-assign]

@@ -1,9 +1,10 @@
 """The SessionStore protocol: sessions that survive the process that records them.
 
-A method that writes returns once everything is on disk, and has written all of it or nothing. All methods block, and
-may be called from any thread. They raise `StoreError` if the store cannot be read or written (a full disk, a server
-that does not come back). A server that is lost during a commit may have committed: after a `StoreError` that is not one
-of the kinds below, load the session again before committing more to it.
+A method that writes returns once everything is on disk, and has written all of it or nothing; pieces of streams need
+only outlive this process (`TurnCommit.waits_for_disk`). All methods block, and may be called from any thread. They
+raise `StoreError` if the store cannot be read or written (a full disk, a server that does not come back). A server that
+is lost during a commit may have committed: after a `StoreError` that is not one of the kinds below, load the session
+again before committing more to it.
 
 Several gateways may share one store, and each session is owned by one of them at a time: by the one that created it,
 until that releases it or its process ends in any way; then by the first that acquires it. Only the owner commits turns.

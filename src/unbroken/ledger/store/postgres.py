@@ -109,9 +109,15 @@ class PostgresDatabase:
             self.close()
             raise
 
-    def write(self, work: Callable[[Cursor], T]) -> T:
-        """Call `work` in one transaction, which is on disk when this returns."""
-        return self._writer.run(work)
+    def write(self, work: Callable[[Cursor], T], *, waits_for_disk: bool = True) -> T:
+        """Call `work` in one transaction, which is on disk when this returns, or soon after."""
+
+        def write(cursor: Cursor) -> T:
+            if not waits_for_disk:
+                cursor.execute("SET LOCAL synchronous_commit = off")
+            return work(cursor)
+
+        return self._writer.run(write)
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """Call `work`, whose statements all see the data of one moment."""

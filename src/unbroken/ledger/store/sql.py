@@ -13,13 +13,16 @@ from unbroken.ledger.records import SessionRecord, SessionStatus, StoredSession,
 from unbroken.ledger.store.tables import (
     MESSAGE_COLUMNS,
     SESSION_COLUMNS,
+    STREAM_COLUMNS,
     TURN_COLUMNS,
     decode_message,
     decode_session,
+    decode_stream,
     decode_turn,
     encode_json,
     encode_message,
     encode_session,
+    encode_stream,
     encode_turn,
 )
 
@@ -75,8 +78,11 @@ class Database(Protocol):
     keep_blob: str
     """What an INSERT does with a blob that is there already, which must not be removed before the transaction ends."""
 
-    def write(self, work: Callable[[Cursor], T]) -> T:
-        """Call `work` in one transaction, which is on disk when this returns. It may be called twice."""
+    def write(self, work: Callable[[Cursor], T], *, waits_for_disk: bool = True) -> T:
+        """Call `work` in one transaction, which is on disk when this returns. It may be called twice.
+
+        Without `waits_for_disk` it outlives this process, and is on disk with the next transaction that is.
+        """
 
     def read(self, work: Callable[[Cursor], T]) -> T:
         """Call `work`, whose statements all see the data of one moment."""
@@ -105,6 +111,7 @@ _COMMITTED = {
         ("name", "total"),
         "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total",
     ),
+    "streams": (STREAM_COLUMNS, ""),
 }
 """What a commit inserts: a table's columns after the session's number, and what happens to rows that exist already."""
 
@@ -183,9 +190,11 @@ class SqlSessionStore:
             for table, (columns, on_conflict) in _COMMITTED.items():  # one round trip for all commits
                 rows = [(numbers[each.session_id], *row) for each in encoded for row in each.rows[table]]
                 cursor.execute_many(f"{_insert(table, ('session', *columns))} {on_conflict}", rows)
+            dropped = [(numbers[each.session_id], one) for each in commits for one in each.dropped_streams]
+            cursor.execute_many("DELETE FROM streams WHERE session = ? AND answer_id = ?", dropped)
 
         if encoded:
-            self._database.write(write)
+            self._database.write(write, waits_for_disk=any(commit.waits_for_disk for commit in commits))
 
     def finish(self, session_id: str, status: SessionStatus, outcome: Mapping[str, Any] | None = None) -> None:
         """End an open session."""
@@ -315,6 +324,7 @@ class _EncodedCommit:
             "messages": [encode_message(message) for message in commit.messages],
             "turns": [encode_turn(turn) for turn in commit.turns],
             "counters": [(name, times) for name, times in commit.counters.items() if times],
+            "streams": [encode_stream(piece) for piece in commit.streamed],
         }
         """By table, as in `_COMMITTED`, without the session's number."""
 
@@ -345,6 +355,7 @@ def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
         turns=tuple(map(decode_turn, select(TURN_COLUMNS, "turns", "ORDER BY number, choice"))),
         tools={name: tuple(json.loads(bytes(data))) for name, data in tools},
         counters=dict(select(("name", "total"), "counters", "ORDER BY name")),
+        streamed=tuple(map(decode_stream, select(STREAM_COLUMNS, "streams", "ORDER BY piece"))),
     )
 
 

@@ -78,9 +78,9 @@ class SqliteDatabase:
             self.close()
             raise
 
-    def write(self, work: Callable[[Cursor], T]) -> T:
-        """Call `work` in one transaction, which is on disk when this returns."""
-        with self._writer.transaction("BEGIN IMMEDIATE") as cursor:
+    def write(self, work: Callable[[Cursor], T], *, waits_for_disk: bool = True) -> T:
+        """Call `work` in one transaction, which is on disk when this returns, or with the next that waits."""
+        with self._writer.transaction("BEGIN IMMEDIATE", waits_for_disk=waits_for_disk) as cursor:
             return work(cursor)
 
     def read(self, work: Callable[[Cursor], T]) -> T:
@@ -123,13 +123,17 @@ class _Connection:
             )
             for setting in _SETTINGS:
                 self._connection.execute(f"PRAGMA {setting}")
+        self._waits_for_disk = True
 
     @contextmanager
-    def transaction(self, begin: str) -> Iterator[Cursor]:
+    def transaction(self, begin: str, *, waits_for_disk: bool = True) -> Iterator[Cursor]:
         """Commit what the block does, or nothing if it fails."""
         with self._mutex, self._explain_errors():
             if self._connection is None:
                 raise StoreError(f"{self._path} is closed: open the store again")
+            if self._waits_for_disk != waits_for_disk:
+                self._connection.execute(f"PRAGMA synchronous = {'FULL' if waits_for_disk else 'NORMAL'}")
+                self._waits_for_disk = waits_for_disk
             self._connection.execute(begin)
             try:
                 yield Cursor(self._connection.cursor())

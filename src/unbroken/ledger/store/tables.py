@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from unbroken.errors import InvariantError, StoreError
 from unbroken.ledger.nodes import Origin, Position
-from unbroken.ledger.records import GivenRecord, ImageRecord, MessageRecord, SessionRecord, SessionStatus, TurnRecord
+from unbroken.ledger.records import (
+    GivenRecord,
+    ImageRecord,
+    MessageRecord,
+    SessionRecord,
+    SessionStatus,
+    StreamRecord,
+    TurnRecord,
+)
 from unbroken.types import FinishReason, KeptIds, SampledSequence, VersionSpan
 
 _VERSION_1 = (
@@ -106,7 +114,21 @@ _VERSION_2 = ("ALTER TABLE turns ADD COLUMN kept_ids {blob}", "ALTER TABLE turns
 _VERSION_3 = ("ALTER TABLE turns ADD COLUMN policy TEXT", "ALTER TABLE turns ADD COLUMN sampling TEXT")
 """Who answered, and by which distribution; null in turns of earlier releases."""
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
+_VERSION_4 = (
+    """
+    CREATE TABLE streams (
+        session {integer} NOT NULL REFERENCES sessions ON DELETE CASCADE,
+        piece {integer} NOT NULL,
+        answer_id TEXT NOT NULL,
+        history {blob} NOT NULL,
+        message TEXT NOT NULL,
+        PRIMARY KEY (session, piece)
+    )
+    """,
+)
+"""Pieces of replies that are streamed, and of those whose streams broke."""
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""
 
 
@@ -176,6 +198,7 @@ def _check_known(version: int, tables: Tables, place: str) -> None:
 
 SESSION_COLUMNS = ("session_id", "key_digest", "created_s", "expires_s", "status", "settings", "outcome")
 MESSAGE_COLUMNS = ("node", "parent", "sampled", "message", "delivered")
+STREAM_COLUMNS = ("piece", "answer_id", "history", "message")
 TURN_COLUMNS = (
     *("number", "choice", "tree", "prompt_node", "reply_node", "tools_key", "options"),
     *("given_parent_node", "given_parent_offset", "given_origin"),
@@ -234,6 +257,17 @@ def decode_message(row: Sequence[Any]) -> MessageRecord:
         message=json.loads(message),
         delivered=None if delivered is None else json.loads(delivered),
     )
+
+
+def encode_stream(record: StreamRecord) -> tuple[Any, ...]:
+    """The values of `STREAM_COLUMNS`."""
+    return record.piece, record.answer_id, record.history, encode_json(record.message)
+
+
+def decode_stream(row: Sequence[Any]) -> StreamRecord:
+    """The inverse of `encode_stream`."""
+    piece, answer_id, history, message = row
+    return StreamRecord(piece=piece, answer_id=answer_id, history=bytes(history), message=json.loads(message))
 
 
 def encode_turn(record: TurnRecord) -> tuple[Any, ...]:

@@ -307,26 +307,21 @@ class ChoiceStream:
     def __init__(self, writer: ChoiceWriter, index: int, reply: ReplyReader) -> None:
         self._writer = writer
         self._index = index
-        self._reply = reply
+        self.reply = reply
         self._is_first = True
         self.num_sampled = 0
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the events so far have a whole call."""
-        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """Format the choice of one event. Text that is not certain yet comes with a later one."""
         self.num_sampled += len(chunk.completion_ids)
-        num_calls = len(self._reply.calls)
-        pieces = self._reply.read(chunk)
+        num_calls = len(self.reply.calls)
+        pieces = self.reply.read(chunk)
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if self._is_first else {}
         self._is_first = False
         for kind, keys in _TEXT_KEYS.items():
             if text := "".join(piece.text for piece in pieces if piece.kind is kind):
                 delta |= dict.fromkeys(keys, text)
-        if calls := self._reply.calls[num_calls:]:
+        if calls := self.reply.calls[num_calls:]:
             delta["tool_calls"] = [{"index": k, **_format_call(call)} for k, call in enumerate(calls, num_calls)]
         choice: dict[str, Any] = {
             "index": self._index,
@@ -335,8 +330,8 @@ class ChoiceStream:
             **self._writer.format_ids(chunk),
         }
         if chunk.finish_reason is not None:
-            choice["finish_reason"] = _format_finish_reason(chunk.finish_reason, has_calls=bool(self._reply.calls))
-            choice |= self._writer.format_versions(chunk) | _format_malformed(self._reply)
+            choice["finish_reason"] = _format_finish_reason(chunk.finish_reason, has_calls=bool(self.reply.calls))
+            choice |= self._writer.format_versions(chunk) | _format_malformed(self.reply)
         yield choice
 
 

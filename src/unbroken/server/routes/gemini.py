@@ -175,22 +175,17 @@ class AnswerStream:
 
     def __init__(self, writer: AnswerWriter, reply: ReplyReader) -> None:
         self._writer = writer
-        self._reply = reply
+        self.reply = reply
         self._num_sampled = 0
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether calls were read."""
-        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[dict[str, Any]]:
         """Format the event of one chunk, if it has news. Text that is not certain yet comes with a later one."""
         self._num_sampled += len(chunk.completion_ids)
-        parts = [part for piece in self._reply.read(chunk) for part in self._writer.format_parts(piece)]
+        parts = [part for piece in self.reply.read(chunk) for part in self._writer.format_parts(piece)]
         if chunk.finish_reason is not None:
             parts += self._writer.end_parts()
         if parts or chunk.finish_reason is not None:
-            yield self._writer.format_answer(parts, self._reply, chunk, self._num_sampled)
+            yield self._writer.format_answer(parts, self.reply, chunk, self._num_sampled)
 
 
 def join_parts(parts: Sequence[Part]) -> list[Part]:

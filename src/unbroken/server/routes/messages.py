@@ -166,15 +166,10 @@ class MessageStream:
 
     def __init__(self, writer: MessageWriter, reply: ReplyReader) -> None:
         self._writer = writer
-        self._reply = reply
+        self.reply = reply
         self._blocks = BlockList(writer.shown)
         self._num_sampled = 0
         self._has_begun = False
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the events so far have a whole call."""
-        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""
@@ -182,15 +177,15 @@ class MessageStream:
             self._has_begun = True
             yield {"type": "message_start", "message": self._writer.format_head()}
         self._num_sampled += len(chunk.completion_ids)
-        for piece in self._reply.read(chunk):
+        for piece in self.reply.read(chunk):
             yield from self._blocks.add(piece)
         if chunk.finish_reason is not None:
             yield from self._blocks.end()
             yield {
                 "type": "message_delta",
-                "delta": self._writer.format_end(self._reply, chunk.finish_reason, self._num_sampled),
+                "delta": self._writer.format_end(self.reply, chunk.finish_reason, self._num_sampled),
                 "usage": self._writer.format_usage(self._num_sampled),
-                **_format_extras(self._reply, chunk),
+                **_format_extras(self.reply, chunk),
             }
             yield {"type": "message_stop"}
 

@@ -283,15 +283,10 @@ class ResponseStream:
 
     def __init__(self, writer: ResponseWriter, reply: ReplyReader) -> None:
         self._writer = writer
-        self._reply = reply
+        self.reply = reply
         self._items = writer.make_items()
         self._num_sampled = 0
         self._num_events = 0
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the events so far have a whole call."""
-        return bool(self._reply.calls)
 
     def format_events(self, chunk: SampleChunk) -> Iterator[Event]:
         """Format the events of one chunk. Text that is not certain yet comes with a later one."""
@@ -313,11 +308,11 @@ class ResponseStream:
             for kind in ("created", "in_progress"):
                 yield {"type": f"response.{kind}", "response": self._writer.format_response("in_progress")}
         self._num_sampled += len(chunk.completion_ids)
-        for piece in self._reply.read(chunk):
+        for piece in self.reply.read(chunk):
             yield from self._items.add(piece)
         if chunk.finish_reason is not None:
             yield from self._items.end(is_cut=chunk.finish_reason is FinishReason.LENGTH)
-            response = self._writer.format_end(self._reply, self._items, chunk, self._num_sampled)
+            response = self._writer.format_end(self.reply, self._items, chunk, self._num_sampled)
             yield {"type": f"response.{response['status']}", "response": response}
 
     def _count(self, event: Event) -> Event:
