@@ -11,16 +11,18 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import ConfigDict, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from unbroken.messages import Message, ToolSchema
 from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
     ConversationBuilder,
+    HostedTool,
     ToolChoice,
     fits_seal,
     is_seal,
+    list_hosted,
     make_call,
     make_tool,
     refuse_misplaced,
@@ -135,9 +137,9 @@ class InputMessage(BodyModel):
 
 
 class ClientTool(_Block):
-    """A function of the client. Anthropic's own tools are refused by their type."""
+    """A function of the client."""
 
-    type: Any = None
+    type: Literal["custom"] | None = None
     """`custom`, or left out."""
     name: str = Field(min_length=1)
     description: str | None = None
@@ -147,6 +149,16 @@ class ClientTool(_Block):
     """No effect: calls follow the schema where they are required."""
     eager_input_streaming: bool | None = None
     """No effect: calls are streamed once they are whole."""
+
+
+def _find_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<hosted>" if isinstance(kind, str) and kind != "custom" else "<client>"
+
+
+Tool = Annotated[
+    Annotated[ClientTool, Tag("<client>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_find_tool)
+]
 
 
 class Thinking(BodyModel):
@@ -166,7 +178,8 @@ class ConversationBody(BodyModel):
     """The served model, which may be left out, or an adapter."""
     messages: Annotated[list[InputMessage], Field(fail_fast=True)]
     system: OneOrSeveral[str, SystemBlock] | None = None
-    tools: Annotated[list[ClientTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    """Functions of the client. Anthropic's own, which have no schema, are left out."""
     tool_choice: dict[str, Any] | None = None
     """`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`. `disable_parallel_tool_use` only where calls are
     required."""
@@ -193,24 +206,20 @@ class ConversationBody(BodyModel):
                     param="context_management",
                 )
         for k, tool in enumerate(self.tools or ()):
-            if tool.type not in (None, "custom"):
-                raise HttpError(
-                    400,
-                    f"tools.{k}.type must be 'custom' or left out, got {shorten(tool.type)}: this server has no tools "
-                    "of its own",
-                    param=f"tools.{k}.type",
-                )
+            if isinstance(tool, HostedTool):
+                continue
             if tool.input_schema is None:
                 raise HttpError(
                     400, f"tools.{k}.input_schema is required: the arguments of {shorten(tool.name)} as a JSON schema",
                     param=f"tools.{k}.input_schema",
                 )  # fmt: skip
             tool.refuse_extra(f"tools.{k}")
-        return ignored
+        return [*ignored, *list_hosted(self.tools or ())]
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form."""
-        return [make_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()]
+        functions = (tool for tool in self.tools or () if isinstance(tool, ClientTool))
+        return [make_tool(tool.name, tool.description, tool.input_schema) for tool in functions]
 
     def choose_tools(self, tools: list[ToolSchema]) -> ToolChoice:
         """What the reply may call. Raises `HttpError` for a choice that cannot be made."""

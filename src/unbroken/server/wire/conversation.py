@@ -14,17 +14,18 @@ import binascii
 import hashlib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from unbroken.messages import Message, ToolCall, ToolSchema
+from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.wire.fields import Fields
+from unbroken.server.wire.fields import Fields, is_safe_name
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -141,6 +142,22 @@ class ToolChoice:
     reads_calls: bool
     required_functions: Sequence[ToolSchema] = ()
     may_call_several: bool = True
+
+
+class HostedTool(BodyModel):
+    """A tool whose parameters the API's provider knows and we do not, such as `web_search` or `bash_20250124`: the
+    prompt does not have it, which a header of the answer says.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def list_hosted(tools: Iterable[object]) -> list[str]:
+    """The names of the hosted tools among these, each once, for the header of ignored fields."""
+    names = dict.fromkeys(f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool))
+    return [name for name in names if is_safe_name(name)]
 
 
 def make_tool(name: str, description: str | None, parameters: Any) -> ToolSchema:

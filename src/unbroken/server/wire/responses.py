@@ -24,8 +24,10 @@ from unbroken.server.http.bodies import BodyModel, OneOrSeveral, Texts, by_type
 from unbroken.server.http.errors import HttpError, shorten
 from unbroken.server.wire.conversation import (
     ConversationBuilder,
+    HostedTool,
     ToolChoice,
     is_seal,
+    list_hosted,
     make_call,
     make_tool,
     refuse_misplaced,
@@ -33,7 +35,7 @@ from unbroken.server.wire.conversation import (
     simplify_parts,
     unpack_seal,
 )
-from unbroken.server.wire.fields import MESSAGE_KEYS, RESPONSES, RESPONSES_ITEMS, is_safe_name, list_asked
+from unbroken.server.wire.fields import MESSAGE_KEYS, RESPONSES, RESPONSES_ITEMS, list_asked
 from unbroken.server.wire.openai import SamplingFields
 from unbroken.types import StructuredOutput
 
@@ -207,14 +209,6 @@ class CustomTool(_Item):
         return "\n\n".join(filter(None, (self.description, f"`input` follows this grammar ({syntax}):\n{grammar}")))
 
 
-class HostedTool(BodyModel):
-    """A tool that OpenAI runs, such as `web_search`: the prompt does not have it, which a header of the answer says."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
 _TOOLS = ("function", "namespace", "custom")
 
 
@@ -328,12 +322,11 @@ class ResponsesBody(BodyModel):
             )
         for k, tool in enumerate(self.tools or ()):
             if isinstance(tool, HostedTool):
-                ignored += [name] if (name := f"tools.{tool.type}") not in ignored and is_safe_name(name) else []
                 continue
             tool.refuse_extra(f"tools.{k}")
             for number, member in enumerate(tool.tools if isinstance(tool, NamespaceTool) else ()):
                 member.refuse_extra(f"tools.{k}.tools.{number}")
-        return ignored
+        return [*ignored, *list_hosted(self.tools or ())]
 
     def make_tools(self) -> list[ToolSchema]:
         """The tools in the OpenAI form of chat completions."""

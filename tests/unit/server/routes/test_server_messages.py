@@ -177,7 +177,11 @@ SEALED = {"type": "thinking", "thinking": "another", "signature": make_seal("hm"
         ({"messages": [*turn(SEALED, role="assistant"), *USER]}, "messages.0.content.0.signature must fit"),
         ({"messages": turn(TEXT, role="assistant")}, "messages.0 must not be an assistant message"),
         ({"system": [IMAGE]}, "system.0 of the type 'image' is not one of the blocks of system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type must be 'custom'"),
+        ({"tools": [{"type": 7, "name": "search", "input_schema": {}}]}, "tools.0.type must be 'custom'"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "tool", "name": "bash"}},
+            "must match a function in tools",
+        ),
         (
             {"tools": [{**TOOLS[0], "defer_loading": True}]},
             "tools.0 must not have defer_loading=True (it is not a known field)",
@@ -284,3 +288,31 @@ async def test_a_format_is_structured_output() -> None:
     engine = scripted_engine("{}<|im_end|>", takes_structured_output=True)
     await ask("", engine, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
     assert '"integer"' in (engine.requests[0].params.structured_output.json_schema or "")
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_tools_without_a_schema_of_the_client_are_left_out_and_named(path: str) -> None:
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "computer_20250124", "name": "computer", "display_width_px": 1, "display_height_px": 1},
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    engine = scripted_engine("ok<|im_end|>")
+    body = {"model": MODEL, "messages": USER, "tools": [hosted[0], *TOOLS, *hosted[1:]]}
+    body |= {"max_tokens": 40} if path == MESSAGES else {}
+    async with asgi_client(make_app(engine)) as client:
+        answer = await client.post(path, json=body)
+        plain = await client.post(path, json={**body, "tools": TOOLS})
+    assert answer.status_code == plain.status_code == 200, answer.text
+    names = [name.strip() for name in answer.headers["x-unbroken-ignored"].split(",")]
+    assert names == list(dict.fromkeys(f"tools.{tool['type']}" for tool in hosted))
+    assert "x-unbroken-ignored" not in plain.headers
+    if path == COUNT:
+        assert answer.json() == plain.json()
+    else:
+        first, second = engine.requests
+        assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
