@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -343,6 +343,18 @@ class SessionTurns:
         """The messages up to the reply that had this id, if the request's session has recorded it."""
         session_id = request.scope.get(SESSION)
         return None if session_id is None else (await self._get_live(request, session_id)).recall(answer_id)
+
+    async def open_conversation(self, request: Request, name: str, items: Sequence[Mapping[str, Any]]) -> bool:
+        """Store a conversation of Responses in the request's session; false without a session."""
+        if (session_id := request.scope.get(SESSION)) is None:
+            return False
+        await (await self._get_live(request, session_id)).open_conversation(name, items)
+        return True
+
+    async def recall_conversation(self, request: Request, name: str) -> Mapping[str, Any] | None:
+        """What the request's session has stored of a conversation."""
+        session_id = request.scope.get(SESSION)
+        return None if session_id is None else (await self._get_live(request, session_id)).state.conversations.get(name)
 
     async def _get_live(self, request: Request, session_id: str) -> Session:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,6 +198,13 @@ class Session:
             return None
         return [node.message for node in self.state.forest.get_path(turn.reply_node)]
 
+    async def open_conversation(self, name: str, items: Sequence[Mapping[str, Any]]) -> None:
+        """Store a conversation of Responses that begins with these items."""
+        self._check_open()
+        content = {name: {"items": list(items)}}
+        await self._commit(TurnCommit(session_id=self.record.session_id, conversations=content))
+        self.state.conversations.update(content)
+
     async def finish_pending(self) -> None:
         """Wait for the turns that are being sampled."""
         for turn in list(self._pending):
@@ -364,6 +371,7 @@ class Session:
                 retry=question.retry,
                 policy=(question.policy or context.policies.served).name,
                 sampling=turn.request.params.changes,
+                conversation=question.conversation,
             )
             # An abort in between changes nothing: what is written is applied.
             written = asyncio.create_task(self._write(answered, attempt))

@@ -68,6 +68,8 @@ class Answered:
     retry: RetryHint
     policy: str
     sampling: Mapping[str, Any]
+    conversation: str | None
+    """Of Responses, which it is added to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class SessionState:
         """SHA-256 of all its images."""
         self.broken: dict[str, BrokenReply] = {}
         """What was streamed of replies that are not recorded, by the id of the answer, the newest last."""
+        self.conversations: dict[str, Mapping[str, Any]] = {}
+        """As in `TurnCommit.conversations`."""
         self.num_pieces = 0
         """One more than the number of the last piece of a stream."""
 
@@ -158,6 +162,9 @@ class SessionState:
             images=self._find_new_images(new, given),
             turns=(turn,),
             counters=_count(prompt, parsed, turn).as_dict(),
+            conversations=(
+                {} if answered.conversation is None else {answered.conversation: {"answer_id": answered.answer_id}}
+            ),
         )
         return Planned(
             commit=commit, messages=messages, given=given, parsed=parsed, prompt=prompt, settings=answered.settings
@@ -168,6 +175,7 @@ class SessionState:
         (turn,) = planned.commit.turns
         self.tools.update(planned.commit.tools)
         self.images.update(planned.commit.images)
+        self.conversations.update(planned.commit.conversations)
         for record, message in zip(planned.commit.messages, planned.messages, strict=True):
             self._add_message(record, message, turn, planned.settings)
         self._add_turn(turn, planned.given, planned.prompt, planned.parsed)
@@ -193,6 +201,7 @@ class SessionState:
             state._add_turn(one, given, None, None, parse=parse)
         for name, number in stored.counters.items():
             state.counters.add(name, number)
+        state.conversations.update(stored.conversations)
         state.broken = join_pieces(stored.streamed)
         state.num_pieces = max((piece.piece for piece in stored.streamed), default=-1) + 1
         return state

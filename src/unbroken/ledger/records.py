@@ -226,11 +226,15 @@ class TurnCommit:
     streamed: tuple[StreamRecord, ...] = ()
     dropped_streams: tuple[str, ...] = ()
     """Answers whose streamed pieces nobody needs any more."""
+    conversations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Conversations of Responses by their names: `items` that one begins with, or the `answer_id` of its last answer.
+    The newest counts.
+    """
 
     @property
     def waits_for_disk(self) -> bool:
         """Whether it must outlive the machine; what is only streamed must outlive this process."""
-        return bool(self.messages or self.turns or self.counters)
+        return bool(self.messages or self.turns or self.counters or self.conversations)
 
     @property
     def image_sha256s(self) -> tuple[str, ...]:
@@ -255,6 +259,7 @@ class StoredSession:
     """The sums of all commits."""
     streamed: tuple[StreamRecord, ...] = ()
     """In the order of their numbers."""
+    conversations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def _iterate_images(content: Any) -> Iterator[str]:

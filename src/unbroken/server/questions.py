@@ -157,6 +157,14 @@ class PlainTurns:
         """Nothing is recorded."""
         return None
 
+    async def open_conversation(self, request: Request, name: str, items: Sequence[Mapping[str, Any]]) -> bool:
+        """Nothing is recorded."""
+        return False
+
+    async def recall_conversation(self, request: Request, name: str) -> Mapping[str, Any] | None:
+        """Nothing is recorded."""
+        return None
+
     async def close(self) -> None:
         """Nothing is kept."""
 

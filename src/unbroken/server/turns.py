@@ -73,6 +73,8 @@ class Question:
     """None if the asker names none: then it is the session's, or the served model."""
     session_id: str | None = None
     """Name of the conversation for affinity, as the client gives it."""
+    conversation: str | None = None
+    """Name of the conversation of Responses that the answer is added to."""
     returns_kept_ids: bool = False
     """Whether the answer is recorded with the ids that it was sampled from."""
     retry: RetryHint
@@ -143,6 +145,16 @@ class TurnOpener(Protocol):
 
     async def recall(self, request: Request, answer_id: str) -> Sequence[Message] | None:
         """The messages up to the reply that had this id; None if it is not recorded."""
+        ...
+
+    async def open_conversation(self, request: Request, name: str, items: Sequence[Mapping[str, Any]]) -> bool:
+        """Store a conversation of Responses that begins with these items; false where nothing is stored."""
+        ...
+
+    async def recall_conversation(self, request: Request, name: str) -> Mapping[str, Any] | None:
+        """What is stored of a conversation: its first `items`, or the `answer_id` of its last answer; None if it is
+        not stored.
+        """
         ...
 
     async def close(self) -> None:

@@ -80,18 +80,53 @@ class CountingStore:
         return self._store.load_image(sha256)
 
 
-async def test_rows_have_their_images(tmp_path: Path) -> None:
-    store: Any = CountingStore(open_store(str(tmp_path)))
+def make_vision_gateway(engine: Any, store: Any) -> Any:
     inputs = ImageInputs(processor=processor(), loader=ImageLoader(files=False))
-    app = create_gateway(
-        vision_engine(),
+    return create_gateway(
+        engine,
         lambda options: TemplateRenderer(tokenizer(), template_kwargs=options, images=inputs),
         TextCodec(tokenizer()),
         ServerConfig(model_name="tiny"),
         store=store,
         image_processor=processor(),
     )
-    async with listening(app) as url, AsyncClient(url) as client:
+
+
+@pytest.mark.parametrize("by", ["previous_response_id", "conversation"])
+async def test_answers_with_images_are_named_after_a_restart(tmp_path: Path, by: str) -> None:
+    """The images come from the disk, beside those of the request: the prompt continues the recorded ids."""
+    engine = vision_engine()
+
+    def show(image: Any) -> dict[str, Any]:
+        parts = [{"type": "input_text", "text": "what"}, {"type": "input_image", "image_url": data_url(image)}]
+        return {"role": "user", "content": parts}
+
+    body: dict[str, Any] = {"input": [show(CAT)]}
+    async with listening(make_vision_gateway(engine, open_store(str(tmp_path)))) as url, AsyncClient(url) as client:
+        created = await client.sessions.create()
+        async with httpx.AsyncClient(base_url=f"{url}/s/{created['api_key']}/v1") as agent:
+            if by == "conversation":
+                body["conversation"] = (await agent.post("/conversations", json={})).json()["id"]
+            answer = await agent.post("/responses", json=body)
+            assert answer.status_code == 200, answer.text
+    if by == "previous_response_id":
+        body[by] = answer.json()["id"]
+    async with listening(make_vision_gateway(engine, open_store(str(tmp_path)))) as url, AsyncClient(url) as client:
+        async with httpx.AsyncClient(base_url=f"{url}/s/{created['api_key']}/v1") as agent:
+            answer = await agent.post("/responses", json={**body, "input": [show(DOG)]})
+            assert answer.status_code == 200, answer.text
+            refused = await agent.post("/responses", json={**body, "input": [{**show(DOG), "role": "assistant"}]})
+            assert refused.status_code == 400
+        (row,) = await client.sessions.samples(created["session_id"])
+        session = await client.sessions.get(created["session_id"])
+    assert (session["num_turns"], session["forks"]) == (2, [])
+    assert [span.image.data for span in row.images] == [CAT.data, DOG.data]
+    assert [row.token_ids[span.offset : span.stop].tolist() for span in row.images] == [expanded(CAT), expanded(DOG)]
+
+
+async def test_rows_have_their_images(tmp_path: Path) -> None:
+    store: Any = CountingStore(open_store(str(tmp_path)))
+    async with listening(make_vision_gateway(vision_engine(), store)) as url, AsyncClient(url) as client:
         created = await client.sessions.create()
         async with httpx.AsyncClient(base_url=created["openai_base_url"]) as agent:
             message = user_message("what", data_url(CAT), "and", data_url(DOG))

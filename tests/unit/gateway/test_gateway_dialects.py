@@ -209,7 +209,7 @@ async def test_a_default_that_an_agent_adds_to_its_calls_is_no_fork_after_a_rest
     assert session["counters"]["tolerances/argument_defaults"] == 1
 
 
-@pytest.mark.parametrize("by", ["previous_response_id", "item_reference"])
+@pytest.mark.parametrize("by", ["previous_response_id", "item_reference", "conversation", "conversation, not kept"])
 @pytest.mark.parametrize("is_restarted", [False, True])
 async def test_an_agent_that_names_earlier_answers_is_one_exact_row_after_a_restart_too(
     tmp_path: Path, by: str, is_restarted: bool
@@ -222,6 +222,10 @@ async def test_an_agent_that_names_earlier_answers_is_one_exact_row_after_a_rest
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(running_gateway(engine, tmp_path))
         created = await gateway.create()
+        if by.startswith("conversation"):
+            begun = await gateway.agent(created).post("/v1/conversations", json={"items": history})
+            named, history = {"conversation": begun.json()["id"]}, []
+            named |= {"store": False} if by.endswith("not kept") else {}
         for _ in REPLIES:
             if is_restarted:
                 await stack.aclose()
@@ -233,8 +237,10 @@ async def test_an_agent_that_names_earlier_answers_is_one_exact_row_after_a_rest
             if by == "item_reference":
                 history += [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
                 history += results
-            else:
+            elif by == "previous_response_id":
                 named, history = {"previous_response_id": response["id"]}, results
+            else:
+                history = results
         session = await gateway.look(created)
         (row,) = (await gateway.look(created, "/samples?advantage=1"))["samples"]
         other = gateway.agent(await gateway.create())

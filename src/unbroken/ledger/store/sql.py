@@ -112,6 +112,7 @@ _COMMITTED = {
         "ON CONFLICT (session, name) DO UPDATE SET total = counters.total + excluded.total",
     ),
     "streams": (STREAM_COLUMNS, ""),
+    "conversations": (("name", "content"), "ON CONFLICT (session, name) DO UPDATE SET content = excluded.content"),
 }
 """What a commit inserts: a table's columns after the session's number, and what happens to rows that exist already."""
 
@@ -325,6 +326,7 @@ class _EncodedCommit:
             "turns": [encode_turn(turn) for turn in commit.turns],
             "counters": [(name, times) for name, times in commit.counters.items() if times],
             "streams": [encode_stream(piece) for piece in commit.streamed],
+            "conversations": [(name, encode_json(content)) for name, content in commit.conversations.items()],
         }
         """By table, as in `_COMMITTED`, without the session's number."""
 
@@ -356,6 +358,9 @@ def load_session(session_id: str, cursor: Cursor) -> StoredSession | None:
         tools={name: tuple(json.loads(bytes(data))) for name, data in tools},
         counters=dict(select(("name", "total"), "counters", "ORDER BY name")),
         streamed=tuple(map(decode_stream, select(STREAM_COLUMNS, "streams", "ORDER BY piece"))),
+        conversations={
+            name: json.loads(content) for name, content in select(("name", "content"), "conversations", "ORDER BY name")
+        },
     )
 
 

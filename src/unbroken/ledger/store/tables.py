@@ -125,8 +125,16 @@ _VERSION_4 = (
         PRIMARY KEY (session, piece)
     )
     """,
+    """
+    CREATE TABLE conversations (
+        session {integer} NOT NULL REFERENCES sessions ON DELETE CASCADE,
+        name TEXT NOT NULL,
+        content TEXT NOT NULL,
+        PRIMARY KEY (session, name)
+    )
+    """,
 )
-"""Pieces of replies that are streamed, and of those whose streams broke."""
+"""Pieces of replies that are streamed, and of those whose streams broke; conversations of Responses."""
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 """The statements that make version k + 1 of version k; version 0 is an empty database. Only ever appended to."""

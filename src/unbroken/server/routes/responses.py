@@ -9,14 +9,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+from uuid import uuid4
 
 from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.counters import Event as CountedEvent
 from unbroken.errors import ContextOverflowError
-from unbroken.messages import Message, has_images
+from unbroken.messages import Message
 from unbroken.rendering.base import PartKind
 from unbroken.server.context import ServerContext, get_context
 from unbroken.server.http.access import Access, Routes
@@ -27,7 +28,15 @@ from unbroken.server.http.guard import SESSION
 from unbroken.server.http.json import json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
-from unbroken.server.wire.answers import find_item, get_answer_id, list_input, make_item, read_output, refuse_forgotten
+from unbroken.server.wire.answers import (
+    dump_item,
+    find_item,
+    get_answer_id,
+    list_input,
+    make_item,
+    read_items,
+    refuse_forgotten,
+)
 from unbroken.server.wire.conversation import make_seal
 from unbroken.server.wire.openai import format_finish_reason, list_version_spans
 from unbroken.server.wire.reply import ReplyCall, ReplyPiece, ReplyReader, WholeReply
@@ -35,6 +44,7 @@ from unbroken.server.wire.responses import Item, ReferenceItem, ResponsesBody, r
 from unbroken.types import FinishReason, SampleChunk, SampledSequence, SampleRequest
 
 router = Routes(Access.CLIENT)
+_T = TypeVar("_T")
 
 
 class NewConversation(StrictBody):
@@ -59,7 +69,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     conversation = read_conversation(body, earlier.items, earlier=earlier.messages, num_earlier=earlier.num_items)
     note_ignored(request, [*ignored, *conversation.ignored])
     asked = await make_question(context, request, body, conversation, format_name="text.format")
-    question = replace(asked, sampling=body.sampling, max_tokens=body.max_output_tokens, caps_max_tokens=True)
+    question = replace(
+        asked,
+        sampling=body.sampling,
+        max_tokens=body.max_output_tokens,
+        caps_max_tokens=True,
+        conversation=body.conversation_id,
+    )
     turn = await _open_turn(context, request, question, truncates=body.truncation == "auto")
     writer = ResponseWriter(
         answer_id=turn.answer_id,
@@ -81,8 +97,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     response_description="`id`, for the field `conversation` of `/v1/responses`",
 )
 async def create_conversation(body: NewConversation, request: Request) -> Response:
-    """Begin a conversation, which is kept in memory."""
-    name = get_context(request).answers.open_conversation(request.scope.get(SESSION), body.items or ())
+    """Begin a conversation, which is stored with its session, or else kept in memory."""
+    context, items = get_context(request), body.items or ()
+    name = f"conv_{uuid4().hex}"
+    if not await context.turns.open_conversation(request, name, [dump_item(item) for item in items]):
+        context.answers.keep(None, name, items, num_bytes=sum(len(str(item)) for item in items))
     made = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata or {}}
     return json_response(made)
 
@@ -108,13 +127,15 @@ async def find_earlier(context: ServerContext, request: Request, body: Responses
     owner = request.scope.get(SESSION)
     items: Sequence[Item] | None = ()
     messages: Sequence[Message] = ()
+    named, place = body.previous_response_id, "previous_response_id"
     if (name := body.conversation_id) is not None:
-        if (items := context.answers.find(owner, name)) is None:
-            raise refuse_forgotten("conversation", name)
-    elif (name := body.previous_response_id) is not None and (items := context.answers.find(owner, name)) is None:
-        recorded = await context.turns.recall(request, name)
-        if recorded is None or any(has_images(message.get("content")) for message in recorded):
-            raise refuse_forgotten("previous_response_id", name)
+        stored = await context.turns.recall_conversation(request, name) or {}
+        named, place = stored.get("answer_id"), "conversation"
+        if named is None:
+            kept = context.answers.find(None, name) if owner is None else None
+            items = read_items(stored["items"]) if "items" in stored else _require(kept, place, name)
+    if named is not None and (items := context.answers.find(owner, named)) is None:
+        recorded = _require(await context.turns.recall(request, named), place, named)
         # Instructions are those of each request; on disk they are a system message like others.
         items, messages = (), recorded[bool(body.instructions and recorded[0]["role"] == "system") :]
     assert items is not None
@@ -123,6 +144,12 @@ async def find_earlier(context: ServerContext, request: Request, body: Responses
         for k, item in enumerate(list_input(body))
     ]
     return Earlier(items=[*items, *own], num_items=len(items), messages=messages)
+
+
+def _require(found: Sequence[_T] | None, place: str, name: str) -> Sequence[_T]:
+    if found is None:
+        raise refuse_forgotten(place, name)
+    return found
 
 
 async def _dereference(context: ServerContext, request: Request, item: ReferenceItem, place: str) -> Item:
@@ -144,8 +171,9 @@ def _make_keep(
     """What keeps the items of an answer, once they are whole."""
 
     def keep(output: Sequence[dict[str, Any]]) -> None:
-        items = [*earlier.items, *read_output(output)]
-        for name in (answer_id if body.store is not False else None, body.conversation_id):
+        items = [*earlier.items, *read_items(output)]
+        own = body.conversation_id if request.scope.get(SESSION) is None else None  # a session's is stored
+        for name in (answer_id if body.store is not False else None, own):
             if name is not None and not earlier.messages:  # what is on disk is found there
                 context.answers.keep(request.scope.get(SESSION), name, items, num_bytes=2 * num_bytes)
 

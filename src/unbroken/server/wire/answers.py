@@ -5,16 +5,16 @@
     item_reference msg_a_1              stands for output item 1 of resp_a
     conversation: conv_b                what the last answer of the conversation has kept
 
-A session has all of it on disk: an answer that is not here is looked for there (`TurnOpener.recall`).
+A session has all of it on disk: an answer that is not here is looked for there (`TurnOpener.recall`), and a
+conversation only there, as another gateway may have added to it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from pydantic import TypeAdapter
 
@@ -49,21 +49,20 @@ class KeptAnswers:
         kept = self._kept.get((owner, name))
         return None if kept is None else kept.items
 
-    def open_conversation(self, owner: str | None, items: Sequence[Item]) -> str:
-        """Begin a conversation with these items; returns its id."""
-        name = f"conv_{uuid4().hex}"
-        self.keep(owner, name, items, num_bytes=sum(len(str(item)) for item in items))
-        return name
-
 
 def list_input(body: ResponsesBody) -> list[Item]:
     """The items of a body's own input."""
     return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else list(body.input)
 
 
-def read_output(output: Sequence[dict[str, Any]]) -> list[Item]:
-    """The items of an answer, as a client sends them back."""
-    return _ITEMS.validate_python(list(output))
+def read_items(items: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Items as a client sends them; those of an answer are sent back."""
+    return _ITEMS.validate_python(list(items))
+
+
+def dump_item(item: Item) -> dict[str, Any]:
+    """The inverse of `read_items` for one item."""
+    return item.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
 def get_answer_id(item_id: str) -> str:
@@ -81,7 +80,7 @@ def make_item(reply: Message, item_id: str) -> Item | None:
     kind, _, number = item_id.split("_")
     reasoning, content = reply.get("reasoning_content"), reply.get("content")
     if kind == "rs" and reasoning:
-        return read_output([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]}])[0]
+        return read_items([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]}])[0]
     if kind == "msg" and isinstance(content, str):
         return MessageItem(role="assistant", content=content)
     calls = reply.get("tool_calls") or []
@@ -92,7 +91,7 @@ def make_item(reply: Message, item_id: str) -> Item | None:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     fields = {"call_id": call["id"], "name": call["function"]["name"], "arguments": text}
-    return read_output([{"type": "function_call", **fields}])[0]
+    return read_items([{"type": "function_call", **fields}])[0]
 
 
 def refuse_forgotten(field: str, name: str) -> HttpError:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from unbroken.images.loader import find_image_parts
 from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError, shorten
@@ -48,8 +49,9 @@ class ConversationBuilder:
             self.ignored |= {_NUMBER.sub("", name): None for name in fields.check(given, place=place)}
 
     def add_earlier(self, messages: Sequence[Message]) -> None:
-        """Add messages that are recorded."""
+        """Add messages that are recorded, with their images."""
         self.messages.extend(messages)
+        self.image_places += [f"an earlier answer's {place}" for place, _ in find_image_parts(messages)]
         self.call_ids |= {call["id"] for message in messages for call in message.get("tool_calls") or ()}
 
     def make_image_part(self, url: str, *, place: str) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def test_a_store_of_the_first_version_is_opened_and_its_turns_have_none_of_the_l
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as connection:
         for column in ("kept_ids", "kept_sizes", "policy", "sampling"):
             connection.execute(f"ALTER TABLE turns DROP COLUMN {column}")
-        connection.execute("DROP TABLE streams")
+        for table in ("streams", "conversations"):
+            connection.execute(f"DROP TABLE {table}")
         connection.execute("PRAGMA user_version = 1")
     assert read_version(tmp_path) == 1
     store = open_store(str(tmp_path))
