@@ -1,16 +1,19 @@
 """Measures what `unbroken gateway` costs a turn, beside a bare forwarder of the same requests in the same run.
 
-    OMP_NUM_THREADS=1 python bench/gateway.py [--sessions 1 32 500] [--turns 50] [--stream] [--processes 4]
+    OMP_NUM_THREADS=1 python bench/gateway.py [--sessions 1 32 500] [--turns 50] [--stream] [--rounds 3] [--processes 4]
     OMP_NUM_THREADS=1 python bench/gateway.py --sessions 1 --turns 1000 --tool-ids 140      # to 200,000 ids
+    OMP_NUM_THREADS=1 python bench/gateway.py --sessions 1 --turns 20 --earlier 1300 --tool-ids 220  # from 200,000
 
 Four kinds of processes. The upstream speaks vLLM's token dialect, or is a server of ours with `--upstream server`; its
 engine is scripted: after `--engine-seconds` it answers with a text and a call. The forwarder is starlette and httpx,
 and asks the same upstream for a chat completion of the same length. The gateways are the command. This process is the
 agents: each session asks, gets a call, and answers it with a tool result, again and again.
 
-Lengths are drawn from seeded distributions: replies are geometric, tool results lognormal (sigma 1). Milliseconds are
-those beyond the engine's seconds. CPU is that of all gateway processes, also where other work slows them; `first` and
-`last` are its mean over the first and the last tenth of the turns. With `--processes`, several gateways share
+Lengths are drawn from seeded distributions: replies are geometric, tool results lognormal (sigma 1) and cut out of the
+standard library's sources. With `--earlier` a conversation has so many messages before its first turn, which is not
+measured, as the gateway renders it whole. Milliseconds are those beyond the engine's seconds. CPU is that of all
+gateway processes, also where other work slows them; `first` and `last` are its mean over the first and the last tenth
+of the turns, and `x` is the quotient to the forwarder in the same round. With `--processes`, several gateways share
 `--store postgresql://...`, or have a folder each; the sessions are dealt out to them. With `--workers` one gateway has
 several processes at one port. Vocabulary of Mistral's Tekken (131,072 ids), Qwen3's template. Requires the extra `dev`.
 """
@@ -19,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
+import itertools
 import os
 import resource
 import signal
@@ -52,6 +57,8 @@ CALL = '\n<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_c
 CHAT_CALL = {"id": "call00000", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.py"}'}}
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 CONTEXT = 1_000_000
+CHARACTERS = 4.0
+"""Of an id in the sources, in the mean."""
 CHAT = "/v1/chat/completions"
 
 
@@ -62,6 +69,8 @@ def main() -> None:
     parser.add_argument("--reply-ids", type=int, default=60, help="mean ids of a reply's text")
     parser.add_argument("--tool-ids", type=int, default=200, help="mean ids of a tool result")
     parser.add_argument("--engine-seconds", type=float, default=1.0)
+    parser.add_argument("--earlier", type=int, default=0, help="messages before the first turn")
+    parser.add_argument("--rounds", type=int, default=1, help="of forwarder and gateway in turn")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--upstream", choices=["vllm", "server"], default="vllm")
     parser.add_argument("--processes", type=int, default=1, help="gateways")
@@ -78,22 +87,22 @@ def main() -> None:
         return
     kind = "streamed" if args.stream else "whole"
     print(
-        f"{args.turns} turns, {kind}, replies {args.reply_ids} and tool results {args.tool_ids} ids, engine "
+        f"{args.turns} turns after {args.earlier} messages, {kind}, replies {args.reply_ids} and tool results "
+        f"{args.tool_ids} ids, engine "
         f"{args.engine_seconds:g} s, upstream {args.upstream}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
     )
     print(
-        f"{'':10} {'sessions':>8} {'mean ms':>8} {'p50':>7} {'p99':>7} {'turns/s':>8} {'CPU ms':>7} {'first':>7} "
-        f"{'last':>7} {'MB':>6}"
+        f"{'':10} {'sessions':>8} {'mean ms':>8} {'p50':>7} {'p99':>7} {'turns/s':>8} {'CPU ms':>7} {'x':>5} "
+        f"{'first':>7} {'last':>7} {'MB':>6} {'load':>5}"
     )
     from rendering import make_tokenizer  # here: it imports transformers, which the forwarder does not need
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_tokenizer("qwen3").save_pretrained(folder)
         upstream = stack.enter_context(process(own_command(args, args.upstream, folder)))
+        forwarder = None
         if not args.no_forwarder:
             forwarder = stack.enter_context(process([*own_command(args, "forwarder", folder), "--url", upstream.url]))
-            for sessions in args.sessions:
-                show("forwarder", asyncio.run(measure([forwarder], args, sessions, is_gateway=False)))
         start = time.perf_counter()
         commands = [gateway_command(args, upstream.url, folder, number) for number in range(args.processes)]
         gateways = [stack.enter_context(process(command)) for command in commands]
@@ -104,8 +113,12 @@ def main() -> None:
             flush=True,
         )
         time.sleep(args.wait_s)
-        for sessions in args.sessions:
-            show("gateway", asyncio.run(measure(gateways, args, sessions, is_gateway=True)))
+        for _, sessions in itertools.product(range(args.rounds), args.sessions):
+            least = None
+            if forwarder is not None:
+                least = asyncio.run(measure([forwarder], args, sessions, is_gateway=False))
+                show("forwarder", least)
+            show("gateway", asyncio.run(measure(gateways, args, sessions, is_gateway=True)), least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +131,23 @@ class Measured:
     """At each number of finished turns."""
     resident_mb: float
 
+    @property
+    def cpu_ms(self) -> float:
+        """Of a turn."""
+        return 1000 * (self.cpu_s[-1] - self.cpu_s[0]) / self.added_ms.size
 
-def show(name: str, measured: Measured) -> None:
+
+def show(name: str, measured: Measured, least: Measured | None = None) -> None:
     flat = measured.added_ms.ravel()
     tenth = max(flat.size // 10, 1)
     cpu_ms = 1000 * np.array(measured.cpu_s)
     numbers = (flat.mean(), np.median(flat), np.quantile(flat, 0.99), flat.size / measured.seconds)
-    cpu = (
-        (cpu_ms[-1] - cpu_ms[0]) / flat.size,
-        (cpu_ms[tenth] - cpu_ms[0]) / tenth,
-        (cpu_ms[-1] - cpu_ms[-1 - tenth]) / tenth,
-    )
+    first, last = (cpu_ms[tenth] - cpu_ms[0]) / tenth, (cpu_ms[-1] - cpu_ms[-1 - tenth]) / tenth
+    times = "" if least is None else f"{measured.cpu_ms / least.cpu_ms:.2f}"
     print(
         f"{name:10} {len(measured.added_ms):8} {numbers[0]:8.1f} {numbers[1]:7.1f} {numbers[2]:7.1f} "
-        f"{numbers[3]:8.1f} {cpu[0]:7.2f} {cpu[1]:7.2f} {cpu[2]:7.2f} {measured.resident_mb:6.0f}",
+        f"{numbers[3]:8.1f} {measured.cpu_ms:7.2f} {times:>5} {first:7.2f} {last:7.2f} {measured.resident_mb:6.0f} "
+        f"{os.getloadavg()[0]:5.1f}",
         flush=True,
     )
 
@@ -145,6 +161,9 @@ async def measure(
             for agent in agents:
                 await agent.open_session()
         await Agent(http, servers[0].url, args, sessions).ask_twice(is_gateway=is_gateway)  # warm
+        if args.earlier:
+            for agent in agents:
+                await agent.take_first_turn()
         cpu_s = [sum(one.cpu_s() for one in servers)]
 
         def end_turn() -> None:
@@ -171,6 +190,14 @@ class Agent:
         self._session_id = ""
         self._rng = np.random.default_rng(number)
         self._messages: list[Any] = [{"role": "user", "content": f"Task {number}: find the fault."}]
+        for k in range(0, args.earlier, 2):
+            call = {**CHAT_CALL, "id": f"earlier{k}"}
+            words = make_words(self._rng, int(self._rng.geometric(1 / args.reply_ids)))
+            self._messages += [
+                {"role": "assistant", "content": words, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "content": self._draw_result()},
+            ]
+        self._num_turns = args.turns
 
     async def open_session(self) -> None:
         created = (await self._http.post(f"{self._url}/v1/sessions", json={})).json()
@@ -180,7 +207,7 @@ class Agent:
     async def check_session(self) -> None:
         """Check that all turns were recorded, each behind the one before; and end the session."""
         state = (await self._http.get(f"{self._url}/v1/sessions/{self._session_id}")).json()
-        assert state["num_turns"] == self._args.turns, state
+        assert state["num_turns"] == self._num_turns, state
         assert not state["forks"], state
         await self._http.delete(f"{self._url}/v1/sessions/{self._session_id}")
 
@@ -189,6 +216,11 @@ class Agent:
             await self.open_session()
         for _ in range(2):
             await self._take_turn()
+
+    async def take_first_turn(self) -> None:
+        """Take a turn that is not measured."""
+        await self._take_turn()
+        self._num_turns += 1
 
     async def run(self, end_turn: Any, *, delay_s: float) -> list[float]:
         """Take all turns; returns the milliseconds of each beyond the engine's."""
@@ -203,10 +235,15 @@ class Agent:
         start = time.perf_counter()
         reply = await (self._stream if self._args.stream else self._ask)()
         seconds = time.perf_counter() - start
-        num_words = int(self._rng.lognormal(np.log(self._args.tool_ids) - 0.5, 1.0)) + 1
-        result = {"tool_call_id": reply["tool_calls"][0]["id"], "content": make_words(self._rng, num_words)}
+        result = {"tool_call_id": reply["tool_calls"][0]["id"], "content": self._draw_result()}
         self._messages += [reply, {"role": "tool", **result}]
         return seconds
+
+    def _draw_result(self) -> str:
+        num_ids = int(self._rng.lognormal(np.log(self._args.tool_ids) - 0.5, 1.0)) + 1
+        sources = read_sources()
+        start = int(self._rng.integers(len(sources)))
+        return sources[start : start + int(num_ids * CHARACTERS)]
 
     def _request(self, **fields: Any) -> dict[str, Any]:
         body = {"messages": self._messages, "tools": TOOLS, **fields}
@@ -235,6 +272,12 @@ class Agent:
                         else:
                             calls[-1]["function"]["arguments"] += part["function"].get("arguments") or ""
         return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@functools.cache
+def read_sources() -> str:
+    """The standard library's modules, one after the other."""
+    return "\n".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py")))
 
 
 def make_words(rng: np.random.Generator, number: int) -> str:
