@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +13,15 @@ from typing import Any
 from unbroken.errors import MessagesError, TemplateError
 from unbroken.images.lru_cache import LruCache
 from unbroken.images.processor import ImageInputs
-from unbroken.messages import KNOWN_ROLES, Message, ToolSchema, check_conversation, check_tools, get_text
+from unbroken.messages import (
+    KNOWN_ROLES,
+    Message,
+    ToolSchema,
+    check_conversation,
+    check_tools,
+    get_text,
+    has_images,
+)
 from unbroken.rendering.base import RenderedPrompt
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.encoding.marks import (
@@ -38,40 +49,79 @@ _MAX_CHARACTERS = 2**25
 """Of all texts that are remembered: about 80 conversations of 100k tokens."""
 _MESSAGE_CHARACTERS = 500
 """What a message takes beside its text, or many short conversations would take far more memory than their texts."""
+_NO_REFERENCES = 2
+"""The format of `marshal` that spells equal values alike, wherever they are shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prompt:
+class KnownPrompt:
+    """A prompt that was rendered. It is shared, and never changed."""
+
     messages: list[dict[str, Any]]
-    tools: Sequence[ToolSchema]
+    """In the template's format."""
     text: str
+    absent: frozenset[str]
+    """Control tokens that no text of the messages has in it, as far as that was looked for."""
+    digest: Any
+    """The `hashlib` object of the tools and messages, for those that follow."""
 
 
 class RecentPrompts:
-    """The texts of the prompts that were rendered last: the next turn of a conversation compares its own with them."""
+    """The prompts that were rendered last: the next turn of a conversation begins with the messages of one of them.
+
+    They are found by a digest of the messages as they are now, so that a caller may change its own. It tells apart what
+    is equal in Python and not in JSON (1 and True, the order of arguments). Images have no part in a rendering.
+    """
 
     def __init__(self) -> None:
-        self._prompts: LruCache[int, _Prompt] = LruCache(_MAX_CHARACTERS, _count_characters)
+        self._prompts: LruCache[bytes, KnownPrompt] = LruCache(_MAX_CHARACTERS, _count_characters)
 
-    def add(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema], text: str) -> None:
-        """Remember the rendering of converted messages with a generation prompt; the oldest are forgotten."""
-        self._prompts.put(_get_key(messages), _Prompt(messages=messages, tools=list(tools), text=text))
+    def add(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        text: str,
+        *,
+        converted: list[dict[str, Any]],
+        known: KnownPrompt | None = None,
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
+        """Remember the rendering of messages, in the template's format `converted`, with a generation prompt.
 
-    def find(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema]) -> str | None:
-        """The text of these messages; None if it is not remembered."""
-        prompt = self._prompts.get(_get_key(messages))
-        if prompt is None or prompt.messages != messages or prompt.tools != list(tools):
-            return None
-        return prompt.text
+        The first messages are those of `known`; `absent` are control tokens that these texts do not have. The oldest
+        prompts are forgotten.
+        """
+        num_known = 0 if known is None else len(known.messages)
+        digest = _digest(messages[num_known:], tools, None if known is None else known.digest)
+        if digest is None:
+            return
+        prompt = KnownPrompt(messages=converted, text=text, absent=absent, digest=digest)
+        self._prompts.put(digest.digest(), prompt)
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> KnownPrompt | None:
+        """The prompt of these messages; None if it is not remembered."""
+        digest = _digest(messages, tools, None)
+        return None if digest is None else self._prompts.get(digest.digest())
 
 
-def _count_characters(prompt: _Prompt) -> int:
+def _count_characters(prompt: KnownPrompt) -> int:
     return len(prompt.text) + _MESSAGE_CHARACTERS * len(prompt.messages)
 
 
-def _get_key(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Conversations of one length with equal last messages share a key, and one of them is rendered again."""
-    return hash((len(messages), *(str(message) for message in messages[-2:])))
+def _digest(messages: Sequence[Message], tools: Sequence[ToolSchema], known: Any) -> Any:
+    """The `hashlib` object of tools and messages, after those of `known`; None for values that are not as in JSON."""
+    read: list[Any] = [_leave_out_images(one) if has_images(one.get("content")) else one for one in messages]
+    try:
+        digest = hashlib.sha256(marshal.dumps(list(tools), _NO_REFERENCES)) if known is None else known.copy()
+        digest.update(b"".join(map(marshal.dumps, read, itertools.repeat(_NO_REFERENCES))))
+    except ValueError:
+        return None
+    return digest
+
+
+def _leave_out_images(message: Message) -> dict[str, Any]:
+    parts: Any = message["content"]
+    return {**message, "content": [part if part["type"] == "text" else "image" for part in parts]}
 
 
 class PromptRenderer:
@@ -126,7 +176,7 @@ class PromptRenderer:
         render = functools.partial(self._template.render, add_generation_prompt=add_generation_prompt)
         text = render(converted, tools=tools)
         if add_generation_prompt:
-            self._recent.add(converted, tools, text)
+            self._recent.add(messages, tools, text, converted=converted)
         spans = self._find_spans(text, converted, tools, add_generation_prompt=add_generation_prompt)
         if spans is None:
             self._check_harmless(converted, tools)

@@ -26,6 +26,10 @@ A sentinel changes what some templates write: a call without arguments gets one,
 is tried that is *bare*: its sentinels stand at the ends of reasoning and of the names of such calls. This kind of turn
 was not probed for its end (`TurnEnds.endings`): it must end like that where nothing follows it.
 
+Of a long conversation the second text is compared with the one of a few of its messages, the first ones and those since
+the turn before: if both are the same after the prompt that was sampled from, the glue of the short conversation, found
+in the same way, is that of the long one too, and no second long text is rendered.
+
 The second text also says whether a fresh rendering would have kept the prompt and the turn (P2). If it rewrites them,
 messages before the turn may have moved behind it: that is checked with sentinels in their texts. An exact bridge (P1)
 leaves that open (R is reasoning, A the turn's text):
@@ -66,11 +70,13 @@ from unbroken.rendering.encoding.marks import (
 )
 from unbroken.rendering.encoding.safe_encoder import SafeEncoder
 from unbroken.rendering.message_format import MessageFormat, parse_arguments
-from unbroken.rendering.prompt import RecentPrompts
+from unbroken.rendering.prompt import KnownPrompt, RecentPrompts
 from unbroken.threads import RendererLock
 
 _NUM_SHOWN = 60
 """How many characters of a text an explanation shows."""
+_MIN_RATIO = 6
+"""Two renderings of a short conversation stand for one of the whole: then they cost a third of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +138,17 @@ class _Cut:
     end_token: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The glue of a conversation."""
+
+    conversation: _Conversation
+    cut: _Cut
+    spans: Sequence[Span]
+    ending: str
+    """As in `Glue`."""
+
+
 class GlueFinder:
     """Finds the glue for one template. Any number of threads may use it."""
 
@@ -157,7 +174,7 @@ class GlueFinder:
         self._end_pattern = re.compile("|".join(map(re.escape, self._end_tokens)))
         self._prompts = prompts
         self._may_move = frozenset({"system", "developer"}) if repeats_system else frozenset()
-        self._effects = _HistoryEffects(self._render, prompts, self._end_pattern, reasoning_markup)
+        self._effects = _HistoryEffects(self._render, self._end_pattern, reasoning_markup)
 
     def find(
         self,
@@ -177,17 +194,23 @@ class GlueFinder:
             new = self._format.convert(new_messages)
         except MessagesError as error:
             raise BridgeRefusedError(RefusalReason.UNSUPPORTED, f"new {error}") from None
-        before, [turn] = self._format.convert(earlier), self._format.convert([assistant])
+        known = self._prompts.find(earlier, tools)
+        before = self._format.convert(earlier) if known is None else known.messages
+        [turn] = self._format.convert([assistant])
         messages = [*before, turn, *new]
         try:
             real = self._render(messages, tools=tools)
-            conversation, cut, spans, ending = self._cut_real(before, turn, new, tools, real)
-            self._check_nothing_forged(conversation, cut.glue)
-            full = real[: len(real) - len(cut.glue)]
+            found = self._find_in_short(before, turn, new, tools, real, known) or self._find_in(
+                before, turn, new, tools, real
+            )
+            cut = found.cut
+            conversation = replace(found.conversation, before=before)
+            absent = self._check_nothing_forged(conversation, cut.glue, known)
             history = self._effects.find(
                 messages,
                 len(before),
-                full,
+                real.removesuffix(cut.glue),
+                prompt=None if known is None else known.text,
                 tools=tools,
                 glue=cut.glue,
                 writes_calls=conversation.sentinels.stand_for_calls(turn, cut.before),
@@ -197,8 +220,10 @@ class GlueFinder:
                 self._check_nothing_moved(conversation, real, cut.glue)
         except TemplateError as error:
             raise BridgeRefusedError(RefusalReason.TEMPLATE_RAISES, str(error)) from None
-        self._prompts.add(messages, tools, real)
-        return Glue(text=cut.glue, end_token=cut.end_token, ending=ending, spans=spans, history=history)
+        self._prompts.add(
+            [*earlier, assistant, *new_messages], tools, real, converted=messages, known=known, absent=absent
+        )
+        return Glue(text=cut.glue, end_token=cut.end_token, ending=found.ending, spans=found.spans, history=history)
 
     def _render(
         self, messages: list[dict[str, Any]], *, tools: Sequence[ToolSchema], add_generation_prompt: bool = True
@@ -206,15 +231,42 @@ class GlueFinder:
         with self._lock:
             return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def _cut_real(
+    def _find_in_short(
         self,
         before: list[dict[str, Any]],
         turn: dict[str, Any],
         new: list[dict[str, Any]],
         tools: Sequence[ToolSchema],
         real: str,
-    ) -> tuple[_Conversation, _Cut, list[Span], str]:
-        """The conversation with sentinels that keep the shape of its turn, and its glue, with its spans and ending."""
+        known: KnownPrompt | None,
+    ) -> _Found | None:
+        """What `_find_in` finds in a short conversation whose text ends as the real one does after its prompt.
+
+        None if there is no such conversation: then nothing less than the real one shows where its glue begins.
+        """
+        short = _shorten(before)
+        if known is None or short is None:
+            return None
+        prompt = self._effects.cut_opening(known.text, real)
+        if prompt is None:
+            return None
+        after_prompt = real[len(prompt) :]
+        with suppress(BridgeRefusedError, TemplateError):
+            text = self._render([*short, turn, *new], tools=tools)
+            if text.endswith(after_prompt):
+                found = self._find_in(short, turn, new, tools, text)
+                return found if len(found.cut.glue) <= len(after_prompt) else None
+        return None
+
+    def _find_in(
+        self,
+        before: list[dict[str, Any]],
+        turn: dict[str, Any],
+        new: list[dict[str, Any]],
+        tools: Sequence[ToolSchema],
+        real: str,
+    ) -> _Found:
+        """The glue in the text `real` of a conversation, found with sentinels that keep the shape of its turn."""
         word = _choose_word("W", real)
         first_error: Exception | None = None
         for is_bare in (False, True) if self._may_be_bare(turn) else (False,):
@@ -224,7 +276,8 @@ class GlueFinder:
             )
             try:
                 cut, spans = self._cut_marked(conversation, real) or self._cut_unmarked(conversation, real)
-                return conversation, cut, spans, self._check_closing(conversation, cut)
+                ending = self._check_closing(conversation, cut)
+                return _Found(conversation=conversation, cut=cut, spans=spans, ending=ending)
             except (BridgeRefusedError, TemplateError) as error:
                 first_error = first_error or error
         assert first_error is not None
@@ -459,16 +512,24 @@ class GlueFinder:
     def _count_control(self, text: str) -> int:
         return sum(1 for _ in self._encoder.control.find(text))
 
-    def _check_nothing_forged(self, conversation: _Conversation, glue: str) -> None:
+    def _check_nothing_forged(
+        self, conversation: _Conversation, glue: str, known: KnownPrompt | None
+    ) -> frozenset[str]:
         """Check that no control token of the glue is one that a message before the turn spells.
 
         A template that quotes such a message writes it without a mark. Another spelling must not change the glue.
+        Returns tokens that no text spells, which for the messages before the turn need not be looked for again.
         """
-        tokens = {match.token for match in self._encoder.control.find(glue)}
-        texts = "\n".join(_iterate_texts(conversation.before))
-        spelled = {token for token in tokens if token in texts}
-        if not spelled:
-            return
+        tokens = frozenset(match.token for match in self._encoder.control.find(glue))
+        absent = frozenset() if known is None else known.absent
+        spelled = _find_spelled(tokens - absent, conversation.before)
+        if spelled:
+            self._check_spelling(conversation, glue, spelled)
+        absent |= tokens - spelled
+        return absent - _find_spelled(absent, [conversation.turn, *conversation.new])
+
+    def _check_spelling(self, conversation: _Conversation, glue: str, spelled: frozenset[str]) -> None:
+        """Check that the glue stays the same where the messages before the turn spell none of these tokens."""
         word = _choose_word("X", glue)
         pattern = re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))))
         before = [_replace_pattern(message, pattern, word) for message in conversation.before]
@@ -511,6 +572,14 @@ def _moved_error() -> BridgeRefusedError:
     )
 
 
+def _shorten(before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages up to the first of a user, and from the last turn on; None if these are not much fewer."""
+    first = next((k for k, message in enumerate(before) if message["role"] == "user"), len(before))
+    turn = next((k for k in reversed(range(len(before))) if before[k]["role"] == "assistant"), 0)
+    num_left = first + 1 + len(before) - turn
+    return [*before[: first + 1], *before[turn:]] if first < turn and num_left * _MIN_RATIO <= len(before) else None
+
+
 def _choose_word(letter: str, text: str) -> str:
     """The beginning of sentinels, which `text` does not contain."""
     return next(word for number in itertools.count(7) if (word := f"{letter}q{number}") not in text)
@@ -535,9 +604,14 @@ def _says_something(turn: Mapping[str, Any]) -> bool:
     return bool(turn.get("tool_calls") or get_reasoning(turn) or any(map(str.strip, _get_texts(turn))))
 
 
-def _iterate_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """All strings of messages, without their roles."""
-    return iterate_strings([value for message in messages for key, value in message.items() if key != "role"])
+def _find_spelled(tokens: frozenset[str], messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Those of the tokens that stand in a string of the messages other than their roles."""
+    if not tokens:
+        return tokens
+    texts = "\n".join(
+        iterate_strings([value for message in messages for key, value in message.items() if key != "role"])
+    )
+    return frozenset(token for token in tokens if token in texts)
 
 
 def _replace_pattern(message: Mapping[str, Any], pattern: re.Pattern[str], word: str) -> dict[str, Any]:
@@ -666,16 +740,22 @@ _Render = Callable[..., str]
 class _HistoryEffects:
     """Finds what a fresh rendering would have kept of everything before a bridge, for one template (P2)."""
 
-    def __init__(
-        self, render: _Render, prompts: RecentPrompts, end_pattern: re.Pattern[str], reasoning_markup: tuple[str, str]
-    ) -> None:
+    def __init__(self, render: _Render, end_pattern: re.Pattern[str], reasoning_markup: tuple[str, str]) -> None:
         self._render = render
-        self._prompts = prompts
         self._end_pattern = end_pattern
         opening, closing = map(re.escape, reasoning_markup)
         self._empty_reasoning = re.compile(rf"{opening}\s*(?:{closing}\s*)?")
         self._reasoning = re.compile(rf"{opening}(?:(?!{opening}).)*?{closing}\s*|{opening}\s*", re.DOTALL)
         self._open_reasoning = re.compile(rf"{opening}\s*\Z")
+        self._opening = re.compile(rf"{opening}\s*(?:{closing}\s*)?\Z")
+
+    def cut_opening(self, prompt: str, text: str) -> str | None:
+        """The prompt, or the prompt before reasoning that it opens, with which a text begins; None if with neither."""
+        if text.startswith(prompt):
+            return prompt
+        opened = self._opening.search(prompt, max(len(prompt) - _MAX_OPENING, 0))
+        before = "" if opened is None else prompt[: opened.start()]
+        return before if before and text.startswith(before) else None
 
     def find(
         self,
@@ -683,6 +763,7 @@ class _HistoryEffects:
         turn: int,
         full: str,
         *,
+        prompt: str | None,
         tools: Sequence[ToolSchema],
         glue: str,
         writes_calls: bool,
@@ -690,11 +771,11 @@ class _HistoryEffects:
     ) -> HistoryEffect | None:
         """The effect on `messages` up to the `turn`, whose rendering as part of all of them is `full` + `glue`.
 
+        `prompt` is the rendering of the messages before the turn, if that is known.
         None if the template refuses to render the messages before the turn alone. If not all calls of the turn stand
         in it (`writes_calls`), they are lost in each rendering of it, so that two are equal.
         """
         try:
-            prompt = self._prompts.find(messages[:turn], tools)
             if prompt is None:
                 prompt = self._render(messages[:turn], tools=tools, add_generation_prompt=True)
             if (effect := self._compare_sampled(prompt, full, sampled_text)) is not None:
