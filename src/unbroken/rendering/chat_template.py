@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.runtime import Context, LoopContext, Macro
@@ -206,6 +207,20 @@ _NAMESPACE_VALUES = "_Namespace__attrs"
 _METHOD_TYPES = (MethodType, BuiltinMethodType)
 
 
+class _CodeGenerator(CodeGenerator):
+    """Writes code that reads the keys of dictionaries itself: most of what a template does with messages is that."""
+
+    @optimizeconst
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        """Write `message.role` as `message["role"]` for a dictionary that has it, else as Jinja does."""
+        if node.attr in _KEYS_THAT_ARE_ATTRIBUTES:
+            super().visit_Getattr(node, frame)
+            return
+        self.write(f"(_d[{node.attr!r}] if type(_d := ")
+        self.visit(node.node, frame)
+        self.write(f") is dict and {node.attr!r} in _d else environment.getattr(_d, {node.attr!r}))")
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles and runs chat templates. `strftime_now` formats `now`, so that no text changes at midnight.
 
@@ -214,6 +229,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     leads out of the sandbox is an error instead of an empty text, `strftime_now` always gives the same time, and
     `lipsum`, which writes random text, is missing.
     """
+
+    code_generator_class = _CodeGenerator
 
     def __init__(self, *, now: datetime) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
