@@ -47,10 +47,10 @@ from unbroken.server.http.guard import (
     AUTHORIZED,
     KEY_HEADERS,
     KNOWS_RETRIES,
-    SESSION,
     ReplayBody,
     read_keys,
 )
+from unbroken.server.http.json import SESSION
 from unbroken.server.questions import PlainTurns
 from unbroken.server.turns import OpenTurn, Question, TurnOpener
 

@@ -172,6 +172,7 @@ async def finish_session(session_id: str, body: FinishSessionBody, request: Requ
 async def delete_session(session_id: str, request: Request) -> Response:
     """Delete a session and all that it recorded."""
     await _get_sessions(request).delete(session_id)
+    get_context(request).bodies.forget(session_id)
     return json_response({"session_id": session_id, "deleted": True})
 
 

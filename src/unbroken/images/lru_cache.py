@@ -46,6 +46,12 @@ class LruCache(Generic[_K, _V]):
             while self._size > self._max_size:
                 self._size -= self._size_of(self._values.popitem(last=False)[1])
 
+    def remove(self, key: _K) -> None:
+        """Remove a value, if it is cached."""
+        with self._lock:
+            if key in self._values:
+                self._size -= self._size_of(self._values.pop(key))
+
     def clear(self) -> None:
         """Remove all values."""
         with self._lock:

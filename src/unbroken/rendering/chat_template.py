@@ -211,7 +211,7 @@ class _CodeGenerator(CodeGenerator):
     """Writes code that reads the keys of dictionaries itself: most of what a template does with messages is that."""
 
     @optimizeconst
-    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         """Write `message.role` as `message["role"]` for a dictionary that has it, else as Jinja does."""
         if node.attr in _KEYS_THAT_ARE_ATTRIBUTES:
             super().visit_Getattr(node, frame)

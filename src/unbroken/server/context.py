@@ -20,6 +20,7 @@ from unbroken.rendering.template import TemplateRenderer
 from unbroken.server.config import ServerConfig
 from unbroken.server.http.errors import HttpError, check_size
 from unbroken.server.http.json import encode_json
+from unbroken.server.http.known_bodies import KnownBodies
 from unbroken.server.images import ImageIntake
 from unbroken.server.metrics import Metrics
 from unbroken.server.policies import Policies, PolicySource
@@ -83,6 +84,7 @@ class ServerContext:
         self._ineffective: LruCache[str, tuple[str, ...]] = LruCache(_MAX_INEFFECTIVE)
         self._threads: ThreadPoolExecutor | None = None
         self.answers = KeptAnswers()
+        self.bodies = KnownBodies()
         self.turns = make_turns(self)
 
     async def run_in_text_thread(self, work: Callable[[], _T]) -> _T:

@@ -16,10 +16,11 @@ from support.postgres import PostgresServer
 from support.processes import free_port
 from support.servers import listening
 from unbroken.errors import InvalidInputError, StoreError
-from unbroken.gateway.app import SESSION, Forwarding
+from unbroken.gateway.app import Forwarding
 from unbroken.gateway.config import GatewayConfig, OnDisconnect
 from unbroken.ledger.store import open_store
 from unbroken.ledger.store.sql import SqlSessionStore
+from unbroken.server.http.json import SESSION
 from unbroken.types import SampleChunk, SampleRequest
 
 ABORT, LIMIT = OnDisconnect.ABORT, 63

@@ -28,8 +28,6 @@ KNOWS_RETRIES = "unbroken.knows_retries"
 """Where the scope says that the application keeps its answers, and answers retries itself."""
 MAX_HEAD_BYTES = 2**16
 """Of headers and query, which are read before a key is checked."""
-SESSION = "unbroken.session"
-"""Where the scope has the id of the session that a request belongs to."""
 KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
 """Headers whose value is a key."""
 ANY_MODEL = "unbroken.any_model"

@@ -27,6 +27,8 @@ _TYPE = b"content-type"
 _MAX_VALUES = 2**20
 _VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 _PROMPTS = ("prompts", "prompt", "sequences")
+SESSION = "unbroken.session"
+"""Where the scope has the id of the session that a request belongs to."""
 COMPACT_PATH = "/v1/sample"
 """The only path that takes bodies in the compact form."""
 IGNORED_HEADER = "X-Unbroken-Ignored"
@@ -82,6 +84,12 @@ class _OrjsonRequest(Request):
         body = await self.body()
         is_compact = bool(body and self.scope.get(_IS_COMPACT))
         most = self.app.state.context.config.limits.max_prompts
+        session_id, bodies = self.scope.get(SESSION), self.app.state.context.bodies
+        if session_id is not None and not is_compact:
+            value = bodies.parse(session_id, body, max_values=_MAX_VALUES)
+            if value is not None:
+                _check_num_prompts(value, most)
+                return value
         num_opened = body.count(b"[") + body.count(b"{")  # lists and objects, and these characters inside texts
         if _count_values(body, num_opened) > _MAX_VALUES:
             raise HTTPException(400, f"the body must have at most {_MAX_VALUES} lists, objects and texts, got more")
@@ -97,6 +105,8 @@ class _OrjsonRequest(Request):
         if is_compact:
             _check_arrays(value)
         _check_num_prompts(value, most)
+        if session_id is not None and not is_compact:
+            bodies.learn(session_id, body, value)
         return value
 
 

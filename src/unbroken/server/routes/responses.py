@@ -24,8 +24,7 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import StrictBody
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.event_stream import open_named_event_stream
-from unbroken.server.http.guard import SESSION
-from unbroken.server.http.json import json_response, note_ignored
+from unbroken.server.http.json import SESSION, json_response, note_ignored
 from unbroken.server.questions import make_question
 from unbroken.server.turns import OpenTurn, Question, open_reply, stream_events
 from unbroken.server.wire.answers import (
