@@ -15,6 +15,7 @@ from unbroken.errors import UnbrokenError
 from unbroken.rendering.base import Bridge, BridgeOutcome
 from unbroken.rendering.chat_template import ChatTemplate
 from unbroken.rendering.template import TemplateRenderer
+from unbroken.types import token_ids
 
 NUM_MESSAGES = 40
 RESULT: Any = {"role": "tool", "tool_call_id": "call00099", "name": "read", "content": "the 99th line"}
@@ -41,8 +42,10 @@ def long_history(third: str = "the first line") -> list[Any]:
 def bridge(
     renderer: TemplateRenderer, history: list[Any], new: Any = RESULT, sampled: Sequence[int] = ()
 ) -> BridgeOutcome:
-    completion_ids = [*sampled, *stop_of(renderer)]
-    return renderer.bridge_to_next_turn([], completion_ids, [new], assistant=call_number(99), earlier=history)
+    completion_ids = token_ids([*sampled, *stop_of(renderer)])
+    return renderer.bridge_to_next_turn(
+        token_ids([]), completion_ids, [new], assistant=call_number(99), earlier=history
+    )
 
 
 def stop_of(renderer: TemplateRenderer) -> list[int]:
@@ -73,9 +76,8 @@ SAID = "messages[:loop.index0] | map(attribute='content') | list"
 
 def chatml_with(text: str) -> str:
     """ChatML with a text at the end of each late turn, inside of it."""
-    return templates.CHATML.replace(
-        TURN_END, f"+ ({text} if message.role == 'assistant' and {IS_LATE} else '') {TURN_END}"
-    )
+    template: str = templates.CHATML
+    return template.replace(TURN_END, f"+ ({text} if message.role == 'assistant' and {IS_LATE} else '') {TURN_END}")
 
 
 HABITS = {
@@ -115,9 +117,9 @@ def test_a_bridge_that_few_messages_show_is_the_one_that_all_show(seed: int) -> 
             if is_known:
                 with suppress(UnbrokenError):
                     renderer.render(long, tools=tools)
-            stop = stop_of(renderer)
+            stop = token_ids(stop_of(renderer))
             outcomes.append(
-                read(renderer.bridge_to_next_turn([], stop, new, assistant=turn, tools=tools, earlier=long))
+                read(renderer.bridge_to_next_turn(token_ids([]), stop, new, assistant=turn, tools=tools, earlier=long))
             )
         assert outcomes[0] == outcomes[1]
 
