@@ -36,7 +36,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from simulation import run_on_virtual_clock
 from support.models import random_qwen3
 from support.served import save_tiny_model, served
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
@@ -47,6 +46,7 @@ from unbroken.types import SamplingParams
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.files import write_weights
 from unbroken.weights.store import VersionStore
+from virtual_clock import run_on_virtual_clock
 
 
 async def time_versions(folder: Path, num_servers: int, megabytes: int, num_versions: int) -> tuple[float, float]:

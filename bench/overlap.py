@@ -10,15 +10,13 @@ Each is trained synchronously (staleness 0), then with `max_staleness` 1, 2 and 
 the trainer makes no step, and in which nothing is sampled. On a CPU the engine by default only waits as long as
 sampling would take (each sampler has its own), and a step at least `--train-s`; with `--engine vllm` both are real. Of
 each case the first steps do not count: `--num-warmup`, or one more than the staleness, if that is more; nor do steps at
-the end, for which all groups are sampled already. It prints as it goes, and a table at the end; with `--record`, files
-from which `bench/simulate.py` simulates the same cases.
+the end, for which all groups are sampled already. It prints as it goes, and a table at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import socket
@@ -39,7 +37,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_task import CONTEXT_LENGTH, SHAPES, save_model
 from overlap_task import TASKS, TaskOrder, TaskSource, TimedEngine, sample_order
-from simulation import count_ending_steps
 from unbroken.engines.base import Engine
 from unbroken.engines.http import HttpEngine
 from unbroken.rendering.template import TemplateRenderer
@@ -55,7 +52,7 @@ from unbroken.training.loop import train
 from unbroken.training.loss_config import Correction, CorrectionKind
 from unbroken.training.metrics.stats import StepStats
 from unbroken.training.metrics.writer import Metrics
-from unbroken.training.observer import EventKind, LoopEvent, RunObserver
+from unbroken.training.observer import RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight
 from unbroken.weights.base import WeightUpdate
@@ -101,25 +98,11 @@ class Watch(RunObserver):
     lines: list[Metrics] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
     """When each step ended."""
-    trained_s: float = 0.0
-    unsampled_s: float = 0.0
-    _last: LoopEvent | None = None
-    _is_training: bool = False
 
     @property
     def name(self) -> str:
         """The case in words."""
         return f"{self.task}{f', {self.samplers} samplers' if self.samplers else ''}, staleness {self.max_staleness}"
-
-    def on_event(self, event: LoopEvent) -> None:
-        """See `RunObserver`."""
-        if self._last is not None and len(self.lines) >= self.num_warmup:
-            seconds = event.time_s - self._last.time_s
-            self.trained_s += seconds * self._is_training
-            self.unsampled_s += seconds * (self._last.num_in_flight == 0)
-        if event.kind in (EventKind.STEP_BEGUN, EventKind.STEP_ENDED):
-            self._is_training = event.kind is EventKind.STEP_BEGUN
-        self._last = event
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Keep and print a step's numbers."""
@@ -134,22 +117,6 @@ class Watch(RunObserver):
         if len(self.lines) == self.num_warmup + self.num_steps or time.perf_counter() > self.until_s:
             raise CaseEndedError
 
-    def save(self, folder: Path, source: TaskSource) -> None:
-        """Write all that the case has measured into a file of the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "task": self.task,
-            "length_factor": source.task.median / TASKS[self.task].median,
-            "max_staleness": self.max_staleness,
-            "num_warmup": self.num_warmup,
-            "groups_per_step": source.groups_per_step,
-            "group_size": source.group_size,
-            "ends_s": self.ends_s,
-            "metrics": self.lines,
-            "rollouts": [[each.step, each.lengths, each.seconds] for each in source.rollouts],
-        }
-        (folder / f"{self.task}-{self.max_staleness}.json").write_text(json.dumps(content))
-
     def report(self, base_s: float | None, *, num_groups: int) -> tuple[float, tuple[Any, ...]]:
         """Seconds a step, and the row of the table."""
         counted = self.lines[self.num_warmup :]
@@ -161,10 +128,10 @@ class Watch(RunObserver):
         def add(name: str) -> float:
             return sum(line.get(name) or 0.0 for line in counted)
 
-        trained_s, unsampled_s = self.trained_s, self.unsampled_s
-        if self.max_staleness == 0:
-            waits_s = add("seconds/collect") + add("seconds/publish")
-            trained_s, unsampled_s = total_s - waits_s, total_s - add("seconds/collect")
+        waits_s = add("seconds/collect") + (0.0 if self.max_staleness else add("seconds/publish"))
+        trained_s, unsampled_s = total_s - waits_s, total_s - add("seconds/collect")
+        if self.max_staleness:
+            unsampled_s = total_s * float(np.mean([line.get("idle/sampler") or 0.0 for line in counted]))
         row = (
             self.task, self.samplers, self.max_staleness, len(counted),
             f"{step_s:.3f}", f"{(base_s or step_s) / step_s:.2f}",
@@ -186,7 +153,8 @@ async def run_case(
     publisher = sampler.publisher
     assert publisher is not None, "this process has it"
     config = LoopConfig(
-        num_steps=watch.num_warmup + watch.num_steps + count_ending_steps(watch.max_staleness),
+        # With staleness, at the end of a run nothing is sampled beside the steps, which then take less time.
+        num_steps=watch.num_warmup + watch.num_steps + (watch.max_staleness + 1 if watch.max_staleness else 0),
         max_staleness=watch.max_staleness,
         max_drops=arguments.max_drops,
         publish_beside_step=not arguments.publish_between_steps,
@@ -257,8 +225,6 @@ async def run(arguments: argparse.Namespace, folder: Path, scratch: Path) -> Non
                 seed=0,
             )
             await run_case(watch, source, trainer, found, arguments)
-            if arguments.record:
-                watch.save(arguments.record / "own" if number else arguments.record, source)
             step_s, row = watch.report(base_s.get((name, number)), num_groups=arguments.problems)
             if staleness == 0:
                 base_s[name, number] = step_s
@@ -420,7 +386,6 @@ def main() -> None:
     parser.add_argument("--id-s", type=float, default=0.004, help="for the timed engine: seconds for an id")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="when the last case stops")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
-    parser.add_argument("--record", type=Path, help="folder for what each case measured")
     parser.add_argument("--log", help="where the server's log goes")
     arguments = parser.parse_args()
     arguments.started = time.perf_counter()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from simulation import MeasuredRollout
 from unbroken.engines.base import Engine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.rendering.template import TemplateRenderer
 from unbroken.rollout.limits import Limits
 from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
+from unbroken.training.groups import GroupSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SampleResult, SamplingParams, VersionSpan
 from words_env import Words
 
@@ -87,7 +87,7 @@ async def sample_order(order: TaskOrder, *, engine: Engine, renderer: TemplateRe
 
 
 @dataclass(kw_only=True)
-class TaskSource:
+class TaskSource(GroupSource):
     """Groups of a task, one by one or a step at a time."""
 
     sample_order: Callable[[TaskOrder], Awaitable[TrajectoryGroup]]
@@ -97,8 +97,6 @@ class TaskSource:
     group_size: int
     seed: int
     next_number: int = 0
-    rollouts: list[MeasuredRollout] = field(default_factory=list)
-    """Those that ended; `step` is the one that would train them if none were given up."""
 
     async def __call__(self) -> list[TrajectoryGroup]:
         """Sample the groups of the next step together."""
@@ -109,12 +107,7 @@ class TaskSource:
     async def sample(self, number: int) -> TrajectoryGroup:
         """Sample a group."""
         order = TaskOrder(task=self.task, number=number, size=self.group_size, seed=self.seed)
-        group = await self.sample_order(order)
-        for each in group.trajectories:
-            lengths = [len(turn.sequence.completion_ids) for turn in each.turns]
-            step = number // self.groups_per_step
-            self.rollouts.append(MeasuredRollout(step=step, lengths=lengths, seconds=each.wall_time_s))
-        return group
+        return await self.sample_order(order)
 
 
 async def _sample_member(order: TaskOrder, k: int, engine: Engine, renderer: TemplateRenderer) -> Trajectory:

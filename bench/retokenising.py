@@ -349,18 +349,16 @@ def align_logprobs(compared: Retokenised, num_ids: int) -> Logprobs:
 
 
 @dataclass(kw_only=True)
-class ChangedRows:
-    """A `GroupSource`: the groups of another, with the rows of the usual pipeline."""
+class ChangedRows(GroupSource):
+    """The groups of another source, with the rows of the usual pipeline."""
 
     source: GroupSource
     pipeline: UsualPipeline
     compared: dict[str, Retokenised]
     """The comparison of each rollout of the step, by its id."""
 
-    @property
-    def groups_per_step(self) -> int:
-        """See `GroupSource`."""
-        return self.source.groups_per_step
+    def __post_init__(self) -> None:
+        self.groups_per_step = self.source.groups_per_step
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """Sample a group, and change what is trained on."""

@@ -20,6 +20,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, TrainingError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -34,7 +35,7 @@ PROMPT_IDS = token_ids([1, 2, 3, 4, 5])
 DROPPED_STEP = 1
 
 
-class Run:
+class Run(GroupSource):
     """A bandit: the reward is the share of ids below 32. In one step all rewards are equal, and it is dropped."""
 
     groups_per_step = 1

@@ -27,6 +27,7 @@ from unbroken.errors import OutageError, RewardError, ServerUnreachableError, Un
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -82,7 +83,7 @@ class Server:
         return WeightUpdate(num_bytes=1, seconds=0.01)
 
 
-class Source:
+class Source(GroupSource):
     """This process's groups, with the time that each takes."""
 
     def __init__(self, server: Server, rank: int, case: str) -> None:

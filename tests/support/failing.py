@@ -22,7 +22,7 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import Metrics
 from unbroken.training.trainer import Trainer
 
-WHERE = ("sample", "tell", "choices", "make_units", "before_update", "on_step", "extra", "engine")
+WHERE = ("sample", "record", "choices", "make_units", "before_update", "on_step", "extra", "engine")
 
 
 class _Choosing(EachStep):
@@ -32,17 +32,17 @@ class _Choosing(EachStep):
         super().__init__(sample)
         self._fails_in = fails_in
 
-    def tell(self, number: int, group: TrajectoryGroup) -> None:
-        """See `ChoosingSource`."""
-        self._call("tell")
+    def record(self, number: int, group: TrajectoryGroup) -> None:
+        """See `GroupSource`."""
+        self._call("record")
 
     def choices(self) -> Mapping[str, Any]:
-        """See `ChoosingSource`."""
+        """See `GroupSource`."""
         self._call("choices")
         return {}
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
-        """See `ChoosingSource`."""
+        """See `GroupSource`."""
 
     def _call(self, name: str) -> None:
         if name == self._fails_in:
@@ -83,7 +83,7 @@ async def _run(where: str, accelerator: Accelerator, rank: int, directory: Path)
         if where == "on_step" and fails:
             raise RuntimeError("no screen")
 
-    is_chosen = where in ("tell", "choices")
+    is_chosen = where in ("record", "choices")
     try:
         await train(
             _Choosing(sample, fails_in=where if fails else None) if is_chosen else EachStep(sample),

@@ -20,6 +20,7 @@ from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, ParallelConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.observer import StepRollouts
@@ -57,7 +58,7 @@ class Server:
         return WeightUpdate(num_bytes=1, seconds=0.0)
 
 
-class Data:
+class Data(GroupSource):
     """A data set of a row a step, sampled by a server; `events` are called before a row is sampled."""
 
     groups_per_step = 1

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.groups import GroupSource
 from unbroken.training.observer import RunObserver, StepRollouts
 
 
-class EachStep:
+class EachStep(GroupSource):
     """A `GroupSource` of one group a step, which a function samples by the step's number."""
 
     groups_per_step = 1

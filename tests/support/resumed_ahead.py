@@ -15,6 +15,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -27,7 +28,7 @@ NUM_STEPS = 8
 GROUPS_PER_STEP = 3
 
 
-class Source:
+class Source(GroupSource):
     """Groups of four; every fifth number has ten times as many ids as the others."""
 
     groups_per_step = GROUPS_PER_STEP

@@ -25,6 +25,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -55,7 +56,7 @@ class KillAt:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Caller:
+class Caller(GroupSource):
     """Samples groups of eight; the reward is the share of even numbers among the sampled ids."""
 
     groups_per_step = 1

@@ -4,7 +4,7 @@ A curriculum chooses which problem comes next by the results of the groups so fa
 
     class EasyFirst:                                    # problems 0 .. n-1, the easiest of those seen
         def choose(self) -> int: ...
-        def tell(self, problem: int, group: TrajectoryGroup) -> None: ...
+        def record(self, problem: int, group: TrajectoryGroup) -> None: ...
         def state(self) -> Mapping[str, Any]: ...       # for checkpoints
         def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -38,6 +38,7 @@ from unbroken.rollout.runner import run_group
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
+from unbroken.training.groups import GroupSource
 from unbroken.types import SamplingParams
 
 MakeEnv: TypeAlias = Callable[[int], Env]
@@ -222,8 +223,8 @@ class Sampler:
             self._shown.add(key)
 
 
-class Collector:
-    """A `GroupSource`: the groups of this process's part of the problems, in their order.
+class Collector(GroupSource):
+    """The groups of this process's part of the problems, in their order.
 
     Worked example, 4 problems a step and 2 processes: in step 0 the first process has problems 0 and 2, the second 1
     and 3; in step 1 they have 4 and 6, 5 and 7.
@@ -240,11 +241,7 @@ class Collector:
                 f"rollouts.problems_per_step must be at least the number of processes, {self._rank.num_processes}, "
                 f"got {num_problems}"
             )
-
-    @property
-    def groups_per_step(self) -> int:
-        """How many of a step's problems are this process's."""
-        return len(self._rank.select(range(self._sampler.config.problems_per_step)))
+        self.groups_per_step = len(self._rank.select(range(num_problems)))
 
     async def sample(self, number: int) -> TrajectoryGroup:
         """Sample a group of the problem that this number stands for."""
@@ -303,7 +300,7 @@ class Curriculum(Protocol):
         """The number of the next problem in this process's part; it may be one that was chosen before."""
         ...
 
-    def tell(self, problem: int, group: TrajectoryGroup, /) -> None:
+    def record(self, problem: int, group: TrajectoryGroup, /) -> None:
         """Take note of a group that was trained, or replaced because its rewards are all equal.
 
         That is up to `loop.max_staleness` + 1 steps after it was chosen.
@@ -323,7 +320,7 @@ MakeCurriculum: TypeAlias = Callable[[CurriculumPart], Curriculum]
 
 
 class ChoosingCollector(Collector):
-    """A `ChoosingSource`: the groups of the problems that a curriculum chooses.
+    """The groups of the problems that a curriculum chooses.
 
     Worked example, 2 processes: the second one's curriculum chooses 3, which is the problem 7 of the run.
     """
@@ -342,14 +339,17 @@ class ChoosingCollector(Collector):
             self._chosen[number] = _check(self._curriculum.choose())
         return await self.sample_problem(self._part.get_problem(self._chosen[number]), attempt=number)
 
-    def tell(self, number: int, group: TrajectoryGroup) -> None:
-        self._curriculum.tell(self._chosen.pop(number), group)
+    def record(self, number: int, group: TrajectoryGroup) -> None:
+        """See `GroupSource`."""
+        self._curriculum.record(self._chosen.pop(number), group)
 
     def choices(self) -> Mapping[str, Any]:
+        """See `GroupSource`."""
         chosen = [list(pair) for pair in sorted(self._chosen.items())]
         return {"chosen": chosen, "curriculum": self._curriculum.state()}
 
     def restore_choices(self, choices: Mapping[str, Any], /) -> None:
+        """See `GroupSource`."""
         self._chosen = dict(choices["chosen"])
         self._curriculum.restore(choices["curriculum"])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -105,9 +105,9 @@ class Outages:
         # What else a publication took, such as agreeing with other processes, is the publication's, not an outage's.
         return replace(update, seconds=time.perf_counter() - started - lost_s)
 
-    async def find_loss(self, groups: Sequence[TrajectoryGroup], *, oldest_version: int) -> EngineError | None:
-        """The error if the engine was gone, or has ids older than `oldest_version`; None if the groups can be used."""
-        members = [trajectory for group in groups for trajectory in group.trajectories]
+    async def find_loss(self, group: TrajectoryGroup, *, oldest_version: int) -> EngineError | None:
+        """The error if the engine was gone, or has ids older than `oldest_version`; None if the group can be used."""
+        members = group.trajectories
         for member in members:
             if isinstance(member.error, _GONE):
                 return member.error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.fake_renderer import END, VOCAB_SIZE, FakeRenderer, encode
-from support.turns import TurnEngine, TurnMaker
+from support.pretend import PretendEngine, PretendTrainer, pretend_to_train
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import CheckpointError, InvalidInputError, RewardError, RolloutError, ToolsNotShownError
 from unbroken.rollout.tool_env import ToolEnv
@@ -19,7 +19,6 @@ from unbroken.runs.collector import Collector, EvaluationSet, Problems, Sampler
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
 from unbroken.training.config import LoopConfig
-from unbroken.training.loop import run_steps
 from unbroken.types import SamplingParams
 
 
@@ -125,8 +124,10 @@ def test_a_step_needs_a_problem_for_each_process():
 
 async def make_steps(problems: Problems) -> None:
     """Make two steps of a trainer that only takes the groups."""
-    engine = TurnEngine()
-    await run_steps(Collector(sampler(problems)), TurnMaker(engine), LoopConfig(num_steps=2))
+    config = LoopConfig(num_steps=2, max_empty_steps=None)
+    await pretend_to_train(
+        Collector(sampler(problems)), PretendEngine(lambda version: 0), PretendTrainer(lambda step: 0), config
+    )
 
 
 async def test_a_group_has_its_row_of_the_data_set_also_if_its_score_makes_a_new_group():

@@ -20,7 +20,6 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.runs.collector import CurriculumPart, Problems, Sampler, make_collector
 from unbroken.runs.config import RolloutConfig
 from unbroken.runs.processes import Rank
-from unbroken.training.groups import ChoosingSource
 from unbroken.types import SamplingParams
 
 
@@ -35,7 +34,7 @@ class Hardest:
     def choose(self) -> int:
         return self.unseen.pop(0) if self.unseen else min(self.means, key=lambda problem: self.means[problem])
 
-    def tell(self, problem: int, group: TrajectoryGroup, /) -> None:
+    def record(self, problem: int, group: TrajectoryGroup, /) -> None:
         rewards = [member.reward or 0.0 for member in group.trajectories]
         self.means[problem] = sum(rewards) / len(rewards)
 
@@ -66,11 +65,10 @@ def content(group: TrajectoryGroup) -> int:
     return int(group.trajectories[0].messages[0]["content"])
 
 
-async def test_the_problems_are_those_that_the_curriculum_chooses_by_what_it_is_told():
+async def test_the_problems_are_those_that_the_curriculum_chooses_by_the_results():
     collect = make_collector(sampler(), Hardest, seed=0, rank=Rank())
-    assert isinstance(collect, ChoosingSource)
     for number in range(5):
-        collect.tell(number, await collect.sample(number))
+        collect.record(number, await collect.sample(number))
     again = [await collect.sample(number) for number in (5, 6)]
     assert list(map(content, again)) == [2, 2]
     requests = collect._sampler.engine.requests
@@ -80,7 +78,7 @@ async def test_the_problems_are_those_that_the_curriculum_chooses_by_what_it_is_
 async def test_a_number_that_is_sampled_again_has_its_problem_also_in_a_run_that_goes_on():
     first, second = (make_collector(sampler(), Hardest, seed=0, rank=Rank()) for _ in range(2))
     sampled = await asyncio.gather(*map(first.sample, range(3)))
-    first.tell(0, sampled[0])
+    first.record(0, sampled[0])
     second.restore_choices(first.choices())
     assert [content(await second.sample(number)) for number in (2, 1, 3)] == [2, 1, 3]
     assert content(await first.sample(2)) == 2
@@ -97,7 +95,7 @@ async def test_each_process_chooses_among_problems_of_its_own():
 
 
 def test_without_a_curriculum_the_source_does_not_choose():
-    assert not isinstance(make_collector(sampler(), None, seed=0, rank=Rank()), ChoosingSource)
+    assert make_collector(sampler(), None, seed=0, rank=Rank()).choices() is None
     assert isinstance(Hardest(CurriculumPart(num_problems=1, seed=0, rank=Rank())).choose(), int)
 
 
@@ -123,7 +121,7 @@ class Twice:
         self.next += 1
         return (self.next - 1) // 2
 
-    def tell(self, problem, group):
+    def record(self, problem, group):
         self.results.append([problem, group.group_id])
 
     def state(self):

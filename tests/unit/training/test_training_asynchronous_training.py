@@ -17,6 +17,7 @@ from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline, TraceFile, read_timeline
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OldLogprobs, OptimizerConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -26,7 +27,7 @@ from unbroken.weights.in_process import InProcessPublisher
 PROMPT = (1, 2)
 
 
-class Bandit:
+class Bandit(GroupSource):
     """Samples ids after the prompt, of which each 9 is worth 1; every third group is four times as long."""
 
     groups_per_step = 2

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from support.loops import Callbacks
 from support.models import tiny_qwen3
+from support.pretend import PretendTrainer, has_variance, pretend_to_train
 from support.rows import group, trajectory
 from support.sequences import sampled
-from support.turns import TurnMaker, has_variance
 from unbroken.errors import InvalidInputError, RewardError, ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup, TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OutageConfig, TrainerConfig
-from unbroken.training.loop import run_steps, train
+from unbroken.training.groups import GroupSource
+from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import StepAdvantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
@@ -29,7 +30,7 @@ from unbroken.weights.base import WeightUpdate
 VARIED, EQUAL = (0.0, 1.0), (1.0, 1.0)
 
 
-class Problems:
+class Problems(GroupSource):
     """Groups of two; `rewards` says which. They finish in a random order."""
 
     def __init__(self, groups_per_step: int, rewards, *, seed: int = 0) -> None:
@@ -104,17 +105,18 @@ def test_a_step_samples_the_same_numbers_in_whatever_order_they_finish(seed, gro
 
     async def fill(order: int):
         problems = Problems(groups_per_step, rewards.__getitem__, seed=order)
-        maker = TurnMaker(problems)
-        config = LoopConfig(num_steps=4, max_replacements=(max_replaced + 0.5) / groups_per_step)
-        await run_steps(problems, maker, config, has_variance=has_variance)
-        for taken in maker.taken:
-            assert len(taken.groups) == groups_per_step
-            assert not any(map(has_variance, taken.replaced))
-            full = all(map(has_variance, taken.groups))
-            assert full or len(taken.replaced) == max_replaced
-            for part in (taken.groups, taken.replaced):
+        trainer = PretendTrainer(lambda step: 0)
+        config = LoopConfig(num_steps=4, max_replacements=(max_replaced + 0.5) / groups_per_step, max_empty_steps=None)
+        await pretend_to_train(problems, problems, trainer, config)
+        for groups, of_step in zip(trainer.groups, trainer.sampled, strict=True):
+            replaced = of_step[len(groups) :]
+            assert len(groups) == groups_per_step
+            assert not any(map(has_variance, replaced))
+            full = all(map(has_variance, groups))
+            assert full or len(replaced) == max_replaced
+            for part in (groups, replaced):
                 assert list(map(number_of, part)) == sorted(map(number_of, part))
-        steps = [sorted(map(number_of, taken.sampled)) for taken in maker.taken]
+        steps = [sorted(map(number_of, of_step)) for of_step in trainer.sampled]
         assert [number for step in steps for number in step] == list(range(len(problems.sampled)))
         return steps
 

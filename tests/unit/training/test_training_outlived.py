@@ -14,6 +14,7 @@ from unbroken.errors import InvalidInputError
 from unbroken.server.weights import WeightLoader
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -49,7 +50,7 @@ class ToServer:
         return WeightUpdate(num_bytes=files.num_bytes, seconds=0.0)
 
 
-class Run:
+class Run(GroupSource):
     """One engine, and as many trainers as it takes."""
 
     def __init__(self, directory, engine: TransformersEngine | None = None) -> None:

@@ -231,7 +231,7 @@ def test_what_one_process_loses_with_its_engine_it_samples_again_while_the_other
     [
         ("make_units", r"RewardError: group g, trajectories t, t: rewards\[0\] must be finite"),
         ("sample", "RewardError: row 5: nan"),
-        ("tell", "RuntimeError: no tell"),
+        ("record", "RuntimeError: no record"),
         ("choices", "RuntimeError: no choices"),
         ("before_update", "RuntimeError: no sleep"),
         ("on_step", "RuntimeError: no screen"),

@@ -15,6 +15,7 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
@@ -29,7 +30,7 @@ PARTS = (
 )  # fmt: skip
 
 
-class Halves:
+class Halves(GroupSource):
     """Samples two groups a step: one whose rewards differ, one whose rewards are equal and which is scored only."""
 
     groups_per_step = 2

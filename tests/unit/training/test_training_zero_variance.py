@@ -14,7 +14,7 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
-from unbroken.training.steps import ZeroVariance, compare_zero_variance
+from unbroken.training.step_metrics import ZeroVariance, compare_zero_variance
 from unbroken.training.trainer import Trainer
 
 FAILED = trajectory(None, status=TrajectoryStatus.FAILED)

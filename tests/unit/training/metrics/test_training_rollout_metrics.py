@@ -23,6 +23,7 @@ from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.training.checkpoints import Checkpoints
 from unbroken.training.config import LoopConfig, TrainerConfig
+from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
 from unbroken.training.metrics.writer import MetricsWriter
@@ -133,7 +134,7 @@ class Nowhere:
         return WeightUpdate(num_bytes=1, seconds=0.1)
 
 
-class Source:
+class Source(GroupSource):
     def __init__(self, groups=GROUPS) -> None:
         self.groups = groups
         self.groups_per_step = len(groups)

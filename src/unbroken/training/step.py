@@ -1,0 +1,346 @@
+"""A step of training on one page, from prompts to published weights, in the order in which it happens.
+
+    take groups ── rows ── update ── checkpoint ── publish ── metrics ── what comes after
+         ▲                                            │
+    queue: prompts ── groups in flight ── finished    └──► engine
+
+With `max_staleness` 0 groups are sampled only while the step waits for them, and the weights are published before the
+next ones. Above it this is the same page: the queue samples ahead while a step is made, as far as the bound allows, and
+a copy of the weights is published beside the next step.
+
+Of several processes each makes the step with groups of its own. They meet here and nowhere else: all make the calls of
+`training.waits` in the same order. What runs beside a step (the queue, a publication) waits for no other process, which
+may be in the middle of its step; if it fails, the error is kept until they meet, and raised in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+from torch.profiler import record_function
+
+from unbroken.counters import Counters, Event
+from unbroken.errors import EngineError, OutageError, RolloutError
+from unbroken.rollout.failures import format_error, format_frames
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.timeline import Timeline, Track
+from unbroken.training.checkpoints import Checkpoints, LastStep, find_checkpoints
+from unbroken.training.config import LoopConfig
+from unbroken.training.metrics.rollouts import RolloutNumbers, rollout_metrics
+from unbroken.training.metrics.stats import step_metrics
+from unbroken.training.metrics.writer import Metrics, MetricsWriter
+from unbroken.training.objective.samples import DropReason
+from unbroken.training.observer import RunObserver, StepRollouts
+from unbroken.training.outages import Outages, format_loss
+from unbroken.training.publication import Notices, Snapshot, Snapshots
+from unbroken.training.queue import GroupQueue, StepGroups
+from unbroken.training.step_metrics import StepLog, compare_untrained, compare_zero_variance, explain_empty
+from unbroken.training.trainer import Trainer
+from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
+from unbroken.weights.base import WeightPublisher
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRunner:
+    """Makes the steps of one run, one after the other. All processes call its methods together."""
+
+    trainer: Trainer
+    queue: GroupQueue
+    publisher: WeightPublisher | None
+    outages: Outages
+    config: LoopConfig
+    checkpoints: Checkpoints | None
+    metrics: MetricsWriter | None
+    observer: RunObserver
+    timeline: Timeline
+    snapshots: Snapshots
+    notices: Notices
+    log: StepLog
+    last: LastStep | None
+    """The last step that was made."""
+    num_empty: int = 0
+    """Steps in a row that trained no row, since the run was started."""
+    publication: asyncio.Task[int | None] | None = None
+    """Of a copy of the weights, beside the next step. Its result is the version, if all is well."""
+
+    async def run(self, step: int) -> None:
+        """Make a step. Its groups are in memory until this returns, and not while the next ones are waited for."""
+        version = self.trainer.policy_version
+        with record_function("rollouts"):
+            groups = await self._take_groups(step)
+        self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
+        await check_some_succeeded(groups.sampled, step, self.trainer)
+        await self._update(groups)
+        # A checkpoint has the new weights before any engine does. A run that is killed from here on goes on from this
+        # step, or from an earlier one with a version above the engine's.
+        await self._save(groups)
+        self.log.end_making()
+        self.timeline.end(Track.TRAINER)
+        self.timeline.count("version, trainer", version=self.trainer.policy_version)
+        if self.trainer.policy_version == version:
+            self.queue.set_next_version(version)  # nothing was trained; the queue expected one version more
+        elif self.config.max_staleness == 0:
+            await self.publish()
+        else:
+            await self._begin_publication()
+        if self.observer.needs_engine(step + 1):
+            await self.end_publication()  # an evaluation after this step samples with its weights
+        await self.end(step, self.log.end_step())
+
+    async def _take_groups(self, step: int) -> StepGroups:
+        """Wait until every process has its groups for the step; engines that went away are waited for together.
+
+        A process comes to the meeting once it has its groups, has lost its engine, or has failed: nobody waits for one
+        that cannot come. A group that lost its engine is sampled again as a whole: long rollouts are lost first, and
+        without them it would be biased.
+        """
+        version, started, lost = self.trainer.policy_version, _now_s(), None
+        for _ in range(self.config.outages.max_losses):
+            chosen = await self.queue.wait(step, version)
+            lost = self.queue.lost
+            if not await self._meet():
+                assert chosen is not None, "it waits until there are groups, or something is wrong"
+                groups = self.queue.take(chosen, step, waited_s=_now_s() - started, next_version=version + 1)
+                await raise_together(self.trainer, self.queue.failure)  # of a source that takes note of its groups
+                return groups
+            await self._recover()
+        # An engine that a prompt ends each time would be waited for without end.
+        raise OutageError(
+            f"rollouts were lost {self.config.outages.max_losses} times although the engine came back each time (the "
+            f"last: {format_loss(lost)}): look into the engine's log for the cause, which may be a prompt of this step"
+        ) from lost
+
+    async def _update(self, groups: StepGroups) -> None:
+        """Make rows of the groups, and update the weights with them, unless no process has any."""
+        trainer, log, counters = self.trainer, self.log, Counters()
+        sampling_s = log.begin(
+            groups.waited_s,
+            since_last_s=groups.since_last_s,
+            lost=self.outages.take_metrics(),
+            sampler=await self._describe_sampler(groups),
+        )
+        for group in groups.sampled:
+            counters.merge(group.counters)
+        get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
+        with log.span("units"):
+            async with fail_together(trainer):
+                units = await trainer.make_units(groups.groups, counters)
+                replaced: Sequence[Any] = ()
+                if self.config.replaces_groups:  # they are not trained on, and are counted by reason (I8)
+                    replaced = await trainer.make_units(groups.replaced, counters)
+        num_replaced = sum(bool(get_rows(unit)) for unit in replaced)
+        counters.count(Event.DROPPED_ROW, DropReason.NO_VARIANCE, times=num_replaced)
+        with log.span("metrics"):
+            numbers = RolloutNumbers.of(groups.groups, counters, replaced=groups.replaced)
+            everyone = RolloutNumbers.merge(await from_all_processes(trainer, numbers))
+        with record_function("train"):
+            num_trained = sum(bool(get_rows(unit)) for unit in units)
+            is_trained = await in_any_process(trainer, num_trained > 0)
+            if is_trained and self.observer.before_update is not None:
+                with log.span("sleep"):
+                    async with fail_together(trainer):
+                        await self.observer.before_update()  # the engine lends the trainer its memory
+            rollouts = StepRollouts(
+                step=groups.step, groups=groups.sampled, units=units, counters=counters, is_trained=is_trained
+            )
+            with log.span("records"):
+                await self.observer.on_rollouts(rollouts)
+            # Rows that teach nothing are sampled, too: whether trainer and sampler have one policy (I9) is asked of
+            # them before the weights change. A sampler that speaks garbage earns no rewards, so no step would be
+            # trained, and nothing compared.
+            num_scored = self.config.num_zero_variance_scored
+            if is_trained:
+                untrained = [rows for unit in units if (rows := get_idle(unit))]
+                untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
+                with log.span("score"):
+                    scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
+                with self.timeline.span("train", units=num_trained):
+                    trained = step_metrics(await asyncio.to_thread(trainer.step, units))
+                trained = {**trained, **scored.get_metrics(trained)}
+            else:
+                with log.span("score"):
+                    compare = partial(compare_untrained, trainer, groups.sampled, num_scored=num_scored)
+                    compared = await asyncio.to_thread(compare)
+                trained = {"train/num_rows": 0, "train/policy_version": trainer.policy_version, **compared}
+        self.num_empty = 0 if is_trained else self.num_empty + 1
+        with log.span("metrics"):
+            found = {**rollout_metrics(everyone, collect_s=sampling_s), **trainer.objective.get_metrics(units)}
+        log.end_update({**found, **trained})
+
+    async def _save(self, groups: StepGroups) -> None:
+        """Begin to write a checkpoint if one is due. It holds which groups were trained when these were taken, for the
+        queue has gone on since.
+        """
+        num_steps = groups.step + 1
+        self.last = LastStep(num_steps=num_steps, metrics=self.log.metrics, groups=groups.state)
+        if self.checkpoints is None:
+            return
+        started = time.perf_counter()
+        if await asyncio.to_thread(self.checkpoints.agree_if_due, self.trainer, num_steps, last=self.config.num_steps):
+            with self.timeline.span("checkpoint"):
+                await asyncio.to_thread(self.checkpoints.save, self.trainer, self.last)
+        self.log.end_checkpoint(time.perf_counter() - started)
+
+    async def publish(self) -> None:
+        """Publish the weights as they are, while nothing is sampled; engines that went away are waited for."""
+        version = self.trainer.policy_version
+        with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER), record_function("publish"):
+            update = await self.outages.publish()
+        self._show_published(version)
+        self.log.end_publication(update, lost_s=self.outages.take_metrics()["seconds/outages"])
+
+    async def _begin_publication(self) -> None:
+        """Publish a copy of the weights beside the next step, once the publication before it has ended."""
+        await self.end_publication()
+        version = self.trainer.policy_version
+        if self.queue.engine_version == version:  # an outage has ended meanwhile, with these weights
+            return
+        with self.timeline.span("snapshot"):
+            weights = await self.snapshots.take()
+        self.publication = asyncio.create_task(self._publish_beside(weights, version))
+        if not self.config.publish_beside_step:
+            await self.end_publication()
+
+    async def _publish_beside(self, weights: Snapshot | None, version: int) -> int | None:
+        """Publish a copy, or wait until the process has that publishes for this one, too."""
+        try:
+            with self.timeline.span(f"publish version {version}", track=Track.PUBLISHER):
+                if self.publisher is None or weights is None:
+                    is_taken = await self.notices.wait_for(version)
+                else:
+                    waiting = log_waiting(f"policy version {version} to be taken by the engine")
+                    async with self.notices.announce(version), waiting:
+                        update = await self.publisher.publish(weights, policy_version=version)
+                    is_taken = True
+                    self.log.end_publication_beside(update)
+        except EngineError as error:
+            self.queue.lose(error)
+            return None
+        except Exception as error:
+            self.queue.fail(error)
+            return None
+        if is_taken:  # if not, the process that publishes says why when they meet
+            self.outages.require_newest(version)
+            self._show_published(version)
+        return version
+
+    async def end_publication(self) -> None:
+        """Wait for the publication, in all processes; if an engine was lost, until it is back."""
+        if self.publication is None:
+            return
+        version = await self.publication
+        self.publication = None
+        if await self._meet():
+            await self._recover()
+        elif version is not None:
+            self.queue.set_engine_version(version)
+
+    async def _recover(self) -> None:
+        """Wait in all processes until the engines have the trainer's weights. Groups in flight elsewhere go on."""
+        with self.timeline.span("outage"):
+            if self.publication is not None:
+                await self.publication  # its own error is why this is called, or is raised at the next meeting
+                self.publication = None
+            await self.outages.recover(self.queue.lost)
+            self.queue.end_outage(self.trainer.policy_version)
+
+    async def _meet(self) -> bool:
+        """Meet the other processes: a failure of one is raised in all. Returns whether any has lost its engine."""
+        is_lost = self.queue.lost is not None
+        await raise_together(self.trainer, self.queue.failure)
+        return await in_any_process(self.trainer, is_lost)
+
+    async def end(self, step: int, logged: Metrics) -> None:
+        """Write the step's metrics, and do what comes after a step, such as an evaluation; that is done again if it
+        lost rollouts.
+        """
+        with self.log.span("log"):
+            async with fail_together(self.trainer):
+                if self.metrics is not None:
+                    with self.timeline.span("log"):
+                        await asyncio.to_thread(self.metrics.write, step, logged)
+                self.observer.on_step(step, logged)
+        with record_function("after step"), self.timeline.span("after the step"), self.log.span("after_step"):
+            await self.outages.repeat(partial(self.observer.after_step, step + 1))
+        self.log.end_after_step(self.outages.take_metrics())
+        self.snapshots.release()
+        if self.num_empty > 0:
+            await self._report_empty(step, logged)
+
+    async def close(self) -> None:
+        """Cancel what runs beside the steps."""
+        if self.publication is not None:
+            self.publication.cancel()
+            await asyncio.gather(self.publication, return_exceptions=True)
+        await self.queue.close()
+
+    def save_last(self, checkpoints: Checkpoints) -> None:
+        """Write a checkpoint of the last step, unless there is one: the run ends. Blocks."""
+        checkpoints.finish(self.trainer)
+        if self.last is not None and not checkpoints.holds(self.last.num_steps):
+            checkpoints.save(self.trainer, self.last)
+            checkpoints.finish(self.trainer)
+
+    async def _describe_sampler(self, groups: StepGroups) -> Metrics:
+        """What became of groups of all processes, and who was idle, since the step before."""
+        if self.config.max_staleness == 0:
+            return {}
+        counts = reduce(add, await from_all_processes(self.trainer, groups.counts))
+        return {
+            **{f"sampler/{name}": count for name, count in asdict(counts).items()},
+            **self.queue.idle.take_metrics(),
+        }
+
+    def _show_published(self, version: int) -> None:
+        self.queue.set_engine_version(version)
+        self.timeline.count("version, published", version=version)
+
+    async def _report_empty(self, step: int, logged: Metrics) -> None:
+        """Warn of a step that trained no row; end the run if too many did in a row."""
+        reasons = explain_empty(logged)
+        if self.trainer.is_main_process:
+            _logger.warning("step %d trained nothing: %s", step, reasons)
+        if self.num_empty != self.config.max_empty_steps:
+            return
+        model = ""
+        if self.checkpoints is not None:
+            await asyncio.to_thread(self.save_last, self.checkpoints)
+            newest = find_checkpoints(self.checkpoints.folder)[step + 1]
+            model = f" (`unbroken export {newest} MODEL` writes its model)"
+        raise RolloutError(
+            f"{self.num_empty} steps in a row trained nothing; of the last one, {reasons}. If that is all the reward "
+            f"there is, the task is solved and the run is done{model}. If not: take problems that the policy solves "
+            "sometimes, more rollouts of each (rollouts.group_size), or limits that let them end (rollouts.limits). "
+            f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
+            "none it goes on (--loop.max-empty-steps none)"
+        )
+
+
+async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, trainer: Trainer) -> None:
+    """Warn of failed rollouts; raise if those of all processes failed, or such a run would silently train nothing."""
+    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
+    failed = [error for error in errors if error is not None]
+    first_here = format_error(failed[0]) + format_frames(failed[0]) if failed else None
+    everyone = await from_all_processes(trainer, (len(errors), len(failed), first_here))
+    num_rollouts, num_failed = (sum(counts) for counts in list(zip(*everyone, strict=True))[:2])
+    if num_failed == 0:
+        return
+    first = next(words for _, _, words in everyone if words is not None)
+    if num_failed == num_rollouts:
+        cause = failed[0] if failed else None
+        raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
+    if trainer.is_main_process:
+        _logger.warning("%d of %d rollouts of step %d failed, the first with %s", num_failed, num_rollouts, step, first)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

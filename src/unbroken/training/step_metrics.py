@@ -1,0 +1,296 @@
+"""What a step measures besides the update itself: its times, who was idle, and rows that it does not train on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from unbroken.ledger.export import export_samples
+from unbroken.rollout.trajectory import TrajectoryGroup
+from unbroken.training.metrics.mismatch import Mismatch, mismatch
+from unbroken.training.metrics.stats import mismatch_metrics
+from unbroken.training.metrics.writer import Metrics
+from unbroken.training.trainer import Trainer
+from unbroken.types import Logprobs, TrainingSample
+from unbroken.weights.base import WeightUpdate
+
+
+class IdleTimes:
+    """How long trainer and sampler were idle between two steps, and how many groups waited, in one process.
+
+    Worked example, in seconds: the trainer waits from 0 to 2 and takes a step's groups, groups are in flight from 0 to
+    5, none may start from 4 to 6, and at 8 the next groups are taken. Since 2 the trainer did not wait, nothing was in
+    flight for 3 of 6 s (0.5), and 2 of 6 s were held.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """The times begin with the first level that is set. The clock is by default that of the event loop."""
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._levels: dict[str, float] = {"waits": 0, "held": 0, "in_flight": 0, "queued": 0}
+        self._sums: dict[str, float] = {}
+        self._started_s: float | None = None
+        self._last_s = 0.0
+
+    def set(self, **levels: float) -> None:
+        """Change levels from now on: `waits` and `held` are 0 or 1, `in_flight` and `queued` are numbers of groups."""
+        self._advance()
+        self._levels.update(levels)
+
+    def take_metrics(self) -> Mapping[str, float | None]:
+        """The metrics of the time since the last call; None in no time at all."""
+        now_s = self._advance()
+        total_s = now_s - (now_s if self._started_s is None else self._started_s)
+        sums, self._sums, self._started_s = self._sums, {}, now_s
+        names = {
+            "idle/trainer": "waits",
+            "idle/sampler": "nothing",
+            "idle/sampler_held": "held",
+            "sampler/in_flight_mean": "in_flight",
+            "sampler/queued_mean": "queued",
+        }
+        return {name: sums.get(level, 0.0) / total_s if total_s > 0 else None for name, level in names.items()}
+
+    def _advance(self) -> float:
+        now_s = self._clock()
+        if self._started_s is None:
+            self._started_s = self._last_s = now_s
+        seconds, self._last_s = now_s - self._last_s, now_s
+        for name, level in {**self._levels, "nothing": self._levels["in_flight"] == 0}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + seconds * level
+        return now_s
+
+
+_STEP_SPANS = ("log", "after_step", "units", "sleep", "records", "score", "metrics")
+"""Parts that a `StepTimes` measures."""
+_OTHER_PARTS = ("collect", "outages", "train", "checkpoint", "publish")
+"""Parts that are measured where the work is done."""
+
+
+class StepLog:
+    """The metrics of a run's steps, as they come: those of the update, and the seconds of each part of a step.
+
+    The parts add up. Worked example, in seconds: the metrics of the step before were complete at 10.0, and those of
+    this one are at 11.0.
+
+        log 0.02   after_step 0.03   collect 0.5   sleep 0.05   train 0.2   publish 0.1   other 0.1   ──►   wall 1.0
+    """
+
+    def __init__(self, *, is_ahead: bool, metrics: Metrics | None = None) -> None:
+        """The first step begins now. `metrics` are those of the step after which a run goes on."""
+        self._is_ahead = is_ahead
+        self._metrics: dict[str, float | int | None] = dict(metrics or {})
+        self._beside: Metrics = {}
+        """Of the last publication beside a step that has ended."""
+        self._lost_after_step: Mapping[str, float] = {}
+        """Outages in what came after the step before: metrics of the next step, as the time after a step is."""
+        self._spans: defaultdict[str, float] = defaultdict(float)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the times anew: a run goes on."""
+        self._began_s = self._made_s = self._ended_s = time.perf_counter()
+        self._spans.clear()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the step has trained any row."""
+        return bool(self._metrics["train/num_rows"])
+
+    @property
+    def metrics(self) -> Metrics:
+        """What is known of the step so far, for its checkpoint."""
+        return {**self._metrics, "seconds/checkpoint": None}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to a part. Blocks are not nested, or they would count twice."""
+        assert name in _STEP_SPANS
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans[name] += time.perf_counter() - began_s
+
+    def begin(self, waited_s: float, *, since_last_s: float, lost: Mapping[str, float], sampler: Metrics) -> float:
+        """Begin a step when its groups are taken; returns the seconds in which they, or as many others, were sampled.
+
+        Without `max_staleness` the step begins when it waits for them, and they take what it waits, without outages.
+        With it, the step begins once the one before is made, and they take the time between two steps.
+        """
+        sampling_s = waited_s - lost["seconds/outages"]
+        self._began_s = time.perf_counter() - waited_s
+        if self._is_ahead:
+            self._began_s, sampling_s = self._made_s, since_last_s
+        self._metrics = {name: number + self._lost_after_step.get(name, 0) for name, number in lost.items()}
+        self._metrics |= {**sampler, "seconds/collect": waited_s if self._is_ahead else sampling_s}
+        return sampling_s
+
+    def end_update(self, metrics: Metrics) -> None:
+        """The update is made, with these metrics."""
+        self._metrics = {**metrics, **self._metrics, "seconds/step": time.perf_counter() - self._began_s}
+
+    def end_checkpoint(self, seconds: float) -> None:
+        """It took so long until a checkpoint was copied, or known not to be due."""
+        self._metrics["seconds/checkpoint"] = seconds
+        self._add("seconds/step", seconds)
+
+    def end_making(self) -> None:
+        """The step is made: with `max_staleness` the next one begins now."""
+        self._made_s = time.perf_counter()
+
+    def end_publication(self, update: WeightUpdate, *, lost_s: float) -> None:
+        """The weights were published before the next step, and engines were waited for for `lost_s`."""
+        if not self.is_trained:  # a run goes on after a step that trained nothing
+            return
+        self._metrics |= update_metrics(update)
+        self._add("seconds/outages", lost_s)
+        self._add("seconds/step", update.seconds + lost_s)
+
+    def end_publication_beside(self, update: WeightUpdate) -> None:
+        """A copy of the weights was published beside a step, which is counted in the step that it ends in."""
+        self._beside = update_metrics(update)
+
+    def end_step(self) -> Metrics:
+        """End the step, and return all its metrics."""
+        now_s = time.perf_counter()
+        wall_s, self._ended_s = now_s - self._ended_s, now_s
+        spans: Metrics = {f"seconds/{name}": self._spans[name] for name in _STEP_SPANS}
+        self._spans.clear()
+        known = {**self._take(), **spans}
+        found = sum(known.get(f"seconds/{name}") or 0.0 for name in (*_STEP_SPANS, *_OTHER_PARTS))
+        return {**known, "seconds/other": None if self._is_ahead else wall_s - found, "seconds/wall": wall_s}
+
+    def end_step_of_another(self) -> Metrics:
+        """As `end_step`, of a step that another process has made, before a kill."""
+        return {**self._take(), **{f"seconds/{name}": None for name in (*_STEP_SPANS, "other", "wall")}}
+
+    def end_after_step(self, lost: Mapping[str, float]) -> None:
+        """What comes after a step is done; of its seconds, those of outages are a part by themselves."""
+        self._lost_after_step = lost
+        self._spans["after_step"] -= lost["seconds/outages"]
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._metrics[name] = (self._metrics.get(name) or 0) + seconds
+
+    def _take(self) -> Metrics:
+        logged = {**self._metrics, **self._beside}
+        self._beside = {}
+        collect_s, step_s = (logged.get(name) for name in ("seconds/collect", "seconds/step"))
+        share = None if collect_s is None or not step_s else collect_s / step_s
+        # A step that collects first, and samples nothing after that. With `max_staleness` they are measured.
+        serial: Metrics = {"idle/trainer": share, "idle/sampler": None if share is None else 1 - share}
+        return {**serial, **logged}
+
+
+_REASONS = {
+    "counters/status/timeout": "timed out",
+    "counters/dropped_rows/failed": "failed",
+    "counters/dropped_rows/aborted": "were aborted by the engine",
+    "counters/dropped_rows/unscored": "have no score",
+    "counters/dropped_rows/small_group": "have no sibling to compare with",
+    "counters/dropped_rows/masked": "are masked, because a length limit cut them",
+    "counters/dropped_rows/nothing_sampled": "sampled nothing",
+}
+
+
+def explain_empty(logged: Metrics) -> str:
+    """Why a step trained nothing, in counts over all processes."""
+    found = []
+    if equal := logged["groups/num_zero_variance"]:
+        compared, mean = logged["groups/num_compared"], logged["reward/mean"]
+        found.append(f"{equal} of {compared} groups have equal rewards (the mean is {mean:.3g})")
+    rollouts = logged["rollout/num_trajectories"]
+    found += [f"{logged[name]} of {rollouts} rollouts {words}" for name, words in _REASONS.items() if logged.get(name)]
+    if too_old := (logged.get("sampler/num_dropped") or 0) + (logged.get("sampler/num_cancelled") or 0):
+        found.append(f"{too_old} groups were too old (max_staleness)")
+    return "; ".join(found) or "there were no rollouts to train on"
+
+
+def update_metrics(update: WeightUpdate) -> Metrics:
+    """The metrics of an update of the engines' weights."""
+    return {
+        "weights/num_bytes": update.num_bytes,
+        "weights/num_missed": len(update.missed_by),
+        "seconds/publish": update.seconds,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroVariance:
+    """The mismatch of rows that are sampled but not trained on, because every advantage of their group is zero.
+
+    The trained rows are only a part of the sampled ones, and none once a task is solved. So some rows of the other
+    groups are scored before the update, and count in `mismatch/kl` by the number of ids, over all processes:
+
+        trained          300 ids, k3 2e-7
+        zero variance    100 ids, of which 40 were scored: k3 6e-7
+        mismatch/kl      (300 * 2e-7 + 100 * 6e-7) / 400 = 3e-7
+    """
+
+    num_tokens: int
+    """Their loss tokens."""
+    scored: Mismatch | None
+    """Trainer against sampler on the rows that were scored; None if there were none."""
+
+    def get_metrics(self, trained: Metrics) -> Metrics:
+        """The metrics to log beside those of the rows that were trained on."""
+        num_trained, k3 = trained["train/num_loss_tokens"] or 0, trained["mismatch/k3"] or 0.0
+        all_k3: float | None = k3
+        if self.num_tokens > 0:
+            all_k3 = None
+            if self.scored is not None:
+                all_k3 = (num_trained * k3 + self.num_tokens * self.scored.k3) / (num_trained + self.num_tokens)
+        return {
+            "mismatch/kl": all_k3,
+            "mismatch/num_zero_variance_tokens": self.num_tokens,
+            "mismatch/zero_variance_k3": None if self.scored is None else self.scored.k3,
+            "mismatch/zero_variance_max_abs": None if self.scored is None else self.scored.max_abs,
+        }
+
+
+def compare_zero_variance(
+    trainer: Trainer, rows: Sequence[Sequence[TrainingSample]], *, num_scored: int
+) -> ZeroVariance:
+    """Score the rows of up to `num_scored` trajectories by `Trainer.logprobs`, and check that they are of one policy.
+
+    Blocks; every process calls it. Raises as `Trainer.check_policy` does.
+    """
+    evenly_spread = rows[:: max(1, math.ceil(len(rows) / num_scored))] if num_scored > 0 else []
+    chosen = [row for of_member in evenly_spread for row in of_member]
+    logprobs: Sequence[Logprobs] = []
+    if trainer.in_any_process(bool(chosen)):
+        logprobs = trainer.logprobs(chosen)
+        trainer.check_policy(chosen, logprobs)
+    pairs = [
+        (of_row[row.loss_mask], row.rollout_logprobs[row.loss_mask])
+        for row, of_row in zip(chosen, logprobs, strict=True)
+    ]
+    num_tokens = sum(int(row.loss_mask.sum()) for of_member in rows for row in of_member)
+    everyone = trainer.from_all_processes((num_tokens, pairs))
+    seen = [pair for _, of_process in everyone for pair in of_process]
+    scored = mismatch(*(np.concatenate(side) for side in zip(*seen, strict=True))) if seen else None
+    return ZeroVariance(num_tokens=sum(of_process for of_process, _ in everyone), scored=scored)
+
+
+def compare_untrained(trainer: Trainer, groups: Sequence[TrajectoryGroup], *, num_scored: int) -> Metrics:
+    """The mismatch of a step that trains nothing: its rollouts show as well whether both have one policy (I9).
+
+    A sampler that speaks garbage earns no rewards, so no step would be trained, and none compared. Blocks; raises as
+    `Trainer.check_policy` does.
+    """
+    rows = [
+        sampled
+        for group in groups
+        for trajectory in group.trajectories
+        if (sampled := export_samples(trajectory.tree, 0.0))
+    ]
+    rows = [of_one for of_one in rows if of_one[0].temperature == rows[0][0].temperature]  # as a pass has one
+    found = compare_zero_variance(trainer, rows, num_scored=max(num_scored, 1))
+    return {} if found.scored is None else {**mismatch_metrics(found.scored), "mismatch/kl": found.scored.k3}
