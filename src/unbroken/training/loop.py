@@ -114,7 +114,7 @@ async def train(
             log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
             last=last,
         )
-        await _run_steps(steps, first_step=num_made, is_published=trainer.policy_version == published_version)
+        await _make_steps(steps, first_step=num_made, is_published=trainer.policy_version == published_version)
         if checkpoints is not None:
             await asyncio.to_thread(checkpoints.finish, trainer)
     finally:
@@ -122,7 +122,7 @@ async def train(
             await asyncio.to_thread(checkpoints.close)
 
 
-async def _run_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:
+async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:
     """Make the steps of a run; one that goes on first does again what a kill may have cut off."""
     try:
         if first_step > 0:
