@@ -10,9 +10,11 @@ one list of hostile files for all readers.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
+import re
 import stat
 from typing import Any, BinaryIO, NoReturn
 
@@ -20,6 +22,9 @@ from unbroken.errors import InvalidInputError
 
 MAX_ANSWER_BYTES = 100 << 20
 """Of a server of environments; an observation may have images."""
+MAX_VALUES = 1 << 20
+"""Lists, objects and texts of one piece of JSON: `[],` has 3 bytes, and a list in memory 64."""
+_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 MAX_ROWS_BYTES = 1 << 30
 """Of a file of rows that is held in memory as a whole."""
 MAX_FACTS_BYTES = 64 << 20
@@ -40,6 +45,9 @@ def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> A
     """
     if len(data) > max_bytes:
         raise InvalidInputError(f"JSON must have at most {max_bytes} bytes, got {len(data)}")
+    written = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if count_values(written, written.count(b"[") + written.count(b"{")) > MAX_VALUES:
+        raise InvalidInputError(f"JSON must have at most {MAX_VALUES} lists, objects and texts, got more")
     try:
         value = json.loads(data, parse_constant=_refuse_constant if is_finite else float)
     except (ValueError, RecursionError) as error:
@@ -48,6 +56,15 @@ def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> A
         raise InvalidInputError(f"it must be JSON: {type(error).__name__}: {error}") from None
     check_json(value, is_finite=is_finite)
     return value
+
+
+def count_values(body: bytes, num_opened: int) -> int:
+    """The lists, objects and texts of JSON, without parsing it; at most one more than `MAX_VALUES`, and 0 if there are
+    surely not so many: it has `num_opened` brackets and braces.
+    """
+    if num_opened + body.count(b'"') // 2 <= MAX_VALUES:
+        return 0
+    return sum(1 for _ in itertools.islice(_VALUE.finditer(body), MAX_VALUES + 1))
 
 
 def check_json(value: Any, *, is_finite: bool = True) -> None:
@@ -119,22 +136,23 @@ def open_inside(folder: str | os.PathLike[str], *parts: str) -> BinaryIO:
         finally:
             os.close(descriptor)
         descriptor = inner
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise FileNotFoundError(f"{'/'.join(parts)} is no regular file")
-    return file
+    return _open_descriptor(descriptor, "/".join(parts))
 
 
 def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError as error:  # a NUL in its name
         raise FileNotFoundError(f"{path!r}: {error}") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
+    return _open_descriptor(descriptor, str(path))
+
+
+def _open_descriptor(descriptor: int, name: str) -> BinaryIO:
+    # `os.fdopen` would leave the descriptor of a folder open.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{name} is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _check_items(items: list[Any], is_finite: bool) -> list[list[Any]]:

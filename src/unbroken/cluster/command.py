@@ -127,8 +127,18 @@ def _print_plan(arguments: argparse.Namespace) -> int:
 
 def _print_status(arguments: argparse.Namespace) -> int:
     status = read_status(arguments.output)
-    print(json.dumps(status) if arguments.json else "\n".join(_format_status(status)))
+    print(json.dumps(status) if arguments.json else describe_status(status))
     return 0
+
+
+def describe_status(status: Mapping[str, Any]) -> str:
+    """What `read_status` found, in lines; raises `InvalidInputError` if it has other fields."""
+    try:
+        return "\n".join(_format_status(status))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{FOLDER}/{STATE} of OUTPUT must be as `unbroken cluster run` writes it: {type(error).__name__}: {error}"
+        ) from None
 
 
 def read_status(output: Path) -> dict[str, Any]:
@@ -141,7 +151,7 @@ def read_status(output: Path) -> dict[str, Any]:
         ) from None
     metrics = output / "metrics" / "metrics.jsonl"
     last: Any = {}
-    with suppress(OSError, InvalidInputError, IndexError):  # no step yet, or its line is not whole
+    with suppress(OSError, ValueError, TypeError, IndexError):  # no step yet, or its line is not whole
         last = dict(read_json(read_end(metrics, max_bytes=_MAX_LINE_BYTES).splitlines()[-1], max_bytes=_MAX_LINE_BYTES))
     return status | {"step": last.get("step"), **{name: last.get(key) for name, key in _NUMBERS.items()}}
 

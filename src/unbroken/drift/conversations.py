@@ -102,9 +102,9 @@ def _read_row(place: str, line: str) -> PromptRow:
     except InvalidInputError as error:
         raise InvalidInputError(f"{place} must be a JSON object: {error}") from None
     if not isinstance(row, dict) or not set(row) <= _KEYS or ("prompt" in row) == ("messages" in row):
-        keys = sorted(row) if isinstance(row, dict) else row
+        keys = repr(sorted(row) if isinstance(row, dict) else row)[:300]
         raise InvalidInputError(
-            f"{place} must be an object with prompt or messages, and by choice results and follow_ups, got {keys!r}"
+            f"{place} must be an object with prompt or messages, and by choice results and follow_ups, got {keys}"
         )
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     try:

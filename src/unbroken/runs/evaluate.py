@@ -164,7 +164,7 @@ def _begin_report(output: Path, task: str, settings: Mapping[str, Any]) -> dict[
     """The report of an evaluation, new or with the models that are done; raises if the folder holds something else."""
     report: dict[str, Any] = {"format": 1, "task": task, "intervals": INTERVALS, "settings": settings}
     begun = ("run.lock", "recipe.json", "recipe.json.part", f".{REPORT}.part", TRACEBACK, TASK_FILE)  # before a report
-    if all(each.is_dir() or each.name in begun for each in output.rglob("*")):
+    if all((each.is_dir() and each.name != REPORT) or each.name in begun for each in output.rglob("*")):
         return {**report, "models": [], "differences": []}
     try:
         found = read_json_file(output / REPORT, max_bytes=MAX_ROWS_BYTES)

@@ -76,6 +76,10 @@ class WeightFiles:
             path = self.folder / file.name
             if path.exists() and not path.is_file():  # hashing a pipe or a device would never end
                 raise WeightsError(f"weight file {path} is no regular file")
+            if path.exists() and (size := path.stat().st_size) != file.num_bytes:  # before all of it is read
+                raise WeightsError(
+                    f"weight file {path} must have {file.num_bytes} bytes, got {size}: write the version again"
+                )
         sums: dict[str, str] = {}
         for wait in (False, True):  # other servers of this machine may be at some of them
             for file in self.files:

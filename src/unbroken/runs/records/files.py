@@ -131,7 +131,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InvalidInputError: it is not such a file, is damaged, or has a later format.
     """
-    for number, line in enumerate(read_lines(path)):
+    number = 0
+    for line in read_lines(path):
         try:
             record = parse_line(line)
         except InvalidInputError as error:
@@ -140,6 +141,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             raise InvalidInputError(f"{path} must have the format {FORMAT}, got {found!r}")
         if record.get("kind") != TEXTS:
             yield record
+        number += 1
+    if number == 0:
+        raise InvalidInputError(f"{path} must be a file of rollouts, and has no line")
 
 
 def spread(items: Sequence[_T], number: int | None) -> list[_T]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from starlette.responses import Response
 from unbroken import compact
 from unbroken.errors import InvalidInputError
 from unbroken.types.arrays import MAX_DEPTH, is_deep
+from unbroken.untrusted import MAX_VALUES, count_values
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _IGNORED = "unbroken.ignored"
@@ -24,8 +23,6 @@ _IGNORED = "unbroken.ignored"
 _IS_COMPACT = "unbroken.compact"
 """Where it says that the body is in the compact form."""
 _TYPE = b"content-type"
-_MAX_VALUES = 2**20
-_VALUE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]', re.DOTALL)
 _PROMPTS = ("prompts", "prompt", "sequences")
 SESSION = "unbroken.session"
 """Where the scope has the id of the session that a request belongs to."""
@@ -80,7 +77,7 @@ class OrjsonRoute(APIRoute):
 
 class _OrjsonRequest(Request):
     async def json(self) -> Any:
-        """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels and `_MAX_VALUES`); None if empty."""
+        """Parse the body (UTF-8, finite numbers only, at most `MAX_DEPTH` levels and `MAX_VALUES`); None if empty."""
         body = await self.body()
         is_compact = bool(body and self.scope.get(_IS_COMPACT))
         most = self.app.state.context.config.limits.max_prompts
@@ -91,8 +88,8 @@ class _OrjsonRequest(Request):
                 _check_num_prompts(value, most)
                 return value
         num_opened = body.count(b"[") + body.count(b"{")  # lists and objects, and these characters inside texts
-        if _count_values(body, num_opened) > _MAX_VALUES:
-            raise HTTPException(400, f"the body must have at most {_MAX_VALUES} lists, objects and texts, got more")
+        if count_values(body, num_opened) > MAX_VALUES:
+            raise HTTPException(400, f"the body must have at most {MAX_VALUES} lists, objects and texts, got more")
         try:
             if is_compact:
                 value = compact.decode(body, parse=orjson.loads, max_arrays=most)
@@ -108,17 +105,6 @@ class _OrjsonRequest(Request):
         if session_id is not None and not is_compact:
             bodies.learn(session_id, body, value)
         return value
-
-
-def _count_values(body: bytes, num_opened: int) -> int:
-    """The lists, objects and texts of JSON, without parsing it; at most one more than `_MAX_VALUES`, and 0 if there are
-    surely not so many: it has `num_opened` brackets and braces.
-
-    `[],` has 3 bytes, and a list in memory 64.
-    """
-    if num_opened + body.count(b'"') // 2 <= _MAX_VALUES:
-        return 0
-    return sum(1 for _ in itertools.islice(_VALUE.finditer(body), _MAX_VALUES + 1))
 
 
 def _check_num_prompts(value: Any, most: int) -> None:

@@ -1,0 +1,198 @@
+"""Hostile files and bodies, and the readers that are given them, in a process that can be stopped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import shutil
+import struct
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unbroken.errors import UnbrokenError
+
+_prepared: dict[tuple[str, str], tuple[Path, list[tuple[str, bytes | Callable[[Path], object], bool]]]] = {}
+"""The file of each reader that was attacked, and the attacks: in the process that is attacked."""
+
+LONG = "n" * 200
+DEEP = b"[" * 100_000 + b"]" * 100_000
+HUGE_NUMBER = b"1" + b"0" * 400
+WRONG: Mapping[str, Any] = {
+    "null": None, "true": True, "negative": -1, "fraction": 1.5, "text": "x", "list": [], "object": {}, "lists": [[]],
+    "nulls": [None], "large": 2**70, "huge": 10**400, "long": LONG, "NUL": "a\0b", "surrogate": "\ud800",
+    "path": "../../x",
+}  # fmt: skip
+"""What may stand in the place of a field."""
+SPARSE_BYTES = 3 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Something that reads a file that somebody else wrote."""
+
+    make: Callable[[Path], Path]
+    """Write what is right into a folder; returns the file that is attacked."""
+    read: Callable[[Path], Any]
+    """Read that file, or the folder of it."""
+    kind: str
+    """Of the file: json, lines, gzip, text, toml, weights, image."""
+    says: str = ""
+    """What an error names; by default the file."""
+    may_be_missing: bool = False
+    """A file that is not there is nothing yet."""
+    is_lenient: bool = False
+    """By its contract a file that is wrong is as one that is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a reader ended."""
+
+    error: str = ""
+    """Class and message of our own exception; "" without one."""
+    crash: str = ""
+    """The traceback of any other."""
+    seconds: float = 0.0
+    """Of the CPU: other tests run beside it."""
+    num_left_open: int = 0
+    """Files that are open, and were not before."""
+    num_bytes: int = 0
+    """By which the most memory in use rose."""
+
+
+def list_attacks(reader: Reader, good: bytes) -> Iterator[tuple[str, bytes | Callable[[Path], object], bool]]:
+    """The attacks on a reader: names, what to put in the place of its file, and whether it must be refused."""
+    yield "pipe", os.mkfifo, True
+    yield "device", lambda path: path.symlink_to("/dev/zero"), True
+    yield "folder", Path.mkdir, True
+    yield "nothing", lambda path: None, not reader.may_be_missing
+    yield "link to itself", lambda path: path.symlink_to(path), True
+    yield "3 GiB", _write_sparse, True
+    yield "empty", b"", reader.kind not in ("toml", "text")
+    yield "half", good[: len(good) // 2], reader.kind not in ("text", "bytes", "toml")
+    yield "any bytes", bytes(range(256)) * 100, reader.kind != "bytes"
+    match reader.kind:
+        case "json":
+            yield from _attack_json(good)
+        case "lines":
+            yield from ((name, data + b"\n", is_refused) for name, data, is_refused in _attack_json(good))
+            yield "two million lines", b"[]\n" * 2_000_000, True
+        case "gzip":
+            for name, data, is_refused in _attack_json(gzip.decompress(good).splitlines()[0]):
+                yield name, gzip.compress(data), is_refused
+            yield "a bomb", gzip.compress(bytes(64 << 20)) * 64, True
+        case "toml":
+            yield "deep", b"a = " + DEEP, True
+            yield "deep keys", b"a = " + b"{a=" * 50_000 + b"1" + b"}" * 50_000, True
+        case "weights":
+            yield from _attack_weights()
+        case "image":
+            yield "a bomb", good[:16] + struct.pack(">II", 60_000, 60_000) + good[24:], True
+
+
+def _write_sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, SPARSE_BYTES)
+
+
+def _attack_json(good: bytes) -> Iterator[tuple[str, bytes, bool]]:
+    record = json.loads(good)
+    yield "deep", DEEP, True
+    yield "deep objects", b'{"a":' * 100_000 + b"1" + b"}" * 100_000, True
+    yield "two million lists", b"[" + b"[]," * 2_000_000 + b"[]]", True
+    yield "NaN", b'{"x": NaN}', True
+    for name, value in WRONG.items():
+        yield name, json.dumps(value).encode(), True
+    if not isinstance(record, dict):
+        return
+    first = json.dumps(next(iter(record))).encode()
+    for name, value in (("deep", DEEP), ("5000 digits", b"1" * 5000)):
+        yield f"{name} in a field", b"{" + first + b":" + value + b"," + good.lstrip()[1:], True
+    yield "the same key twice", good.rstrip()[:-1] + b"," + first + b":" + json.dumps(record).encode() + b"}", False
+    for key in record:
+        yield f"without {key}", json.dumps({name: each for name, each in record.items() if name != key}).encode(), False
+        for name, value in WRONG.items():
+            yield f"{key} is {name}", json.dumps({**record, key: value}).encode(), False
+
+
+def _attack_weights() -> Iterator[tuple[str, bytes, bool]]:
+    def with_header(header: bytes, size: int | None = None) -> bytes:
+        return struct.pack("<Q", len(header) if size is None else size) + header
+
+    yield "a header of 2**64 bytes", with_header(b"{}", 2**64 - 1), True
+    yield "a deep header", with_header(b'{"a":' * 50_000), True
+    yield "offsets beyond the file", with_header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'), True
+    shape = str(2**62).encode()
+    yield (
+        "a shape of 2**62",
+        with_header(b'{"a":{"dtype":"F32","shape":[' + shape + b'],"data_offsets":[0,' + shape + b"]}}"),
+        True,
+    )
+
+
+def attack(readers: str, name: str, folder: str, number: int) -> tuple[str, bool, Outcome] | None:
+    """Attack a reader of the module `readers`; returns the attack's name, whether it must be refused, and what came.
+
+    None if it has no attack of this number. Number 0 is the file as it should be.
+    """
+    from importlib import import_module
+
+    reader: Reader = import_module(readers).READERS[name]
+    if (name, folder) not in _prepared:
+        shutil.rmtree(folder, ignore_errors=True)  # a process before may have been stopped
+        Path(folder).mkdir()
+        path = reader.make(Path(folder))
+        good = path.read_bytes()
+        _prepared[name, folder] = path, [("none", good, False), *list_attacks(reader, good)]
+    path, attacks = _prepared[name, folder]
+    if number == len(attacks):
+        del _prepared[name, folder]
+        return None
+    title, content, is_refused = attacks[number]
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    return title, is_refused, watch(lambda: reader.read(path))
+
+
+def watch(work: Callable[[], Any]) -> Outcome:
+    """Call it, and say how it ended and what it took."""
+    Path("/proc/self/clear_refs").write_text("5")  # the most memory in use is counted anew
+    num_open = len(os.listdir("/proc/self/fd"))
+    before, began_s = _peak(), time.process_time()
+    error = crash = ""
+    try:
+        work()
+    except UnbrokenError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    except BaseException:
+        crash = traceback.format_exc()[-1500:]
+    return Outcome(
+        error=error,
+        crash=crash,
+        seconds=time.process_time() - began_s,
+        num_bytes=_peak() - before,
+        num_left_open=len(os.listdir("/proc/self/fd")) - num_open,
+    )
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = next((line for line in lines if line.startswith("VmHWM")), None)
+    if found is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return int(found.split()[1]) << 10
+
+
+def make_npy(shape: tuple[int, ...]) -> bytes:
+    """An .npy file whose header promises this shape, without the numbers."""
+    header = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return np.lib.format.magic(1, 0) + struct.pack("<H", len(header)) + header
