@@ -138,6 +138,7 @@ check: $(ALL)  ## format, lint, types (strict), layers and size
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/measure_house.py
+	$(BIN)/python tools/check_readers.py
 
 extras:  ## install each extra alone in a fresh environment and start what it is for
 	$(PYTHON) tools/check_extras.py

@@ -165,7 +165,7 @@ def attack(readers: str, name: str, folder: str, number: int) -> tuple[str, bool
 def watch(work: Callable[[], Any]) -> Outcome:
     """Call it, and say how it ended and what it took."""
     Path("/proc/self/clear_refs").write_text("5")  # the most memory in use is counted anew
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = _count_open()
     before, began_s = _peak(), time.process_time()
     error = crash = ""
     try:
@@ -179,8 +179,12 @@ def watch(work: Callable[[], Any]) -> Outcome:
         crash=crash,
         seconds=time.process_time() - began_s,
         num_bytes=_peak() - before,
-        num_left_open=len(os.listdir("/proc/self/fd")) - num_open,
+        num_left_open=_count_open() - num_open,
     )
+
+
+def _count_open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def _peak() -> int:
@@ -196,3 +200,14 @@ def make_npy(shape: tuple[int, ...]) -> bytes:
     header = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return np.lib.format.magic(1, 0) + struct.pack("<H", len(header)) + header
+
+
+BODIES: Mapping[str, bytes] = {
+    "nothing": b"", "half": b'{"model": "m", "messages": [', "any bytes": bytes(range(256)) * 10, "deep": DEEP,
+    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "two million lists": b"[" + b"[]," * 2_000_000 + b"[]]",
+    "NaN": b'{"x": NaN}', "infinity": b'{"x": 1e999}', "5000 digits": b'{"x": ' + b"1" * 5000 + b"}",
+    "the same key twice": b'{"a": 1, "a": 2}', "compact with an array of 2**62": b"UNBRKN\0\1\x40\0\0\0"
+    + b'{"prompts": [{"$array": ["<i4", [4611686018427387904], 0]}]}'.ljust(64),
+    **{name: json.dumps(value).encode() for name, value in WRONG.items()},
+}  # fmt: skip
+"""Bodies of requests that no route takes, or not with an error of the server."""

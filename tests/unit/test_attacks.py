@@ -5,14 +5,26 @@ The tables are `READERS` in `support/attacked_readers.py` and `list_attacks` in 
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import importlib.util
+import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from support import attacked_readers
-from support.attacks import Outcome, attack
+from support.attacks import BODIES, WRONG, Outcome, attack
+from support.gateways import make_gateway
+from support.servers import asgi_client, make_app, scripted_engine
 from unbroken.limited_process import LimitedProcess, ProcessLimits
+from unbroken.server.config import ServerLimits
 
 LONGEST_S, MOST_BYTES, LONGEST_ERROR = 5.0, 600 << 20, 3000
 
@@ -52,3 +64,109 @@ def test_a_hostile_file_is_refused_by_name_soon_and_in_little_memory(
     assert not wrong, "\n".join(wrong)
     assert number > 8, "a reader has attacks"
     assert reader.is_lenient or num_refused > 6
+
+
+USER = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/sample": {"prompts": [[1, 2]], "params": {"max_tokens": 2}},
+    "/v1/score": {"sequences": [[1, 2]]},
+    "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 2},
+    "/v1/chat/completions/render": {"messages": USER},
+    "/v1/chat/completions/tokens": {"messages": USER, "tokens": [1, 2], "max_tokens": 2},
+    "/v1/messages": {"messages": USER, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/{version}/models/{model}:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [1]},
+    "/generate": {"prompts": [[1, 2]], "max_tokens": 2},
+    "/chat": {"messages": [USER], "max_tokens": 2},
+    "/get_sequence_logprobs": {"sequences": [[1, 2]], "prompt_lengths": [1]},
+    "/v1/weights": {"folder": "x", "policy_version": 1},
+}
+"""What a route takes: the rest of a body with one wrong field."""
+NOT_ASKED = ("/pause", "/sleep", "/init_weight_transfer_engine", "/init_communicator")
+"""An engine that is paused or sleeps answers nothing more; one that meets a trainer waits a minute for it."""
+
+
+def list_bodies(app: FastAPI, path: str) -> Iterator[tuple[str, bytes]]:
+    """Hostile bodies for a route: those of the table, and each field that its description has with each wrong value."""
+    yield from BODIES.items()
+    spec = app.openapi()
+    content = spec["paths"].get(path, {}).get("post", {}).get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if "$ref" in schema:
+        schema = spec["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    for field in schema.get("properties", {}):
+        for name, value in WRONG.items():
+            yield f"{field} is {name}", json.dumps({**GOOD.get(path, {}), field: value}).encode()
+
+
+def list_paths(app: FastAPI) -> list[str]:
+    found = [route.path for route in app.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ())]
+    return sorted({path for path in found if path not in NOT_ASKED})
+
+
+async def attack_routes(app: FastAPI, kinds: tuple[str, ...] = ("application/json",)) -> tuple[int, list[str]]:
+    """Send each route each body; returns how many were sent, and what went wrong."""
+    wrong: list[str] = []
+    number = 0
+    async with asgi_client(app) as client:
+        for path in list_paths(app):
+            url = re.sub(r"{[^}]*}", "x", path)
+            for name, body in list_bodies(app, path):
+                for kind in kinds:
+                    began_s, number = time.process_time(), number + 1
+                    answer = await asyncio.wait_for(
+                        client.post(url, content=body, headers={"Content-Type": kind}), LONGEST_S * 10
+                    )
+                    took_s = time.process_time() - began_s
+                    problems = [
+                        f"status {answer.status_code}" if answer.status_code in (500, 502, 504) else "",
+                        f"took {took_s:.1f} s" if took_s > LONGEST_S else "",
+                        "a long error" if answer.status_code >= 400 and len(answer.content) > LONGEST_ERROR else "",
+                        "no message" if answer.status_code >= 400 and b"message" not in answer.content else "",
+                    ]
+                    wrong += [f"{path}: {name}: {each}: {answer.text[:300]}" for each in problems if each]
+    return number, wrong
+
+
+@pytest.mark.parametrize("kind", ["server", "gateway"])
+async def test_a_hostile_body_is_answered_soon_on_every_route_and_never_as_a_failure_of_the_server(
+    tmp_path: Path, kind: str
+) -> None:
+    engine = scripted_engine("ok<|im_end|>", allow_forks=True)  # requests name the same session
+    limits = ServerLimits(max_n=4)
+    if kind == "server":
+        app = make_app(engine, limits=limits)
+    else:
+        app = make_gateway(engine, tmp_path / "store", limits=limits)
+        app.router.routes[:] = [each for each in app.routes if getattr(each, "path", "").startswith("/v1/sessions")]
+    kinds = ("application/json", "application/vnd.unbroken.v1") if kind == "server" else ("application/json",)
+    async with app.router.lifespan_context(app):
+        number, wrong = await attack_routes(app, ("application/json",))
+        if kind == "server":
+            app.router.routes[:] = [each for each in app.routes if getattr(each, "path", "") == "/v1/sample"]
+            number_compact, wrong_compact = await attack_routes(app, kinds[1:])
+            number, wrong = number + number_compact, wrong + wrong_compact
+    assert not wrong, "\n".join(wrong)
+    assert number > (5000 if kind == "server" else 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("Path(x).read_text()", 1), ("path.open('rb')", 1), ("open(x)", 1), ("json.loads(x)", 1), ("safe_open(x)", 1),
+        ("path.open('ab')", 0), ("turns.open(x)", 0), ("read_text(x, max_bytes=9)", 0), ("path.write_text(x)", 0),
+    ],
+)  # fmt: skip
+def test_a_read_outside_of_the_boundary_is_seen_by_make_check(line: str, number: int) -> None:
+    path = Path(__file__).parents[2] / "tools" / "check_readers.py"
+    spec = importlib.util.spec_from_file_location("check_readers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.count_reads(ast.parse(line)) == number

@@ -220,7 +220,7 @@ def _read_numbers(folder: Path, *parts: str) -> tuple[list[dict[str, Any]], list
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        return [], [f"{name} cannot be read: {error.strerror}"]
+        return [], [f"{name} cannot be read: {error.strerror or error}"]
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
