@@ -39,10 +39,10 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.images.decoder": (2, "bytes whose size and header are checked first"),
     "unbroken.images.processor": (2, "settings that were checked when the request came"),
     "unbroken.integrations.harbor": (1, "a digest of tasks' files, up to a size"),
-    "unbroken.ledger.matching": (1, "arguments of a call in a body that was checked; deep ones are caught"),
-    "unbroken.ledger.store.sql": (1, "rows of its own store"),
+    "unbroken.ledger.matching": (2, "arguments of a call in a body that was checked; deep ones are caught"),
+    "unbroken.ledger.store.sql": (2, "rows of its own store"),
     "unbroken.ledger.store.sqlite": (3, "the lock and the database of its own store"),
-    "unbroken.ledger.store.tables": (8, "rows of its own store; the page checks them"),
+    "unbroken.ledger.store.tables": (9, "rows of its own store; the page checks them"),
     "unbroken.limited_process": (1, "/proc"),
     "unbroken.messages": (1, "arguments of a call in a body that was checked; deep ones are caught"),
     "unbroken.rendering.encoding.safe_encoder": (3, "what the tokenizers library wrote"),
@@ -52,7 +52,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.rendering.message_format": (1, "arguments of a call in a body that was checked"),
     "unbroken.rendering.parsing.syntax.json_calls": (
         1,
-        "text that the model sampled, up to the context; deep ones are caught",
+        "what the model sampled; deep JSON is caught",
     ),
     "unbroken.rollout.agents.command": (2, "/proc, and a file that is written"),
     "unbroken.rollout.process.channel": (3, "behind the proof of a key, as its docstring says"),
@@ -70,6 +70,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.runs.records.files": (1, "packed lines, opened inside a folder with limits"),
     "unbroken.runs.settings": (2, "TOML that was read with limits, and the command line"),
     "unbroken.server.http.idempotency": (1, "a body that the guard bounded"),
+    "unbroken.server.http.known_bodies": (2, "the new part of a body that the guard bounded"),
     "unbroken.server.http.json": (1, "a body that the guard bounded, and whose values are counted"),
     "unbroken.server.routes.gemini": (1, "arguments of a call that was parsed"),
     "unbroken.server.routes.messages": (1, "arguments of a call that was parsed"),
@@ -116,9 +117,8 @@ def main() -> int:
         if found[name] > allowed.get(name, 0)
     ]
     if wrong:
-        print(
-            f"Read what others wrote by {BOUNDARY}, or say in tools/check_readers.py whose it is:", *wrong, sep="\n  "
-        )
+        print(f"Read what others wrote by {BOUNDARY}, or say whose it is in tools/check_readers.py:")
+        print(*wrong, sep="\n")
     return bool(wrong)
 
 

@@ -83,7 +83,7 @@ class _OrjsonRequest(Request):
         most = self.app.state.context.config.limits.max_prompts
         session_id, bodies = self.scope.get(SESSION), self.app.state.context.bodies
         if session_id is not None and not is_compact:
-            value = bodies.parse(session_id, body, max_values=_MAX_VALUES)
+            value = bodies.parse(session_id, body, max_values=MAX_VALUES)
             if value is not None:
                 _check_num_prompts(value, most)
                 return value
