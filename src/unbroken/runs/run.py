@@ -148,11 +148,7 @@ async def open_run(
     Engine and gateway are closed when the block ends.
     """
     model = find_revision(model, config.model_settings.revision)
-    check_config_changes(model, config)
-    if (model_config := load_config(model, config.model_settings)) is not None:
-        check_heads(model_config, config.trainer.parallel)
-    group_size = config.rollouts.group_size
-    config.objective.try_functions(config.training, group_size=group_size, device=accelerator.device)
+    _check(config, model, accelerator)
     rank = Rank(index=accelerator.process_index, num_processes=accelerator.num_processes)
     samplers = SamplerOpener(
         config=config, source=model, train_on=train_on, evaluate_on=evaluate_on, part=str(rank.index)
@@ -203,6 +199,15 @@ async def open_run(
             trainer=trainer,
             model=policy,
         )
+
+
+def _check(config: RunConfig, model: str | Path, accelerator: Accelerator) -> None:
+    """Raise `InvalidInputError` for what can be known before the model, or anything of it, is loaded."""
+    check_config_changes(model, config)
+    if (model_config := load_config(model, config.model_settings)) is not None:
+        check_heads(model_config, config.trainer.parallel)
+    group_size = config.rollouts.group_size
+    config.objective.try_functions(config.training, group_size=group_size, device=accelerator.device)
 
 
 def _choose_training(config: RunConfig, engine: RunEngine, policy: Any) -> TrainerConfig:
