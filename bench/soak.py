@@ -39,6 +39,7 @@ import psutil
 from server import NAME, answers, free_port, save_model
 from unbroken.client import AsyncClient
 from unbroken.errors import UnbrokenError
+from unbroken.server.http import idempotency
 from unbroken.types import SamplingParams
 
 SERVERS = ("sessions", "tinker")
@@ -46,6 +47,8 @@ NUM_CLIENTS = 6
 VOCABULARY = 2000
 NUM_SHOWN = 12
 EVERY_S = 10.0
+KEPT_S = 60.0
+"""How long the server keeps answers for retries: ten minutes otherwise, in which it grows up to what it then keeps."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -71,9 +74,16 @@ def count_held(previous: tracemalloc.Snapshot | None, *, is_traced: bool) -> tup
     import torch
 
     gc.collect()
+    interval_s = sys.getswitchinterval()
+    # Another thread may be about to fill a tuple of these, which fails while the list holds it too: it must not run.
+    sys.setswitchinterval(60)
     objects = gc.get_objects()
-    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in objects)
-    storages = [each.untyped_storage() for each in objects if issubclass(type(each), torch.Tensor)]
+    by_type, num_objects = Counter(map(type, objects)), len(objects)
+    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
+    del objects
+    sys.setswitchinterval(interval_s)
+    types = Counter({f"{kind.__module__}.{kind.__qualname__}": number for kind, number in by_type.items()})
+    storages = [tensor.untyped_storage() for tensor in tensors]
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _Mallinfo
     info = mallinfo()
@@ -83,7 +93,7 @@ def count_held(previous: tracemalloc.Snapshot | None, *, is_traced: bool) -> tup
         "malloc_used": info.uordblks + info.hblkhd,
         "malloc_free": info.fordblks,
         "tensors": sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
-        "num_objects": len(objects),
+        "num_objects": num_objects,
         "types": types.most_common(400),
     }
     snapshot = tracemalloc.take_snapshot() if is_traced else None
@@ -107,6 +117,7 @@ def serve(objects: Path, *, is_traced: bool, every_s: float, words: Sequence[str
     """The server, in a process of its own."""
     from unbroken.cli import main as unbroken
 
+    idempotency._KEPT_S = KEPT_S
     if is_traced:
         tracemalloc.start(1)
     threading.Thread(
@@ -217,7 +228,7 @@ def use_tinker(url: str, seconds: float, count: Counter[str]) -> None:
     while time.monotonic() < until:
         if count["step"] % 20 == 0:
             if service is not None:
-                service.close()
+                service.close("success").result()
             service = tinker.ServiceClient(base_url=url, api_key="tml-soak")
             client = service.create_lora_training_client(base_model=NAME, rank=8).result()
             count["model"] += 1

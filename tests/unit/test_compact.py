@@ -109,6 +109,6 @@ def test_an_empty_array_at_the_end_of_a_body_is_read() -> None:
 
 
 def test_a_head_that_is_nested_too_deeply_is_an_input_error() -> None:
-    head = b"[" * 950 + b"]" * 950
+    head = b"[" * 100_000 + b"]" * 100_000  # Python 3.13 reads thousands
     with pytest.raises(InvalidInputError, match="head of a compact body"):
         compact.decode(b"UNBRKN\x00\x01" + struct.pack("<I", len(head)) + head)

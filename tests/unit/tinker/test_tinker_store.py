@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_a_reader_sees_steps_and_changes(open_store, location):
 def test_a_folder_of_before_versions_opens(tmp_path):
     """As release 0.x wrote it: no version, and no reasons why sequences ended."""
     names = {"blob": "BLOB", "float": "REAL", "integer": "INTEGER"}
-    with sqlite3.connect(tmp_path / "tinker.sqlite3") as before:
+    with closing(sqlite3.connect(tmp_path / "tinker.sqlite3")) as before, before:
         for statement in TINKER_TABLES.migrations[0]:
             before.execute(statement.format_map(names))
         prompt, ids = np.array([5], np.int32).tobytes(), np.array([8, 9], np.int32).tobytes()

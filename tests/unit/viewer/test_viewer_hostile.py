@@ -9,6 +9,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ async def test_a_broken_session_of_a_store_is_shown_as_broken_and_the_others_as_
         ("key_digest", b"short"),
         ("status", "unheard of"),
     ):
-        with sqlite3.connect(tmp_path / "sessions.sqlite3") as database:
+        with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as database, database:
             (before,) = database.execute(f"SELECT {column} FROM sessions WHERE session = 2").fetchone()
             database.execute(f"UPDATE sessions SET {column} = ? WHERE session = 2", (value,))
         resources = open_runs([tmp_path])
@@ -263,7 +264,7 @@ async def test_a_broken_session_of_a_store_is_shown_as_broken_and_the_others_as_
         assert (shown["record"]["status"], shown["session"]["status"]) == ("broken", "broken")
         for path in resources.list_paths():
             json.dumps(resources.get(path), allow_nan=False)
-        with sqlite3.connect(tmp_path / "sessions.sqlite3") as database:
+        with closing(sqlite3.connect(tmp_path / "sessions.sqlite3")) as database, database:
             database.execute(f"UPDATE sessions SET {column} = ? WHERE session = 2", (before,))
 
 
@@ -273,7 +274,7 @@ async def test_a_store_that_computes_or_has_links_is_refused(tmp_path: Path) -> 
     (tmp_path / "links" / "sessions.sqlite3").symlink_to(tmp_path / "store" / "sessions.sqlite3")
     with pytest.raises(InvalidInputError, match="is a link"):
         open_runs([tmp_path / "links"])
-    with sqlite3.connect(tmp_path / "store" / "sessions.sqlite3") as database:
+    with closing(sqlite3.connect(tmp_path / "store" / "sessions.sqlite3")) as database, database:
         database.execute("ALTER TABLE sessions RENAME TO hidden")
         database.execute("CREATE VIEW sessions AS SELECT * FROM hidden")
     with pytest.raises(StoreError, match="must have tables only, which gateways make, but 'sessions' is computed"):
