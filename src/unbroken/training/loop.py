@@ -9,7 +9,7 @@ from functools import partial
 from unbroken.engines.base import Engine
 from unbroken.errors import InvalidInputError, OutageError
 from unbroken.timeline import Timeline
-from unbroken.training.checkpoints import Checkpoints
+from unbroken.training.checkpoints import Checkpoints, LastStep
 from unbroken.training.checks import check_engine
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupSource
@@ -68,36 +68,26 @@ async def train(
     """
     observer = observer or RunObserver()
     _check_run(source, trainer, observer, config)
+    timeline = timeline or Timeline()
+    published_version = trainer.policy_version
     try:
-        last, published_version = None, trainer.policy_version
-        if checkpoints is not None:
-            last = await asyncio.to_thread(checkpoints.resume, trainer)
+        last = None if checkpoints is None else await _resume(trainer, checkpoints, config, engine, observer)
         num_made = 0 if last is None else last.num_steps
-        if num_made > config.num_steps:
-            raise InvalidInputError(
-                f"LoopConfig.num_steps must be at least {num_made}, the steps that the run in "
-                f"{'' if checkpoints is None else checkpoints.folder} has made, got {config.num_steps}"
-            )
-        if last is not None:  # no engine may have other weights of the version that this run goes on with
-            newest = max(0 if engine is None else engine.policy_version, observer.get_newest_version())
-            if (newest := max(await from_all_processes(trainer, newest))) > trainer.policy_version:
-                trainer.policy_version = newest + 1
         outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-        timeline = timeline or Timeline()
         async with fail_together(trainer):
             if checkpoints is not None and metrics is not None:
                 metrics.cut(max(num_made - 1, 0))
             if engine is not None:
                 check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
             queue = GroupQueue(
-                source,
-                config,
-                num_made=num_made,
-                state=None if last is None else last.groups,
+                source=source,
+                config=config,
                 outages=outages,
-                version=trainer.policy_version,
                 has_variance=trainer.has_variance,
                 timeline=timeline,
+                engine_version=trainer.policy_version,
+                num_made=num_made,
+                state=None if last is None else last.groups,
             )
         steps = StepRunner(
             trainer=trainer,
@@ -120,6 +110,27 @@ async def train(
     finally:
         if checkpoints is not None:
             await asyncio.to_thread(checkpoints.close)
+
+
+async def _resume(
+    trainer: Trainer, checkpoints: Checkpoints, config: LoopConfig, engine: Engine | None, observer: RunObserver
+) -> LastStep | None:
+    """Restore the newest checkpoint, if there is one, with a version that no engine has other weights of.
+
+    Servers may have weights of steps that are lost with a killed run, and take no older version.
+    """
+    last = await asyncio.to_thread(checkpoints.resume, trainer)
+    if last is None:
+        return None
+    if last.num_steps > config.num_steps:
+        raise InvalidInputError(
+            f"LoopConfig.num_steps must be at least {last.num_steps}, the steps that the run in {checkpoints.folder} "
+            f"has made, got {config.num_steps}"
+        )
+    newest = max(0 if engine is None else engine.policy_version, observer.get_newest_version())
+    if (newest := max(await from_all_processes(trainer, newest))) > trainer.policy_version:
+        trainer.policy_version = newest + 1
+    return last
 
 
 async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:

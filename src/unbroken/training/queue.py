@@ -14,7 +14,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from unbroken.counters import Effort, count_effort
@@ -105,6 +105,7 @@ class LiveGroup:
         return self.group is not None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class GroupQueue:
     """Samples the groups of each step, and ahead of the trainer as far as the staleness bound S allows.
 
@@ -132,70 +133,59 @@ class GroupQueue:
                                 8: 1 0 1                        trained: 4 6 8; replaced: 5 7; the next step has 9 10 11
     """
 
-    def __init__(
-        self,
-        source: GroupSource,
-        config: LoopConfig,
-        *,
-        num_made: int = 0,
-        state: Mapping[str, Any] | None = None,
-        outages: Outages,
-        version: int,
-        has_variance: Callable[[TrajectoryGroup], bool],
-        timeline: Timeline,
-    ) -> None:
-        """The trainer and the engine begin with the weights `version`. Groups without variance are replaced, as far as
-        the config allows. Nothing is sampled before `wait` is called. A run that goes on has made `num_made` steps,
-        after which `state` was taken (`StepGroups.state`).
+    source: GroupSource
+    config: LoopConfig
+    outages: Outages
+    has_variance: Callable[[TrajectoryGroup], bool]
+    """Groups without it are replaced, as far as the config allows."""
+    timeline: Timeline
+    engine_version: int
+    """The weights that all engines of this process have at least; the trainer begins with the same."""
+    num_made: InitVar[int] = 0
+    """Steps that a run has made that goes on."""
+    state: InitVar[Mapping[str, Any] | None] = None
+    """Of the groups after these steps (`StepGroups.state`)."""
+    numbers: GroupNumbers = field(init=False)
+    idle: IdleTimes = field(init=False, default_factory=IdleTimes)
+    lost: EngineError | None = field(init=False, default=None)
+    """Why a group was lost, since the last outage that the trainer has dealt with. No group starts until then."""
+    failure: Exception | None = field(init=False, default=None)
+    """An error that ends the run."""
+    _replaced: dict[int, TrajectoryGroup] = field(init=False, default_factory=dict)
+    """By their numbers, since the step before."""
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    """Set when a group has finished, or `lost` or `failure` is set."""
+    _is_paused: bool = field(init=False, default=True)
+    """Nothing is sampled before `wait` is called."""
+    _is_held: bool = field(init=False, default=False)
+    _next_version: int = field(init=False)
+    """The version that the next step begins with, at the latest."""
+    _live: list[LiveGroup] = field(init=False, default_factory=list)
+    """In the order in which they were started."""
+    _num_finished: int = field(init=False, default=0)
+    """How many of these are. Counted, because a step may have thousands of groups, each of which is looked at."""
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _num_outages: int = field(init=False, default=0)
+    _counts: GroupCounts = field(init=False, default_factory=GroupCounts)
+    _taken_s: float | None = field(init=False, default=None)
+    """When the groups of the step before were taken, or the first ones waited for."""
+    _waited_s: float = field(init=False, default=0.0)
+    """For this process's groups, since then."""
+    _limit: int = field(init=False)
+    """Groups in flight and finished."""
+    _too_low: int = field(init=False, default=0)
+    """The last limit that the trainer waited with."""
+    _num_steps: int = field(init=False, default=0)
+    """Since then."""
 
-        Raises:
-            CheckpointError: problems were chosen before, and the source does not choose.
-        """
+    def __post_init__(self, num_made: int, state: Mapping[str, Any] | None) -> None:
+        """Raises `CheckpointError` if problems were chosen before, and the source does not choose."""
         if state is not None and state.get("choices") is not None:
-            source.restore_choices(copy.deepcopy(state["choices"]))
-        self.numbers = GroupNumbers.of(
-            source.groups_per_step, num_steps=config.num_steps, num_made=num_made, state=state
-        )
-        self.idle = IdleTimes()
-        self.lost: EngineError | None = None
-        """Why a group was lost, since the last outage that the trainer has dealt with. No group starts until then."""
-        self.failure: Exception | None = None
-        """An error that ends the run."""
-        self.engine_version = version
-        """The weights that all engines of this process have at least."""
-        self._source = source
-        self._config = config
-        self._outages = outages
-        self._has_variance = has_variance
-        self._timeline = timeline
-        self._is_ahead = config.max_staleness > 0
-        self._max_replaced = config.get_max_replaced(source.groups_per_step)
-        self._replaced: dict[int, TrajectoryGroup] = {}
-        """By their numbers, since the step before."""
-        self._changed = asyncio.Event()
-        """Set when a group has finished, or `lost` or `failure` is set."""
-        self._is_paused = True
-        self._is_held = False
-        self._next_version = version
-        """The version that the next step begins with, at the latest."""
-        self._live: list[LiveGroup] = []
-        """In the order in which they were started."""
-        self._num_finished = 0
-        """How many of these are. Counted, because a step may have thousands of groups, each of which is looked at."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._num_outages = 0
-        self._counts = GroupCounts()
-        self._taken_s: float | None = None
-        """When the groups of the step before were taken, or the first ones waited for."""
-        self._waited_s = 0.0
-        """For this process's groups, since then."""
-        self._highest = (config.max_staleness + 1) * source.groups_per_step
-        self._limit = 2 * source.groups_per_step if config.adapt_ahead and self._is_ahead else self._highest
-        """Groups in flight and finished."""
-        self._too_low = 0
-        """The last limit that the trainer waited with."""
-        self._num_steps = 0
-        """Since then."""
+            self.source.restore_choices(copy.deepcopy(state["choices"]))
+        per_step = self.source.groups_per_step
+        self.numbers = GroupNumbers.of(per_step, num_steps=self.config.num_steps, num_made=num_made, state=state)
+        self._next_version = self.engine_version
+        self._limit = 2 * per_step if self._adapts_limit else self._highest_limit
 
     @property
     def num_in_flight(self) -> int:
@@ -222,7 +212,7 @@ class GroupQueue:
             return chosen
         started = _now_s()
         self.idle.set(waits=1)
-        with self._timeline.span("wait for groups", step=step):
+        with self.timeline.span("wait for groups", step=step):
             while (chosen := self._choose(version)) is None and not self._is_stopped:
                 self._changed.clear()
                 await self._changed.wait()
@@ -269,21 +259,21 @@ class GroupQueue:
             may_start = len(self._live) < self._limit and self._is_in_time()
             if self._is_ahead:
                 self._hold(not may_start)
-            max_in_flight = self._config.max_groups_in_flight if self._is_ahead else None
+            max_in_flight = self.config.max_groups_in_flight if self._is_ahead else None
             if not may_start or (max_in_flight is not None and self.num_in_flight >= max_in_flight):
                 return
             number = self.numbers.take_next()
             live = LiveGroup(
                 number=number,
                 oldest_version=self.engine_version,
-                is_protected=self.numbers.num_drops(number) >= self._config.max_drops,
+                is_protected=self.numbers.num_drops(number) >= self.config.max_drops,
                 has_seen_outages=self._num_outages,
             )
             self._live.append(live)
             live.task = asyncio.create_task(self._sample(live))
             self._tasks.add(live.task)
             live.task.add_done_callback(self._tasks.discard)
-            self._timeline.begin_lane(SAMPLED, number, version=live.oldest_version)
+            self.timeline.begin_lane(SAMPLED, number, version=live.oldest_version)
             self._show_counts()
 
     def set_engine_version(self, version: int) -> None:
@@ -329,15 +319,19 @@ class GroupQueue:
         try:
             try:
                 with count_effort(live.effort):
-                    group = await self._source.sample(live.number)
-                lost = await self._outages.find_loss(group, oldest_version=self._find_oldest_usable(live))
+                    group = await self.source.sample(live.number)
+                lost = await self.outages.find_loss(group, oldest_version=self._find_oldest_usable(live))
             except EngineError as error:
                 # An engine that is there has refused the request, and would refuse it again.
-                if not await self._outages.is_outage(error):
+                if not await self.outages.is_outage(error):
                     raise
                 lost = error
-            if group is not None and lost is None and len(self._replaced) < self._max_replaced:
-                is_replaced = not self._has_variance(group)
+            if (
+                group is not None
+                and lost is None
+                and len(self._replaced) < self.config.get_max_replaced(self.source.groups_per_step)
+            ):
+                is_replaced = not self.has_variance(group)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -362,7 +356,7 @@ class GroupQueue:
         live.oldest_version = min(group.sampled_versions, default=live.oldest_version)
         live.effort.num_ids = group.num_sampled
         self._end_lane(live, SAMPLED, "finished")
-        self._timeline.begin_lane(QUEUED, live.number, ids=live.effort.num_ids, version=live.oldest_version)
+        self.timeline.begin_lane(QUEUED, live.number, ids=live.effort.num_ids, version=live.oldest_version)
         if is_replaced:
             self._replace(live, group)
         elif self._is_too_old(live, self._next_version):
@@ -411,14 +405,14 @@ class GroupQueue:
         """Let the source take note, whose error ends the run in all processes."""
         assert live.group is not None, "it is finished"
         try:
-            self._source.record(live.number, live.group)
+            self.source.record(live.number, live.group)
         except Exception as error:
             self.fail(error)
 
     def _get_state(self) -> Mapping[str, Any]:
         """Which groups are trained and what the source has chosen, both of this moment, for the checkpoint."""
         try:
-            choices = self._source.choices()
+            choices = self.source.choices()
         except Exception as error:
             self.fail(error)
             choices = None
@@ -426,8 +420,8 @@ class GroupQueue:
 
     def _is_in_time(self) -> bool:
         """Whether a group that starts now, behind the live ones, can be trained before it is too old."""
-        trained_at = self._next_version + len(self._live) // self._source.groups_per_step
-        return trained_at - self.engine_version <= self._config.max_staleness
+        trained_at = self._next_version + len(self._live) // self.source.groups_per_step
+        return trained_at - self.engine_version <= self.config.max_staleness
 
     def _is_too_old(self, live: LiveGroup, version: int) -> bool:
         """Whether the group may not be trained at this version or later."""
@@ -439,7 +433,20 @@ class GroupQueue:
 
     @property
     def _max_age(self) -> int:
-        return max(self._config.max_staleness, self._config.max_lag)
+        return max(self.config.max_staleness, self.config.max_lag)
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self.config.max_staleness > 0
+
+    @property
+    def _adapts_limit(self) -> bool:
+        return self.config.adapt_ahead and self._is_ahead
+
+    @property
+    def _highest_limit(self) -> int:
+        """What the staleness bound allows."""
+        return (self.config.max_staleness + 1) * self.source.groups_per_step
 
     def _choose(self, version: int) -> list[LiveGroup] | None:
         """Choose the finished groups of a step that begins with `version`; None if it must wait.
@@ -447,13 +454,13 @@ class GroupQueue:
         The oldest come first, in the order of their start among equals. The step waits for protected groups if it would
         leave more of them than the steps after it can take in time.
         """
-        if self.num_queued < self._source.groups_per_step:
+        if self.num_queued < self.source.groups_per_step:
             return None
         finished = [live for live in self._live if live.is_finished]
         oldest_first = sorted(finished, key=lambda live: live.oldest_version)
         protected_first = sorted(oldest_first, key=lambda live: not live.is_protected)
         for order in (oldest_first, protected_first):
-            chosen = order[: self._source.groups_per_step]
+            chosen = order[: self.source.groups_per_step]
             left = [live for live in set(self._live) - set(chosen) if live.is_protected]
             if self._is_feasible(left, version + 1):
                 return chosen
@@ -461,20 +468,20 @@ class GroupQueue:
 
     def _is_feasible(self, groups: Sequence[LiveGroup], version: int) -> bool:
         """Whether the steps from `version` on can take all of these groups in time: the earliest due come first."""
-        due = sorted(live.oldest_version + self._config.max_staleness - version for live in groups)
-        per_step = self._source.groups_per_step
+        due = sorted(live.oldest_version + self.config.max_staleness - version for live in groups)
+        per_step = self.source.groups_per_step
         return all(steps >= 0 and place < (steps + 1) * per_step for place, steps in enumerate(due))
 
     def _adapt_limit(self, *, since_last_s: float) -> None:
         """Adapt the limit when the groups of a step are taken, to how long this process has waited for them."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        if not (self._config.adapt_ahead and self._is_ahead):
+        if not self._adapts_limit:
             return
-        per_step = self._source.groups_per_step
+        per_step = self.source.groups_per_step
         self._num_steps += 1
         if waited_s > _WAITED * since_last_s:
             self._too_low, self._num_steps = self._limit, 0
-            self._limit = min(self._limit + per_step, self._highest)
+            self._limit = min(self._limit + per_step, self._highest_limit)
         elif self.num_queued >= _READY * per_step:
             fallen = self._limit - math.ceil(_FALL * per_step)
             if fallen >= per_step and (fallen > self._too_low or self._num_steps > _REMEMBERED):
@@ -487,20 +494,20 @@ class GroupQueue:
         self._is_held = is_held
         self.idle.set(held=int(is_held))
         if is_held:
-            self._timeline.begin(Track.SAMPLER, "held by the staleness bound")
+            self.timeline.begin(Track.SAMPLER, "held by the staleness bound")
         else:
-            self._timeline.end(Track.SAMPLER)
+            self.timeline.end(Track.SAMPLER)
 
     def _end_lane(self, live: LiveGroup, name: str, fate: str, **more: Any) -> None:
         """Show what became of a group."""
         ids, version = live.effort.num_ids, live.oldest_version
-        self._timeline.end_lane(name, live.number, fate=fate, ids=ids, version=version, **more)
+        self.timeline.end_lane(name, live.number, fate=fate, ids=ids, version=version, **more)
         self._show_counts()
 
     def _show_counts(self) -> None:
         self.idle.set(in_flight=self.num_in_flight, queued=self.num_queued)
-        self._timeline.count("groups in flight", groups=self.num_in_flight)
-        self._timeline.count("groups in the queue", groups=self.num_queued)
+        self.timeline.count("groups in flight", groups=self.num_in_flight)
+        self.timeline.count("groups in the queue", groups=self.num_queued)
 
 
 def _now_s() -> float:

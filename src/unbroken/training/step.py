@@ -122,12 +122,7 @@ class StepRunner:
     async def _update(self, groups: StepGroups) -> None:
         """Make rows of the groups, and update the weights with them, unless no process has any."""
         trainer, log, counters = self.trainer, self.log, Counters()
-        sampling_s = log.begin(
-            groups.waited_s,
-            since_last_s=groups.since_last_s,
-            lost=self.outages.take_metrics(),
-            sampler=await self._describe_sampler(groups),
-        )
+        sampling_s = await self._begin_log(groups)
         for group in groups.sampled:
             counters.merge(group.counters)
         get_rows, get_idle = trainer.objective.get_rows, trainer.objective.get_idle_rows
@@ -159,7 +154,7 @@ class StepRunner:
             # trained, and nothing compared.
             num_scored = self.config.num_zero_variance_scored
             if is_trained:
-                untrained = [rows for unit in units if (rows := get_idle(unit))]
+                untrained = [rows for rows in map(get_idle, units) if rows]
                 untrained += [rows for unit in replaced if (rows := get_idle(unit) or get_rows(unit))]
                 with log.span("score"):
                     scored = await asyncio.to_thread(compare_zero_variance, trainer, untrained, num_scored=num_scored)
@@ -290,15 +285,18 @@ class StepRunner:
             checkpoints.save(self.trainer, self.last)
             checkpoints.finish(self.trainer)
 
-    async def _describe_sampler(self, groups: StepGroups) -> Metrics:
-        """What became of groups of all processes, and who was idle, since the step before."""
-        if self.config.max_staleness == 0:
-            return {}
-        counts = reduce(add, await from_all_processes(self.trainer, groups.counts))
-        return {
-            **{f"sampler/{name}": count for name, count in asdict(counts).items()},
-            **self.queue.idle.take_metrics(),
-        }
+    async def _begin_log(self, groups: StepGroups) -> float:
+        """Begin the metrics with those of the wait; returns the seconds in which the groups were sampled.
+
+        With `max_staleness` they say what became of groups of all processes, and who was idle, since the step before.
+        """
+        sampler: Metrics = {}
+        lost = self.outages.take_metrics()
+        if self.config.max_staleness > 0:
+            counts = reduce(add, await from_all_processes(self.trainer, groups.counts))
+            named = {f"sampler/{name}": count for name, count in asdict(counts).items()}
+            sampler = {**named, **self.queue.idle.take_metrics()}
+        return self.log.begin(groups.waited_s, since_last_s=groups.since_last_s, lost=lost, sampler=sampler)
 
     def _show_published(self, version: int) -> None:
         self.queue.set_engine_version(version)
