@@ -366,6 +366,6 @@ def test_short_conversations_are_forgotten_by_what_they_take_and_not_by_their_te
     recent = prompt.RecentPrompts()
     conversations = [[{"role": "user", "content": f"{number}"}] for number in range(100)]
     for messages in conversations:
-        recent.add(messages, [], "x")
-    assert recent.find(conversations[-1], []) == "x"
+        recent.add(messages, [], "x", converted=messages)
+    assert recent.find(conversations[-1], []) is not None
     assert sum(recent.find(messages, []) is not None for messages in conversations) < 50
