@@ -72,23 +72,12 @@ async def train(
     published_version = trainer.policy_version
     try:
         last = None if checkpoints is None else await _resume(trainer, checkpoints, config, engine, observer)
-        num_made = 0 if last is None else last.num_steps
+        if checkpoints is not None:
+            async with fail_together(trainer):
+                if metrics is not None:
+                    metrics.cut(0 if last is None else last.num_steps - 1)
         outages = Outages(trainer, partial(publish_together, trainer, publisher), config, engine=engine)
-        async with fail_together(trainer):
-            if checkpoints is not None and metrics is not None:
-                metrics.cut(max(num_made - 1, 0))
-            if engine is not None:
-                check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
-            queue = GroupQueue(
-                source=source,
-                config=config,
-                outages=outages,
-                has_variance=trainer.has_variance,
-                timeline=timeline,
-                engine_version=trainer.policy_version,
-                num_made=num_made,
-                state=None if last is None else last.groups,
-            )
+        queue = await _open_queue(source, trainer, config, outages, timeline, engine=engine, last=last)
         steps = StepRunner(
             trainer=trainer,
             queue=queue,
@@ -104,12 +93,36 @@ async def train(
             log=StepLog(is_ahead=config.max_staleness > 0, metrics=None if last is None else last.metrics),
             last=last,
         )
-        await _make_steps(steps, first_step=num_made, is_published=trainer.policy_version == published_version)
-        if checkpoints is not None:
-            await asyncio.to_thread(checkpoints.finish, trainer)
+        await _make_steps(steps, is_published=trainer.policy_version == published_version)
     finally:
         if checkpoints is not None:
             await asyncio.to_thread(checkpoints.close)
+
+
+async def _open_queue(
+    source: GroupSource,
+    trainer: Trainer,
+    config: LoopConfig,
+    outages: Outages,
+    timeline: Timeline,
+    *,
+    engine: Engine | None,
+    last: LastStep | None,
+) -> GroupQueue:
+    """Check that the engine is one of this trainer, and make the queue of groups that were not trained yet."""
+    async with fail_together(trainer):
+        if engine is not None:
+            check_engine(engine, vocab_size=trainer.vocab_size, policy_version=trainer.policy_version)
+        return GroupQueue(
+            source=source,
+            config=config,
+            outages=outages,
+            has_variance=trainer.has_variance,
+            timeline=timeline,
+            engine_version=trainer.policy_version,
+            num_made=0 if last is None else last.num_steps,
+            state=None if last is None else last.groups,
+        )
 
 
 async def _resume(
@@ -133,8 +146,9 @@ async def _resume(
     return last
 
 
-async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:
+async def _make_steps(steps: StepRunner, *, is_published: bool) -> None:
     """Make the steps of a run; one that goes on first does again what a kill may have cut off."""
+    first_step = 0 if steps.last is None else steps.last.num_steps
     try:
         if first_step > 0:
             if not is_published:
@@ -146,6 +160,8 @@ async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool)
             with steps.observer.around_step(step):
                 await steps.run(step)
         await steps.end_publication()
+        if steps.checkpoints is not None:
+            await asyncio.to_thread(steps.checkpoints.finish, steps.trainer)
     except OutageError as error:
         raise await _save_after_outage(steps, error) from error
     finally:

@@ -149,9 +149,8 @@ class StepRunner:
             )
             with log.span("records"):
                 await self.observer.on_rollouts(rollouts)
-            # Rows that teach nothing are sampled, too: whether trainer and sampler have one policy (I9) is asked of
-            # them before the weights change. A sampler that speaks garbage earns no rewards, so no step would be
-            # trained, and nothing compared.
+            # Rows that teach nothing say as well whether trainer and sampler have one policy (I9), before the weights
+            # change: a sampler that speaks garbage earns no rewards, so no row of it would teach anything.
             num_scored = self.config.num_zero_variance_scored
             if is_trained:
                 untrained = [rows for rows in map(get_idle, units) if rows]
