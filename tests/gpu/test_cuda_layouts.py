@@ -74,8 +74,8 @@ async def test_i9_a_real_model_speaks_and_is_scored_alike(numerics, tmp_path: Pa
         },
     )
     renderer = load_renderer(str(REAL))
-    # Its likeliest answer is ahead by 1.5 nats at each id. To the question what the capital of France is, "The" is ahead
-    # of "L" by 0.08 to 0.25, as the rounding falls: with exact numerics it speaks French.
+    # Its likeliest answer is ahead by 1.5 nats at each id. Of the capital of France, "The" is ahead
+    # of "L" by 0.08 to 0.25, as the rounding falls: with exact numerics it spoke French.
     question = [{"role": "user", "content": "Repeat this sentence: Paris is the capital of France."}]
     async with open_pair(config, str(REAL)) as (opened, trainer):
         prompt = renderer.render(question).token_ids
