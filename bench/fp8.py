@@ -25,9 +25,9 @@ import torch
 
 from grpo_task import SHAPES
 from unbroken.engines.vllm import VllmEngine, parse_engine_args
-from unbroken.transfer.files import FileSource
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.files import FileSource
+from unbroken.weights.sources import TensorSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

@@ -72,7 +72,7 @@ from unbroken.training.metrics.writer import Metrics, MetricsWriter
 from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SampleResult, SamplingParams, TrainingSample
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 from words_env import Words
 
 MODES = {"server": EngineKind.STARTED, "colocated": EngineKind.COLOCATED}

@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unbroken.engines.vllm import VllmEngine, parse_engine_args
-from unbroken.transfer.sources import TensorSource
+from unbroken.weights.sources import TensorSource
 
 SIZES = {
     "vocab_size": 16_384, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,

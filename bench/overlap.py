@@ -55,8 +55,7 @@ from unbroken.training.metrics.writer import Metrics
 from unbroken.training.observer import RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import InFlight
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 COLUMNS = (
     "task", "N", "S", "steps", "s/step", "x", "groups/s", "ids/s", "idle train", "idle sampl", "stale", "max",

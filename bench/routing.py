@@ -42,7 +42,7 @@ from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, TrainingSample, token_ids
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

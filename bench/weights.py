@@ -39,9 +39,9 @@ import torch
 
 from server import free_port
 from unbroken.client import AsyncClient
-from unbroken.transfer.adapters import A, B
-from unbroken.transfer.sources import TensorSpec, WeightStream
+from unbroken.weights.adapters import A, B
 from unbroken.weights.broadcast import BroadcastPublisher
+from unbroken.weights.sources import TensorSpec, WeightStream
 
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

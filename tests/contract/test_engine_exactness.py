@@ -12,8 +12,8 @@ import torch
 
 from support.engine_subjects import PROMPT_IDS, VOCAB_SIZE, Subject, ask, embedded, sample_one
 from support.reference_sampling import reference_logprobs
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleChunk, token_ids
+from unbroken.weights.sources import TensorSource
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -24,8 +24,8 @@ from support.vision_engines import (
 )
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import ContextOverflowError, EchoError, ImageError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import EncodedImage, FinishReason, SampleChunk, SampleRequest, encode_image_settings, token_ids
+from unbroken.weights.sources import TensorSource
 
 pytest.importorskip("torchvision", reason="needs torchvision")
 

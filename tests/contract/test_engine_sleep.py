@@ -10,8 +10,8 @@ import pytest
 from support.engine_subjects import PROMPT_IDS, Subject, ask, embedded, sample_one, scripted
 from unbroken.engines.base import SleepingEngine
 from unbroken.errors import EngineError, SamplingError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason
+from unbroken.weights.sources import TensorSource
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.engine(kind=SleepingEngine)]

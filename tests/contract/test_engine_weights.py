@@ -10,8 +10,8 @@ import pytest
 from support.engine_subjects import Subject, ask, sample_one
 from unbroken.engines.base import UpdatableEngine
 from unbroken.errors import SamplingError
-from unbroken.transfer.sources import TensorSource, WeightSource
 from unbroken.types import InFlight
+from unbroken.weights.sources import TensorSource, WeightSource
 
 # One loop for all, because the one vLLM engine of a session lives in it.
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.engine(kind=UpdatableEngine)]

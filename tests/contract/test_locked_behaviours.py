@@ -19,8 +19,8 @@ from unbroken.rollout.runner import run_rollout
 from unbroken.rollout.tool_env import ToolEnv
 from unbroken.rollout.tools import tool
 from unbroken.rollout.trajectory import TrajectoryStatus
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleRequest, SamplingParams
+from unbroken.weights.sources import TensorSource
 
 CALL = '<tool_call>\n{"name":"say","arguments":{"text":"raka"}}\n</tool_call>' + END_OF_TURN
 ANSWER = "Answer" + END_OF_TURN

@@ -32,7 +32,7 @@ from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.advantages import grpo_advantages
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 TOLERANCE = 1e-4
 

@@ -12,9 +12,9 @@ from transformers import Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from unbroken.errors import SamplingError
-from unbroken.transfer.files import FileSource, write_tensors
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams
+from unbroken.weights.files import FileSource, write_tensors
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

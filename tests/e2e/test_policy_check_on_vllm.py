@@ -12,7 +12,7 @@ from support.vllm_session import SMALL_VLLM
 from unbroken.cli import main
 from unbroken.errors import PolicyMismatchError
 from unbroken.runs.policy_check import DENSE
-from unbroken.transfer.sources import TensorSource
+from unbroken.weights.sources import TensorSource
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = pytest.mark.e2e

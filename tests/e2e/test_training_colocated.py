@@ -24,10 +24,9 @@ from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,8 +15,8 @@ from unbroken.ledger.tree import TokenTree
 from unbroken.training.config import TrainerConfig
 from unbroken.training.metrics.mismatch import mismatch_of_rows
 from unbroken.training.trainer import Trainer
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams
+from unbroken.weights.sources import TensorSource
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from unbroken.transfer.memory import MemoryReceiver, MemorySource, WeightRow
-from unbroken.transfer.sources import TensorSpec
+from unbroken.weights.memory import MemoryReceiver, MemorySource, WeightRow
+from unbroken.weights.sources import TensorSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

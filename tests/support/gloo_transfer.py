@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
-from unbroken.transfer.packed import make_gloo_broadcast
+from unbroken.weights.wire import make_gloo_broadcast
 
 
 class Extension:

@@ -36,7 +36,7 @@ from unbroken.training.config import OptimizerConfig, TrainerConfig
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SamplingParams
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -19,7 +19,7 @@ class GlooEndpoint:
     def __init__(self, host: str, port: int, world_size: int) -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        from unbroken.transfer.packed import make_gloo_broadcast
+        from unbroken.weights.wire import make_gloo_broadcast
 
         self.group: Any = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world_size)
         self._send: Any = make_gloo_broadcast(self.group, source=0, timeout_s=60)

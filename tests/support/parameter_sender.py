@@ -17,7 +17,7 @@ class ParameterSender:
     def __init__(self, base_url: str, *, device: str = "cpu") -> None:
         from vllm.distributed.utils import StatelessProcessGroup
 
-        from unbroken.transfer.packed import make_gloo_broadcast
+        from unbroken.weights.wire import make_gloo_broadcast
 
         on_gpu = device.startswith("cuda")
         self.http = httpx.Client(base_url=base_url, timeout=120)

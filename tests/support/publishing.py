@@ -25,8 +25,7 @@ from unbroken.training.config import LoopConfig, OptimizerConfig, ParallelConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 PROBE = row([3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9], sampled=range(1, 14))
 """A row whose ids both sides score."""

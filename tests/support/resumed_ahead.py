@@ -21,8 +21,7 @@ from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 NUM_STEPS = 8
 GROUPS_PER_STEP = 3

@@ -14,7 +14,7 @@ from support.scripted_env import ScriptedEnv
 from support.trl_stand_in import make, stand_in
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import UnbrokenError
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 
 @asynccontextmanager

@@ -16,19 +16,16 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from unbroken.engines.transfer import EngineTransfer, ParameterCommunicator
-from unbroken.transfer.sources import WeightSource
 from unbroken.types import (
     ImageSpan,
-    InFlight,
     SampleChunk,
     SampleRequest,
     SampleResult,
     ScoredSequence,
     TokenIds,
-    WeightPlacement,
-    WeightReceipt,
 )
+from unbroken.weights.base import TakesWeights
+from unbroken.weights.receiver import EngineTransfer, ParameterCommunicator
 
 
 @runtime_checkable
@@ -137,42 +134,8 @@ class PausableEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class UpdatableEngine(PausableEngine, Protocol):
+class UpdatableEngine(PausableEngine, TakesWeights, Protocol):
     """An engine whose weights are replaced while it runs, as training needs it."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers that hold the weights or a part of them."""
-        ...
-
-    @property
-    def weight_sources(self) -> Collection[type[WeightSource]]:
-        """The kinds of source that `update_weights` takes."""
-        ...
-
-    async def weight_placement(self) -> WeightPlacement:
-        """Return dtype and devices of the weights, for a sender of new ones."""
-        ...
-
-    async def update_weights(
-        self, source: WeightSource, *, policy_version: int, reuse_kv: bool = False, in_flight: InFlight = InFlight.PAUSE
-    ) -> WeightReceipt:
-        """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
-
-        Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. KV computed
-        under older weights is recomputed for running requests and dropped from the prefix cache, unless `reuse_kv` is
-        set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
-
-        A source may have a LoRA adapter instead of whole weights (`transfer.adapters`), which is added to the weights
-        of the start. An engine that computes it apart from them ends running requests with the adapter that they have.
-
-        Raises:
-            SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is
-                not the model's, or `in_flight` is FINISH while the engine is paused; nothing was loaded.
-            WeightsError: the weights did not arrive, or not as they were sent; nothing was loaded.
-            EngineError: the engine is closed, or has failed while it loaded.
-        """
-        ...
 
 
 @runtime_checkable

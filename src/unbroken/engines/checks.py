@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
 from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, SamplingError
-from unbroken.transfer.sources import WeightSource
 from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
+from unbroken.weights.sources import WeightSource
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, context_length: int) -> None:

@@ -31,9 +31,7 @@ from unbroken.engines.checks import (
     check_unused,
     check_version_rises,
 )
-from unbroken.engines.transfer import LocalReceivers
 from unbroken.errors import EngineError, InvariantError, SamplingError
-from unbroken.transfer.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 from unbroken.types import (
     FinishReason,
     ImageSpan,
@@ -53,6 +51,8 @@ from unbroken.types import (
     WeightReceipt,
     token_ids,
 )
+from unbroken.weights.receiver import LocalReceivers
+from unbroken.weights.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,7 @@ from unbroken.training.config import TrainerConfig
 from unbroken.training.model.sharding import fail_together, on_device
 from unbroken.training.waits import log_waiting
 from unbroken.types import Numerics
-from unbroken.weights.base import WeightPublisher, WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightPublisher, WeightUpdate
 
 if TYPE_CHECKING:
     from unbroken.client import AsyncClient

@@ -14,9 +14,8 @@ from unbroken.engines.base import Engine, TransferEngine
 from unbroken.engines.checks import require_updatable
 from unbroken.errors import UnbrokenError, WeightsError
 from unbroken.server.http.errors import HttpError
-from unbroken.transfer.files import FileSource
 from unbroken.types import InFlight, WeightReceipt
-from unbroken.weights.files import WeightFiles, list_newest_first, read_manifest
+from unbroken.weights.files import FileSource, WeightFiles, list_newest_first, read_manifest
 from unbroken.weights.store import StoredVersion, VersionStore, is_store
 
 _LOOK_EVERY_S, _TRY_AGAIN_S = 1.0, 10.0

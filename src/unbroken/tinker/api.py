@@ -34,7 +34,7 @@ from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, sample
 from unbroken.tinker.sessions import MAX_SNAPSHOTS, Promise, Promises, TinkerSession, TrainingRun
 from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, RecordedSequence, TinkerStore
-from unbroken.transfer.files import write_tensors
+from unbroken.weights.files import write_tensors
 from unbroken.weights.folders import atomic_folder, flush_to_disk
 
 if TYPE_CHECKING:

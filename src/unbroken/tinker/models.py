@@ -46,10 +46,10 @@ from unbroken.training.model.batch import RowTargets, ScoredRow
 from unbroken.training.model.pretrained import ModelForm, gather_form, write_pretrained
 from unbroken.training.model.weights import gather_adapter_weights, gather_weights
 from unbroken.training.state import name_averages
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import NO_VERSION, TrainingSample
 from unbroken.untrusted import MAX_FACTS_BYTES, read_json_file
 from unbroken.weights.files import WeightFiles, describe_file, parse_files
+from unbroken.weights.sources import WeightStream
 
 T = TypeVar("T")
 MAX_RANK, ALPHA = 512, 32

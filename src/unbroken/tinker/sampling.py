@@ -29,8 +29,6 @@ from unbroken.server.http.errors import HttpError
 from unbroken.server.images import ImageIntake, RequestPrompt
 from unbroken.server.service import SamplingService
 from unbroken.tinker.store import Checkpoint
-from unbroken.transfer.adapters import A, B
-from unbroken.transfer.files import FileSource, read_tensors, write_tensors
 from unbroken.types import (
     FinishReason,
     InFlight,
@@ -44,6 +42,8 @@ from unbroken.types import (
     TokenIds,
     TopLogprobs,
 )
+from unbroken.weights.adapters import A, B
+from unbroken.weights.files import FileSource, read_tensors, write_tensors
 from unbroken.weights.folders import atomic_folder
 
 Sampled = TypeVar("Sampled", SampledSequence, SampleChunk)

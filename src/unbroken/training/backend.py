@@ -91,8 +91,8 @@ from unbroken.training.state import (
     read_state,
     write_state,
 )
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, Numerics, TrainingSample
+from unbroken.weights.sources import WeightStream
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

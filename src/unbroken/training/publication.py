@@ -22,9 +22,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from unbroken.errors import EngineError
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import from_all_processes, log_waiting
-from unbroken.transfer.adapters import is_adapter
-from unbroken.transfer.sources import WeightStream
+from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import CastingPublisher, WeightPublisher, WeightUpdate
+from unbroken.weights.sources import WeightStream
 
 Snapshot: TypeAlias = WeightStream
 

@@ -44,8 +44,8 @@ from unbroken.training.objective.base import BatchLoss, LeftOut, LossStats, Obje
 from unbroken.training.objective.comparison import Processes
 from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.state import check_json
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import Logprobs, Numerics, TrainingSample
+from unbroken.weights.sources import WeightStream
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Trainer:
         Some are not copies, and change with the next step.
 
         With FSDP2 all processes gather each parameter together, so each process must iterate over all of them. With
-        `LoraUpdates.ADAPTER` they are the adapter's matrices (`transfer.adapters`) instead of merged weights.
+        `LoraUpdates.ADAPTER` they are the adapter's matrices (`weights.adapters`) instead of merged weights.
         """
         return self.backend.named_weights()
 

@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError, WeightsError
-from unbroken.transfer.adapters import is_adapter
-from unbroken.transfer.packed import (
+from unbroken.types import InFlight
+from unbroken.weights.adapters import is_adapter
+from unbroken.weights.base import WeightUpdate
+from unbroken.weights.sources import WeightStream, check_stream, make_digest
+from unbroken.weights.wire import (
     BufferPacking,
     PackedGroup,
     Rendezvous,
@@ -31,9 +34,6 @@ from unbroken.transfer.packed import (
     stop_waiting,
     sum_stream,
 )
-from unbroken.transfer.sources import WeightStream, check_stream, make_digest
-from unbroken.types import InFlight
-from unbroken.weights.base import WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, UnbrokenError, WeightsError
-from unbroken.transfer.adapters import is_adapter
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import InFlight
+from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.files import WeightFiles, list_newest_first, write_weights
 from unbroken.weights.folders import remove_folder, remove_unfinished
+from unbroken.weights.sources import WeightStream
 from unbroken.weights.store import VersionStore
 
 if TYPE_CHECKING:

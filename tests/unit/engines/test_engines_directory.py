@@ -18,8 +18,8 @@ from unbroken.engines.directory import FileDirectory
 from unbroken.engines.http import HttpEngine
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams
+from unbroken.weights.sources import TensorSource
 
 
 @pytest.fixture(autouse=True)

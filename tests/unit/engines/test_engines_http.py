@@ -22,9 +22,9 @@ from unbroken.errors import (
     ServerError,
     ServerUnreachableError,
 )
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleChunk, SampleRequest, SamplingParams
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
+from unbroken.weights.sources import TensorSource
 
 
 def ask(request_id: str, prompt_ids=(1, 2, 3), n: int = 1, **params) -> SampleRequest:

@@ -12,8 +12,8 @@ import pytest
 
 from unbroken.engines.scripted import ScriptedEngine, ScriptedReply
 from unbroken.errors import EchoError, EngineError, InvariantError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource
 
 
 def ask(request_id: str, prompt_ids: list[int], n: int = 1, **params: Any) -> SampleRequest:

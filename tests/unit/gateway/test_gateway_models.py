@@ -15,7 +15,7 @@ from support.servers import listening, make_app
 from support.stock_server import StockServer
 from unbroken.engines.http import HttpEngine
 from unbroken.gateway.serve import UpstreamPolicies
-from unbroken.transfer.sources import TensorSource
+from unbroken.weights.sources import TensorSource
 
 DOORS: dict[str, Any] = {
     CHAT: {"messages": [USER]},

@@ -21,10 +21,10 @@ from unbroken.errors import InvalidInputError, InvariantError, RolloutError
 from unbroken.rollout.env import Rewrite
 from unbroken.rollout.trajectory import TrajectoryStatus
 from unbroken.threads import LoopThread
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
+from unbroken.weights.base import InProcessPublisher
 from unbroken.weights.disk import DiskPublisher
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.sources import TensorSource
 
 AGAIN = Rewrite(messages=[{"role": "user", "content": "again"}])
 

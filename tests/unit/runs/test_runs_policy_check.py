@@ -36,8 +36,8 @@ from unbroken.runs.policy_check import (
 from unbroken.runs.run import _choose_training
 from unbroken.runs.settings import build, section_of
 from unbroken.training.model.row_scores import RowScores
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource
 
 DENSE_BOUND = policy_check.DENSE
 SENTENCE = r"engine: sampler and trainer have two policies \(I9\): k3 is .* Nothing was trained"

@@ -40,7 +40,7 @@ from unbroken.tinker.provenance import ProvenanceCheck
 from unbroken.tinker.sampling import SamplerWeights, WeightSwitch, write_base
 from unbroken.tinker.sessions import Promises, TrainingRun
 from unbroken.tinker.store import CallResult, Checkpoint, ModelFacts, TinkerStore
-from unbroken.transfer.files import FileSource, read_tensors, write_tensors
+from unbroken.weights.files import FileSource, read_tensors, write_tensors
 
 FACTS = ModelFacts(model_id="run", base_model="tiny", lora=None)
 

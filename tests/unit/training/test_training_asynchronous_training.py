@@ -22,7 +22,7 @@ from unbroken.training.loop import train
 from unbroken.training.metrics.writer import MetricsWriter
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 PROMPT = (1, 2)
 

@@ -23,7 +23,7 @@ from unbroken.training.config import LoraUpdates, Packing, SharedPrefixes, Train
 from unbroken.training.metrics.stats import step_metrics
 from unbroken.training.trainer import Trainer
 from unbroken.types import Numerics, SamplingParams, TrainingSample
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 DENSE = ("qwen3", "llama", "gemma", "mistral", "gpt_neox", "gpt2")
 PARAMS = SamplingParams(max_tokens=48, temperature=0.9)

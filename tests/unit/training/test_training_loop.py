@@ -30,8 +30,7 @@ from unbroken.training.objective.policy_gradient import PolicyGradient
 from unbroken.training.observer import RunObserver
 from unbroken.training.trainer import Trainer
 from unbroken.types import SampleRequest, SamplingParams, token_ids
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 PROMPT = (1, 2)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.transfer.packed import (
+from unbroken.weights.sources import TensorSpec, WeightStream, check_stream, make_digest
+from unbroken.weights.wire import (
     BufferPacking,
     PackedGroup,
     PackedReceiver,
@@ -26,7 +27,6 @@ from unbroken.transfer.packed import (
     send,
     sum_stream,
 )
-from unbroken.transfer.sources import TensorSpec, WeightStream, check_stream, make_digest
 
 CPU = torch.device("cpu")
 WEIGHTS = [("norm", torch.ones(3)), ("embed", torch.arange(20.0).view(5, 4)), ("head", torch.zeros(5, 4))]

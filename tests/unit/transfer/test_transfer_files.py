@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.transfer.files import FileReceiver, FileSource, write_tensors
+from unbroken.weights.files import FileReceiver, FileSource, write_tensors
 
 WEIGHTS = {"embed": torch.arange(6.0).view(2, 3), "norm": torch.ones(3), "head": torch.arange(6.0).view(2, 3)}
 TIED = ("head", "embed")

@@ -22,12 +22,11 @@ from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import InvalidInputError, SamplingError
 from unbroken.training.config import LoraUpdates, TrainerConfig
 from unbroken.training.trainer import Trainer
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
-from unbroken.weights.base import WeightPublisher
+from unbroken.weights.base import InProcessPublisher, WeightPublisher
 from unbroken.weights.broadcast import BroadcastPublisher
 from unbroken.weights.disk import DiskPublisher
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.sources import TensorSource
 
 ADAPTER = TrainerConfig(lora_updates=LoraUpdates.ADAPTER)
 Q = "model.layers.0.self_attn.q_proj"

@@ -22,11 +22,11 @@ from support.servers import listening, make_app, scripted_engine, server_tokeniz
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, WeightsError
-from unbroken.transfer.packed import PackedGroup, Rendezvous, Transport, listen
-from unbroken.transfer.sources import TensorSource, TensorSpec, WeightStream
 from unbroken.types import InFlight, SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.broadcast import BroadcastPublisher
+from unbroken.weights.sources import TensorSource, TensorSpec, WeightStream
+from unbroken.weights.wire import PackedGroup, Rendezvous, Transport, listen
 
 IDS = token_ids([1, 2, 3, 4, 5])
 
@@ -237,7 +237,7 @@ async def test_what_one_server_lacks_is_found_before_another_has_loaded() -> Non
 
 
 async def test_weights_that_are_damaged_on_the_way_are_loaded_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unbroken.engines.transfer import EngineTransfer
+    from unbroken.weights.receiver import EngineTransfer
 
     digest = EngineTransfer._digest
     number = 0

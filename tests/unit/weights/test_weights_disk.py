@@ -20,11 +20,11 @@ from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
 from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.disk import DiskPublisher
 from unbroken.weights.files import find_versions, write_weights
+from unbroken.weights.sources import TensorSource
 
 IDS = token_ids([1, 2, 3, 4, 5])
 

@@ -12,8 +12,7 @@ from unbroken.errors import SamplingError
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
 from unbroken.types import token_ids
-from unbroken.weights.base import WeightPublisher
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightPublisher
 
 IDS = token_ids([1, 2, 3, 4, 5])
 

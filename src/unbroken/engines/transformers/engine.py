@@ -36,7 +36,6 @@ from unbroken.engines.checks import (
     check_version_rises,
 )
 from unbroken.engines.registry import EngineOptions
-from unbroken.engines.transfer import LocalReceivers
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
 from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, check_layers, is_out_of_memory
@@ -47,8 +46,6 @@ from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.exactness import ModuleOutputs
 from unbroken.images.processor import ImageProcessor
-from unbroken.transfer.files import FileSource
-from unbroken.transfer.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
 from unbroken.types import (
     ImageSpan,
     InFlight,
@@ -61,6 +58,9 @@ from unbroken.types import (
     WeightPlacement,
     WeightReceipt,
 )
+from unbroken.weights.files import FileSource
+from unbroken.weights.receiver import LocalReceivers
+from unbroken.weights.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
 
 _T = TypeVar("_T")
 _FENCE_POLL_S = 0.002

@@ -12,8 +12,8 @@ import torch
 
 from unbroken.engines.checks import check_same_kind
 from unbroken.errors import SamplingError
-from unbroken.transfer.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapter
-from unbroken.transfer.sources import NamedTensors, WeightStream
+from unbroken.weights.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapter
+from unbroken.weights.sources import NamedTensors, WeightStream
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

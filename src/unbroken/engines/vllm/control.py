@@ -35,18 +35,18 @@ from unbroken.engines.checks import (
     check_source,
     check_version_rises,
 )
-from unbroken.engines.transfer import EngineTransfer, ParameterCommunicator, ParameterSource
 from unbroken.engines.vllm.calls import WorkerCalls
+from unbroken.engines.vllm.delivery import Deliveries, Delivery
 from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.startup import shut_down
-from unbroken.engines.vllm.weights.delivery import Deliveries, Delivery
-from unbroken.engines.vllm.weights.workers import RECEIVERS
+from unbroken.engines.vllm.workers import RECEIVERS
 from unbroken.errors import EngineError, InvalidInputError, SamplingError, WeightsError
-from unbroken.transfer.packed import PackedSource
-from unbroken.transfer.sources import WeightSource
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
+from unbroken.weights.receiver import EngineTransfer, ParameterCommunicator, ParameterSource
+from unbroken.weights.sources import WeightSource
+from unbroken.weights.wire import PackedSource
 
 _T = TypeVar("_T")
 _KEEP_WEIGHTS, _DISCARD_ALL = 1, 2

@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
     """`ExactWorkerExtension`, which vLLM's worker asks for before it loads the model: ours, of a patched worker."""
     if name != "ExactWorkerExtension":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from unbroken.engines.vllm.weights.workers import WorkerExtension
+    from unbroken.engines.vllm.workers import WorkerExtension
 
     _patch_worker()
     return WorkerExtension

@@ -19,10 +19,10 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from unbroken.engines.vllm.delivery import Delivery
 from unbroken.engines.vllm.startup import MIN_POLICY_ADAPTERS, POLICY_ADAPTER
-from unbroken.engines.vllm.weights.delivery import Delivery
 from unbroken.errors import EngineError, SamplingError
-from unbroken.transfer.adapters import AdaptedWeight
+from unbroken.weights.adapters import AdaptedWeight
 
 _FIRST_NUMBER = 2**20
 """Numbers of other adapters are lower."""

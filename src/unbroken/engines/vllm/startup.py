@@ -31,7 +31,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from unbroken.engines.vllm.numerics import get_head_size, make_exact
 from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
-from unbroken.engines.vllm.weights.workers import EXTENSION
+from unbroken.engines.vllm.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
 from unbroken.types import Numerics
 

@@ -29,10 +29,9 @@ from unbroken.rollout.trajectory import Trajectory, TrajectoryGroup
 from unbroken.threads import LoopThread
 from unbroken.training.model.adapters import check_adapters
 from unbroken.training.model.weights import gather_weights
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import SamplingParams, check_reproducible
-from unbroken.weights.base import WeightPublisher
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightPublisher
+from unbroken.weights.sources import WeightStream
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

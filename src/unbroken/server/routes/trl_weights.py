@@ -21,8 +21,8 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
-from unbroken.transfer.packed import Transport
-from unbroken.transfer.sources import TensorSpec
+from unbroken.weights.sources import TensorSpec
+from unbroken.weights.wire import Transport
 
 router = Routes(Access.ADMIN)
 

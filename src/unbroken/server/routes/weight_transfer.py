@@ -24,9 +24,9 @@ from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError
 from unbroken.server.http.json import json_response
-from unbroken.transfer.packed import BUFFER_BYTES, BufferPacking, Rendezvous, Transport
-from unbroken.transfer.sources import TensorSpec
 from unbroken.types import InFlight
+from unbroken.weights.sources import TensorSpec
+from unbroken.weights.wire import BUFFER_BYTES, BufferPacking, Rendezvous, Transport
 
 router = Routes(Access.ADMIN)
 _Size = Annotated[int, Field(ge=0, lt=2**40)]

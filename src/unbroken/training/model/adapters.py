@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import RowPass
 from unbroken.training.model.tree import Ids
-from unbroken.transfer.adapters import A, B
+from unbroken.weights.adapters import A, B
 
 _WRAPPERS = ("_checkpoint_wrapped_module.",)
 ADAPTER_NAMES = ("lora_", ".modules_to_save.")
@@ -366,7 +366,7 @@ def check_adapter_alone(model: Any) -> None:
 
 
 def gather_adapter(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrices of the active adapter as `transfer.adapters` names them; see `merge_parameters`."""
+    """The matrices of the active adapter as `weights.adapters` names them; see `merge_parameters`."""
     (active,) = model.active_adapters
     for name, layer in _adapted_layers(model):
         yield name + A, gather(layer.lora_A[active].weight)

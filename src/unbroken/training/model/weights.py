@@ -17,7 +17,7 @@ import torch
 
 from unbroken.training.model.adapters import causal_lm, gather_adapter, is_adapted, merge_parameters, strip_wrappers
 from unbroken.training.model.sharding import gather_tensor
-from unbroken.transfer.sources import TensorSpec, WeightStream
+from unbroken.weights.sources import TensorSpec, WeightStream
 
 
 def gather_weights(model: Any) -> WeightStream:

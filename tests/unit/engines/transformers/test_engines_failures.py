@@ -13,8 +13,8 @@ import torch
 from support.architectures import tiny_model
 from unbroken.engines.transformers import TransformersEngine, TransformersEngineConfig
 from unbroken.errors import EngineError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampleRequest, SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource
 
 PROMPT_IDS = token_ids(range(3, 40))
 

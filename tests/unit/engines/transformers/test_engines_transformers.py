@@ -21,8 +21,8 @@ from unbroken.engines.transformers.jobs import Job
 from unbroken.engines.transformers.weights import load_into
 from unbroken.engines.transformers.worker import Answer, Outbox
 from unbroken.errors import EchoError, InvalidInputError, SamplingError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, TokenIds, token_ids
+from unbroken.weights.sources import TensorSource
 
 VOCAB_SIZE = 64
 PROMPT_IDS = token_ids(range(3, 40))

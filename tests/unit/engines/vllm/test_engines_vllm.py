@@ -15,8 +15,8 @@ from support.images import image_span
 from support.waits import wait_until
 from unbroken.engines.base import AdapterEngine
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import FinishReason, SampledSequence, SampleRequest, SamplingParams, StructuredOutput, token_ids
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -14,11 +14,10 @@ from support.publishing import mismatch
 from unbroken.errors import SamplingError
 from unbroken.training.config import LoraUpdates, TrainerConfig
 from unbroken.training.trainer import Trainer
-from unbroken.transfer.files import FileSource
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SampleResult, SamplingParams, token_ids
-from unbroken.weights.files import write_weights
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
+from unbroken.weights.files import FileSource, write_weights
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

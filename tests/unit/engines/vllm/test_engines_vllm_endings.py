@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from support.waits import wait_until
 from unbroken.errors import EngineError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

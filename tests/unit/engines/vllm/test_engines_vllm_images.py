@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from support.vision_engines import MAX_IMAGES, ask_with_images, image_file, load_vision_model, model_logprobs
 from unbroken.errors import EchoError, ImageError, SamplingError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import ImageSpan, SampleRequest, encode_image_settings, token_ids
+from unbroken.weights.sources import TensorSource
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unbroken.errors import EngineError, SamplingError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -20,8 +20,8 @@ from unbroken.runs.config import RolloutConfig
 from unbroken.runs.evaluation.evaluator import Evaluator, read_evaluations
 from unbroken.runs.processes import Rank
 from unbroken.runs.records.files import find_records, read_records
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import SamplingParams
+from unbroken.weights.sources import TensorSource
 
 
 async def reward(messages: Any) -> float:

@@ -19,7 +19,7 @@ from unbroken.errors import CheckpointError, InvalidInputError
 from unbroken.training.config import OptimizerConfig, Reference, TrainerConfig
 from unbroken.training.model.adapters import checksum_of_frozen
 from unbroken.training.trainer import Trainer
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher
 
 CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), tokens_per_micro_batch=40)
 HELD = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), tokens_per_micro_batch=40, kl_weight=0.1)

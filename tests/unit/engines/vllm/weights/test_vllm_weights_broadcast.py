@@ -15,10 +15,10 @@ from support.servers import listening, make_app
 from support.waits import wait_until
 from unbroken.client import AsyncClient
 from unbroken.errors import EngineError
-from unbroken.transfer.sources import TensorSource
 from unbroken.types import InFlight, SampledSequence, SampleRequest, SamplingParams, token_ids
 from unbroken.weights.broadcast import BroadcastPublisher
 from unbroken.weights.files import write_weights
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

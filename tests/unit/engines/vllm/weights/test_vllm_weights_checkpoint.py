@@ -14,11 +14,11 @@ from support.architectures import tiny_model
 from support.models import tiny_qwen3
 from support.vision import FAMILIES, Family, save_vision_model
 from support.vision_engines import load_vision_model
-from unbroken.engines.vllm.weights.checkpoint import ExpertNames, WeightShapes
 from unbroken.errors import SamplingError
 from unbroken.training.config import TrainerConfig
 from unbroken.training.trainer import Trainer
-from unbroken.transfer.files import write_tensors
+from unbroken.weights.checkpoint import ExpertNames, WeightShapes
+from unbroken.weights.files import write_tensors
 
 
 def write(shapes: WeightShapes, folder: Path, weights: Any) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from support.waits import wait_until
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes
-from unbroken.engines.vllm.weights.delivery import Delivery, copy_to_memory, run_copy
-from unbroken.engines.vllm.weights.workers import WorkerExtension
+from unbroken.engines.vllm.delivery import Delivery, copy_to_memory, run_copy
+from unbroken.engines.vllm.workers import WorkerExtension
 from unbroken.errors import SamplingError, WeightsError
-from unbroken.transfer.memory import MemoryReceiver, MemorySource, WeightRow
-from unbroken.transfer.sources import TensorSpec
+from unbroken.weights.checkpoint import WeightShapes
+from unbroken.weights.memory import MemoryReceiver, MemorySource, WeightRow
+from unbroken.weights.sources import TensorSpec
 
 CPU = torch.device("cpu")
 SHAPES = WeightShapes(shapes={"embed_tokens.weight": (5, 3), "norm.weight": (3,)}, tied_to="embed_tokens.weight")

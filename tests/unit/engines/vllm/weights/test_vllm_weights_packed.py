@@ -14,9 +14,9 @@ import torch
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from support.vllm_session import greedy
 from unbroken.engines.base import TransferEngine
-from unbroken.transfer.packed import BufferPacking, unpack
-from unbroken.transfer.sources import TensorSource, TensorSpec
 from unbroken.types import SampleRequest, SamplingParams, token_ids
+from unbroken.weights.sources import TensorSource, TensorSpec
+from unbroken.weights.wire import BufferPacking, unpack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -11,7 +11,7 @@ import pytest
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from support.vllm_session import greedy
 from unbroken.engines.base import CommunicatorEngine
-from unbroken.transfer.sources import TensorSource
+from unbroken.weights.sources import TensorSource
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -39,7 +39,7 @@ def test_only_layers_that_keep_the_checkpoints_form_are_written_in_place(
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.platforms import current_platform
 
-    from unbroken.engines.vllm.weights.reloading import is_loaded_in_place
+    from unbroken.engines.vllm.workers import is_loaded_in_place
 
     class Quantised(UnquantizedLinearMethod):
         """Packs or quantises what it has loaded."""

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unbroken.engines.vllm.weights.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.errors import SamplingError, WeightsError
-from unbroken.transfer.adapters import AdaptedWeight, is_adapter, match_adapter
-from unbroken.transfer.files import FileSource, write_tensors
-from unbroken.transfer.memory import MemorySource, WeightRow
-from unbroken.transfer.packed import RESERVED_BYTES
-from unbroken.transfer.sources import (
+from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapter
+from unbroken.weights.checkpoint import WeightShapes, checkpoint_folder
+from unbroken.weights.files import FileSource, write_tensors
+from unbroken.weights.memory import MemorySource, WeightRow
+from unbroken.weights.sources import (
     NamedTensors,
     SharedSource,
     StagedSource,
@@ -32,6 +31,7 @@ from unbroken.transfer.sources import (
     TiedNames,
     WeightSource,
 )
+from unbroken.weights.wire import RESERVED_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -17,18 +17,9 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from unbroken.errors import EngineError, SamplingError, UnbrokenError, WeightsError
-from unbroken.transfer.files import FileReceiver, FileSource
-from unbroken.transfer.memory import MemoryReceiver, MemorySource
-from unbroken.transfer.packed import (
-    BufferPacking,
-    PackedReceiver,
-    PackedSource,
-    Rendezvous,
-    Transport,
-    answer,
-    open_fields,
-)
-from unbroken.transfer.sources import (
+from unbroken.weights.files import FileReceiver, FileSource
+from unbroken.weights.memory import MemoryReceiver, MemorySource
+from unbroken.weights.sources import (
     ReceivedWeights,
     Receiver,
     StagedSource,
@@ -37,6 +28,15 @@ from unbroken.transfer.sources import (
     TensorSpec,
     WeightSource,
     make_digest,
+)
+from unbroken.weights.wire import (
+    BufferPacking,
+    PackedReceiver,
+    PackedSource,
+    Rendezvous,
+    Transport,
+    answer,
+    open_fields,
 )
 
 RECEIVERS: Mapping[type[WeightSource], type[Receiver[Any]]] = {

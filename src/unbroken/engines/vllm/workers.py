@@ -8,18 +8,27 @@ from typing import Any, cast
 
 import torch
 
-from unbroken.engines.transfer import RECEIVERS as COMMON_RECEIVERS
-from unbroken.engines.transfer import ParameterSource
 from unbroken.engines.vllm.pools import map_on_free
 from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
-from unbroken.engines.vllm.weights.checkpoint import ExpertNames
-from unbroken.engines.vllm.weights.lora import find_lora_modules, keep_adapter
-from unbroken.engines.vllm.weights.reloading import is_loaded_in_place, pack_experts_again, pack_heads_again
 from unbroken.exactness import ModuleOutputs
-from unbroken.transfer.packed import PackedReceiver, Transport, answer, make_gloo_broadcast
-from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, WeightSource
+from unbroken.weights.adapters import A, B
+from unbroken.weights.checkpoint import ExpertNames
+from unbroken.weights.receiver import RECEIVERS as COMMON_RECEIVERS
+from unbroken.weights.receiver import ParameterSource
+from unbroken.weights.sources import (
+    NamedTensors,
+    ReceivedWeights,
+    Receiver,
+    SharedSource,
+    TensorSpec,
+    TiedNames,
+    WeightSource,
+)
+from unbroken.weights.wire import PackedReceiver, Transport, answer, make_gloo_broadcast
 
-EXTENSION = "unbroken.engines.vllm.weights.workers.WorkerExtension"
+EXTENSION = "unbroken.engines.vllm.workers.WorkerExtension"
+_PREFIX = "base_model.model."
+"""Of all names in files of PEFT."""
 _JOIN_TIMEOUT_S = 60
 _BROADCAST_TIMEOUT_S = 60
 
@@ -176,3 +185,107 @@ class WorkerExtension:
 def _name(tensor: torch.Tensor, name: str) -> Iterable[tuple[str, torch.Tensor]]:
     experts = ExpertNames.of_pattern(name)
     return [(name, tensor)] if experts is None else experts.split(tensor)
+
+
+# Adapters, made from tensors; vLLM 0.32 itself loads them from folders only.
+
+
+def find_lora_modules(model_runner: Any) -> list[str]:
+    """Return the last parts of the names of modules that take adapters, as a checkpoint names them."""
+    manager = model_runner.lora_manager._adapter_manager
+    packed: Mapping[str, list[str]] = manager.packed_modules_mapping
+    return sorted({part for module in manager.supported_lora_modules for part in packed.get(module, [module])})
+
+
+def keep_adapter(model_runner: Any, number: int, tensors: NamedTensors, modules: Mapping[str, str], rank: int) -> None:
+    """Register an adapter with vLLM's manager and put it into a slot.
+
+    It is pinned in the manager's memory, from which vLLM could not load it again; slots are given and taken by vLLM.
+    The scaling is in B, so the adapter's alpha is its rank.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    workers_manager = model_runner.lora_manager
+    manager = workers_manager._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapter = workers_manager._lora_model_cls.from_lora_tensors(
+        lora_model_id=number,
+        # Copies: the tensors may be views of memory that is about to go.
+        tensors={_PREFIX + _rename(name, modules): tensor.to("cpu", copy=True) for name, tensor in tensors},
+        peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device="cpu",
+        dtype=workers_manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+    if len(manager) + 1 > manager.capacity:
+        manager.remove_oldest_adapter()
+    manager.add_adapter(adapter)
+    manager._pin_lora_in_cpu_cache(number)
+    manager.activate_adapter(number)
+
+
+def _rename(name: str, modules: Mapping[str, str]) -> str:
+    ending = A if name.endswith(A) else B
+    return modules[name.removesuffix(ending)] + ending
+
+
+# Special cases of vLLM 0.32 when weights are loaded into a model that is in use.
+
+
+def is_loaded_in_place(model: Any, vllm_config: Any) -> bool:
+    """Whether the model's own `load_weights` may copy into the weights in use.
+
+    On a GPU, dense layers without quantisation and plain attention keep weights as the checkpoint has them. Everything
+    else needs vLLM's layerwise reload, which builds each layer anew from the checkpoint's form and copies it: right for
+    all models, but slower, and it takes the memory of one more layer.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or vllm_config.lora_config is not None:
+        return False
+    if vllm_config.model_config.quantization is not None:
+        return False
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in plain:
+            return False
+        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+            return False
+    return True
+
+
+def pack_heads_again(model: Any) -> None:
+    """Renew the packed copy of a tied output head, which vLLM 0.32 does not renew on a CPU.
+
+    Its reload packs layers whose weights came; those of a tied head come under the embedding's name. On other devices
+    the head multiplies by the embedding itself.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def pack_experts_again(model: Any) -> None:
+    """Pack the experts of each layer, which vLLM 0.32 does at the first load only (`_setup_kernel`).
+
+    On a CPU its kernel would read the new weights as if they were packed. Other devices have nothing to pack then.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.transfer.memory import HostFile, map_file
-from unbroken.transfer.sources import (
+from unbroken.weights.memory import HostFile, map_file
+from unbroken.weights.sources import (
     ITEM_BYTES,
     ReceivedWeights,
     Receiver,

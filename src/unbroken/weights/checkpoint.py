@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unbroken.errors import EngineError, SamplingError
-from unbroken.transfer.files import FileSource
-from unbroken.transfer.sources import TiedNames
+from unbroken.weights.files import FileSource
+from unbroken.weights.sources import TiedNames
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import WeightsError
-from unbroken.transfer.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, check_tied
+from unbroken.weights.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,0 @@
-"""New weights for vLLM's workers, whatever they come from."""
