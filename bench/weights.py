@@ -41,6 +41,7 @@ from server import free_port
 from unbroken.client import AsyncClient
 from unbroken.weights.adapters import A, B
 from unbroken.weights.broadcast import BroadcastPublisher
+from unbroken.weights.receiver import make_local_call
 from unbroken.weights.sources import TensorSpec, WeightStream
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -156,7 +157,7 @@ def receive(port: int, device: str, dtype: str) -> None:
         return WeightPlacement(dtype=dtype, device="cuda" if on_gpu else "cpu", gpu_uuids=uuids)
 
     engine.weight_placement = placement
-    engine.transfer = engine._receivers.make_transfer(lambda: own, check_awake=lambda: None)
+    engine.transfer._call = engine.transfer._call_in_update = make_local_call(lambda: own)
     uvicorn.run(make_app(engine), host="127.0.0.1", port=port, log_level="warning")
 
 

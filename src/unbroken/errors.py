@@ -17,6 +17,7 @@
     │   ├── EchoError            an engine reports another prompt than it was sent (I3)
     │   └── PolicyMismatchError  the sampler's policy is not the trainer's (I9)
     ├── EngineError              the engine stopped or does not support the call
+    │   ├── IncompleteWeightsError  an update ended half-way: a whole version must come
     │   └── ServerError          a server failed on a request
     │       ├── ServerBusyError         its queue is full
     │       ├── ServerUnreachableError  it cannot be connected to
@@ -178,6 +179,10 @@ class PolicyMismatchError(InvariantError):
 
 class EngineError(UnbrokenError):
     """The engine is closed, stopped with an error, or does not support the call."""
+
+
+class IncompleteWeightsError(EngineError):
+    """An update of the weights ended half-way: the engine samples nothing until a whole version comes."""
 
 
 class ServerError(EngineError):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from unbroken.weights.memory import MemoryReceiver, MemorySource, WeightRow
+from unbroken.weights.memory import MemorySource, WeightRow
 from unbroken.weights.sources import TensorSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -17,9 +17,9 @@ SHAPES = {"embed": (1000, 1024), "norm": (3,), "head": (5, 7)}
 
 
 def read(fields: dict[str, Any], rank: int, device: str = "cuda:0") -> dict[str, Any]:
-    received = MemoryReceiver(torch.device(device), rank=rank).receive(MemorySource.from_object(fields))
+    received = MemorySource.from_object(fields).read(torch.device(device), rank=rank)
     found = {}
-    for name, tensor in received.tensors:
+    for name, tensor in received:
         assert tensor.device == torch.device(device)
         found[name] = tensor.float().cpu().tolist()
     del received, tensor

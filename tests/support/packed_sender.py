@@ -49,11 +49,12 @@ class PackedSender:
 
     def __init__(self, url: str, *, port: int | None = None, **init_info: Any) -> None:
         self.http = httpx.Client(base_url=url, timeout=120)
+        own = {"timeout_s": init_info.pop("timeout_s")} if "timeout_s" in init_info else {}
         self._info = {"master_address": "127.0.0.1", "master_port": port or free_port(), "rank_offset": 1, **init_info}
         self._info.setdefault("world_size", self.http.get("/get_world_size").json()["world_size"] + 1)
         self._buffer_bytes = self._info.get("packed_buffer_size_bytes", 2**30)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": self._info})
+            answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": self._info, **own})
             self.endpoint = GlooEndpoint("127.0.0.1", self._info["master_port"], self._info["world_size"])
             answer.result()
 

@@ -236,8 +236,8 @@ class AsyncClient:
     async def weights_state(self) -> dict[str, Any]:
         """Read `policy_version`, `world_size`, `dtype`, `device`, `gpu_uuids` and `digest`, for a broadcast.
 
-        Stock vLLM says less: `is_stock` is true, and there is no digest. `EngineError` if it was started without what a
-        broadcast needs.
+        Stock vLLM says less: there is no digest, and `stops_steps` is false. `EngineError` if it was started without
+        what a broadcast needs.
         """
         try:
             state: dict[str, Any] = await self._calls.get("/v1/weights")
@@ -264,14 +264,14 @@ class AsyncClient:
             "device": "cuda" if backend == "nccl" else "cpu",
             "gpu_uuids": [],
             "digest": None,
-            "is_stock": True,
+            "stops_steps": False,
         }
 
     async def transfer_weights(self, step: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a call of a broadcast, `POST /{step}`, of this server or of stock vLLM. Never retried.
 
         Raises:
-            InvalidInputError: the server refuses it, or the broadcast failed; a server of ours keeps its weights.
+            InvalidInputError: the server refuses it, or the broadcast failed.
             ServerError: the update failed, and the server is no longer healthy.
         """
         answer: dict[str, Any] = await self._calls.post_without_retry(f"/{step}", body)
@@ -302,6 +302,10 @@ class AsyncClient:
     async def health(self) -> bool:
         """Whether the server answers and its engine works; never retried."""
         return await self._calls.is_ok("/health")
+
+    async def takes_weights(self) -> bool:
+        """Whether the server answers and its engine works, or waits for whole weights; never retried."""
+        return await self._calls.is_ok("/health", or_code="weights_incomplete")
 
     async def models(self) -> list[dict[str, Any]]:
         """The server's models, at least one; `max_model_len` is the context length."""

@@ -103,12 +103,13 @@ class Calls:
         """Delete what is at a path."""
         await self._try("DELETE", path)
 
-    async def is_ok(self, path: str) -> bool:
-        """Whether a path answers with 200 within 5 s. Never retried."""
+    async def is_ok(self, path: str, *, or_code: str | None = None) -> bool:
+        """Whether a path answers with 200, or with an error of this code, within 5 s. Never retried."""
         try:
-            return (await self._read("GET", path, timeout_s=5.0)).status_code == 200
+            answer = await self._read("GET", path, timeout_s=5.0)
         except httpx.HTTPError:
             return False
+        return answer.status_code == 200 or (or_code is not None and f'"code":"{or_code}"' in answer.text)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a body as JSON and read the answer, JSON or compact form. A retry does not sample again."""

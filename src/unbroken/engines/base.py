@@ -4,7 +4,7 @@
 
     StreamingEngine  ScoringEngine  AdapterEngine       streams, scores, loads adapters
     PausableEngine ── UpdatableEngine ── SleepingEngine  pauses, takes new weights, gives its memory back
-                                     └── CommunicatorEngine, TransferEngine: further ways in which weights come
+                                     └── TransferEngine       weights come over a wire
 
 Every implementation passes `tests/contract/test_engine_*.py`, which skip what an engine is not.
 """
@@ -25,7 +25,7 @@ from unbroken.types import (
     TokenIds,
 )
 from unbroken.weights.base import TakesWeights
-from unbroken.weights.receiver import EngineTransfer, ParameterCommunicator
+from unbroken.weights.receiver import WeightReceiver
 
 
 @runtime_checkable
@@ -194,22 +194,12 @@ class AdapterEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class CommunicatorEngine(UpdatableEngine, Protocol):
-    """An engine that receives weights parameter by parameter, as TRL's client sends them."""
-
-    @property
-    def communicator(self) -> ParameterCommunicator:
-        """Its connection to a sender."""
-        ...
-
-
-@runtime_checkable
 class TransferEngine(UpdatableEngine, Protocol):
-    """An engine that receives weights by vLLM's packed broadcast: `update_weights(await transfer.collect(), ...)`."""
+    """An engine that receives weights from a sender, over vLLM's wire."""
 
     @property
-    def transfer(self) -> EngineTransfer:
-        """Its connection to a trainer."""
+    def transfer(self) -> WeightReceiver:
+        """Its connection to a sender."""
         ...
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unbroken.engines.base import Engine, PausableEngine, ScoringEngine, UpdatableEngine
-from unbroken.errors import ContextOverflowError, EngineError, InvalidInputError, SamplingError
+from unbroken.errors import ContextOverflowError, EngineError, IncompleteWeightsError, InvalidInputError, SamplingError
 from unbroken.types import TEMPERATURE_RANGE, ImageSpan, InFlight, SampleRequest, TokenIds, is_real, is_whole
 from unbroken.weights.sources import WeightSource
 
@@ -111,14 +111,6 @@ def check_can_finish(in_flight: InFlight, *, paused: bool) -> None:
         raise SamplingError("in_flight must be 'pause' while the engine is paused, got 'finish': resume it first")
 
 
-def check_version_rises(new: int, *, current: int) -> None:
-    """Raise `SamplingError` unless `new` is a whole number above the policy version in use (I6)."""
-    if not is_whole(new, 0):
-        raise SamplingError(f"policy_version must be a whole number in [0, 2**31), got {new!r}")
-    if new <= current:
-        raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")
-
-
 def check_same_kind(*, is_adapter: bool, had_adapter: bool, policy_version: int, changed: bool) -> None:
     """Raise `SamplingError` if an adapter follows whole weights or the other way round.
 
@@ -141,6 +133,15 @@ def check_awake(asleep: bool) -> None:
     """Raise `EngineError` if the engine sleeps or is about to."""
     if asleep:
         raise EngineError("the engine sleeps while the trainer has its memory: new weights wake it (update_weights)")
+
+
+def check_complete(incomplete: str | None) -> None:
+    """Raise `IncompleteWeightsError` if there is a reason why the weights are neither the old nor the new ones."""
+    if incomplete is not None:
+        raise IncompleteWeightsError(
+            f"{incomplete}. The weights are neither the old nor the new ones, and nothing is sampled with them: "
+            "publish a whole version"
+        )
 
 
 def check_not_paused(paused: bool) -> None:

@@ -145,9 +145,9 @@ class HttpEngine:
             follower(policy_version)
 
     async def check_health(self) -> None:
-        """Raise `EngineError` unless a server is healthy."""
+        """Raise `EngineError` unless a server is healthy, or waits for whole weights, which can be published."""
         self._check_open()
-        if not any(await asyncio.gather(*(client.health() for client in self._failover.servers))):
+        if not any(await asyncio.gather(*map(_takes_weights, self._failover.servers))):
             raise EngineError(f"none of {self._failover} is healthy")
 
     async def sample(self, request: SampleRequest) -> SampleResult:
@@ -345,7 +345,7 @@ async def _wait_for(clients: Sequence[AsyncClient], wait_s: float) -> list[str]:
     missing: list[str] = []
     deadline_s = time.monotonic() + wait_s
     while time.monotonic() < deadline_s:
-        healthy = await asyncio.gather(*(client.health() for client in clients))
+        healthy = await asyncio.gather(*map(_takes_weights, clients))
         before, missing = missing, [c.base_url for c, is_there in zip(clients, healthy, strict=True) if not is_there]
         if not missing:
             break
@@ -365,7 +365,7 @@ async def _find_first(directory: EngineDirectory, access: ServerAccess, wait_s: 
             for url in listed:
                 check_address(url)
             asked = [await stack.enter_async_context(access.make_client(url)) for url in listed]
-            healthy = await asyncio.gather(*(client.health() for client in asked))
+            healthy = await asyncio.gather(*map(_takes_weights, asked))
         if found := [url for url, is_there in zip(listed, healthy, strict=True) if is_there]:
             return found
         if time.monotonic() >= deadline_s:
@@ -373,6 +373,10 @@ async def _find_first(directory: EngineDirectory, access: ServerAccess, wait_s: 
         if listed != before:
             _log.warning("waiting up to %g s for one of the servers in %s: %s", wait_s, directory, list(listed))
         await asyncio.sleep(min(_HEALTH_POLL_S, max(deadline_s - time.monotonic(), 0.0)))
+
+
+async def _takes_weights(server: EngineServer) -> bool:
+    return await (server.takes_weights() if isinstance(server, AsyncClient) else server.health())
 
 
 def _session(request: SampleRequest) -> str:

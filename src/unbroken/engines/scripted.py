@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from unbroken.engines.checks import (
     check_scorable,
     check_source,
     check_unused,
-    check_version_rises,
 )
 from unbroken.errors import EngineError, InvariantError, SamplingError
 from unbroken.types import (
@@ -51,8 +50,10 @@ from unbroken.types import (
     WeightReceipt,
     token_ids,
 )
-from unbroken.weights.receiver import LocalReceivers
-from unbroken.weights.sources import NamedTensors, ReceivedWeights, TensorSource, WeightSource
+from unbroken.weights.files import FileSource
+from unbroken.weights.memory import MemorySource
+from unbroken.weights.receiver import WeightReceiver, WireSource, make_local_call
+from unbroken.weights.sources import NamedTensors, SharedSource, TensorSource, WeightSource, check_version_rises
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ class ScriptedEngine:
 
     takes_images = True
     world_size = 1
-    weight_sources = LocalReceivers.sources
+    weight_sources = (TensorSource, FileSource, MemorySource, WireSource)
 
     def __init__(
         self,
@@ -188,8 +189,14 @@ class ScriptedEngine:
         self._closed = False
         self._running: dict[str, _RunningRequest] = {}
         self._finishing = False
-        self._receivers = LocalReceivers()
-        self.transfer = self._receivers.make_transfer(lambda: "cpu", check_awake=self._check_open)
+        self.transfer = WeightReceiver(
+            self.update_weights,
+            make_local_call(lambda: "cpu"),
+            policy_version=lambda: self._policy_version,
+            check_takes=self._check_open,
+            check_weights=_take_any,
+            num_workers=1,
+        )
 
     @property
     def forks(self) -> Sequence[str]:
@@ -277,20 +284,27 @@ class ScriptedEngine:
         check_version_rises(policy_version, current=self._policy_version)
         check_can_finish(in_flight, paused=self._paused)
         began = time.perf_counter()
+        weights: list[tuple[str, Any]] = []
         if isinstance(source, TensorSource):  # without a thread, so that no ids are sampled meanwhile
-            received = ReceivedWeights(tensors=list(source.tensors))
-        else:
-            received = await self._receivers.receive(source, device="cpu")
+            weights = list(source.tensors)
+        elif isinstance(source, SharedSource):
+            weights = await asyncio.to_thread(lambda: list(source.read("cpu")))
+        elif isinstance(source, WireSource):
+            await source.wait_for_first()
+            async for part in source.parts():
+                await source.take(part, weights.extend)
         arrived = time.perf_counter()
         if in_flight is InFlight.FINISH:
             await self._finish_requests()
+        policy_version = source.policy_version or policy_version
         check_version_rises(policy_version, current=self._policy_version)
-        self._load(received.tensors)
+        self._load(weights)
         self._policy_version = policy_version
         if not self._running:  # otherwise it does not sleep yet
             self._asleep = False
         seconds = {"receive": arrived - began, "load": time.perf_counter() - arrived}
-        return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
+        digest = source.digest if isinstance(source, WireSource) else None
+        return WeightReceipt(policy_version=policy_version, digest=digest, seconds=seconds)
 
     async def reset_prefix_cache(self) -> None:
         """Drop the KV of finished requests."""
@@ -447,3 +461,7 @@ def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
         start = spans[-1].stop if spans else 0
         spans.append(VersionSpan(start=start, stop=start + len(list(run)), policy_version=version))
     return tuple(spans)
+
+
+async def _take_any(*_: Any, **__: Any) -> None:
+    """Any names and shapes are taken."""

@@ -343,7 +343,7 @@ class _Receivers:
             raise
 
     async def is_healthy(self, url: str) -> bool:
-        return await self._clients[url].health()
+        return await self._clients[url].takes_weights()
 
     def leave(self, url: str) -> None:
         if url in self._clients and url not in self._leaving:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from unbroken.engines.base import Engine, TransferEngine
 from unbroken.engines.checks import require_updatable
-from unbroken.errors import UnbrokenError, WeightsError
+from unbroken.errors import EngineError, UnbrokenError, WeightsError
 from unbroken.server.http.errors import HttpError
 from unbroken.types import InFlight, WeightReceipt
 from unbroken.weights.files import FileSource, WeightFiles, list_newest_first, read_manifest
@@ -54,7 +54,7 @@ class WeightLoader:
             "dtype": placement.dtype,
             "device": placement.device,
             "gpu_uuids": list(placement.gpu_uuids),
-            "digest": self._digest_in_use,
+            "digest": await self._find_digest(),
         }
 
     async def load(self, folder: str, *, policy_version: int, reuse_kv: bool, in_flight: InFlight) -> bool:
@@ -79,22 +79,24 @@ class WeightLoader:
         *,
         policy_version: int | None,
         digest: str | None,
-        reuse_kv: bool,
-        in_flight: InFlight,
     ) -> WeightReceipt:
-        """Load what a trainer has broadcast; without a `policy_version` as the next one.
+        """Sample with what a trainer has brought; raises as `WeightReceiver.finish`."""
+        return await self._run_to_end(self._finish(engine, policy_version, digest))
 
-        Raises:
-            WeightsError: it is not what the trainer sent, by its `digest`.
-            SamplingError, EngineError: as `Engine.update_weights`.
-        """
-        return await self._run_to_end(self._finish(engine, policy_version, digest, reuse_kv, in_flight))
-
-    @property
-    def _digest_in_use(self) -> str | None:
-        """Digest of the version in use; None if it came another way, such as parameter by parameter."""
+    async def _find_digest(self) -> str | None:
+        """Digest of the version in use; None if it was not brought here, or an update ended half-way since."""
         version, digest = self._loaded or (None, None)
+        try:
+            await self._engine.check_health()
+        except EngineError:
+            return None
         return digest if version == self._engine.policy_version else None
+
+    async def _finish(self, engine: TransferEngine, policy_version: int | None, digest: str | None) -> WeightReceipt:
+        receipt = await engine.transfer.finish(policy_version=policy_version, digest=digest)
+        if receipt.digest is not None:
+            self._loaded = receipt.policy_version, receipt.digest
+        return receipt
 
     async def _run_to_end(self, update: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.create_task(update)
@@ -118,7 +120,7 @@ class WeightLoader:
                     f"policy_version must be that of the folder, {version.policy_version}, got {policy_version}",
                     param="policy_version",
                 )
-            if policy_version == self._engine.policy_version and (digest := self._digest_in_use) is not None:
+            if policy_version == self._engine.policy_version and (digest := await self._find_digest()) is not None:
                 _check_same(version, digest)
                 return False
             files = await asyncio.to_thread(self._fetch, version)
@@ -136,28 +138,6 @@ class WeightLoader:
             return version
         assert isinstance(self._versions, VersionStore)
         return self._versions.fetch(version)
-
-    async def _finish(
-        self,
-        engine: TransferEngine,
-        policy_version: int | None,
-        digest: str | None,
-        reuse_kv: bool,
-        in_flight: InFlight,
-    ) -> WeightReceipt:
-        async with self._lock:
-            try:
-                source = await engine.transfer.collect(digest)
-                version = engine.policy_version + 1 if policy_version is None else policy_version
-                receipt = await engine.update_weights(
-                    source, policy_version=version, reuse_kv=reuse_kv, in_flight=in_flight
-                )
-            except Exception as error:
-                await engine.transfer.cancel(str(error))
-                raise
-            assert receipt.digest is not None
-            self._loaded = receipt.policy_version, receipt.digest
-            return receipt
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -211,7 +191,7 @@ class WeightLoader:
         return ""
 
     async def _load_newest(self, newest: WeightFiles | StoredVersion | None, place: str | Path) -> None:
-        in_use = self._engine.policy_version, self._digest_in_use
+        in_use = self._engine.policy_version, await self._find_digest()
         if newest is not None and (newest.policy_version, newest.digest) != in_use:
             update = self._load(lambda: newest, newest.policy_version, reuse_kv=False, in_flight=InFlight.PAUSE)
             await self._run_to_end(update)

@@ -124,6 +124,22 @@ class WeightShapes:
         del names[head]
         return names, (head, next(own for own, name in names.items() if name == self.tied_to))
 
+    def find_names(self, given: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """Find the checkpoint's name for each weight of a part of an update, as `match`.
+
+        Raises:
+            SamplingError: the model has no such weight.
+        """
+        found = {}
+        for own, shape in given.items():
+            experts = self._find_experts(own, shape)
+            name = self._own_name(own) if experts is None else experts.pattern
+            if experts is None:
+                self._check(name, shape, set())
+            if name != _HEAD or self.tied_to is None:
+                found[own] = name
+        return found
+
     def find(self, given: str) -> tuple[str, tuple[int, ...] | None]:
         """Return the checkpoint's name for a weight, and its shape if the checkpoint has it."""
         name = self._own_name(given)

@@ -194,7 +194,7 @@ async def _find_healthy(clients: Sequence[AsyncClient]) -> Sequence[AsyncClient]
     """Return the healthy servers, or all if there are none: calls of the others are retried for a while."""
     if not clients:
         raise ServerUnreachableError("no server is there to take the weights")
-    healthy = await asyncio.gather(*(client.health() for client in clients))
+    healthy = await asyncio.gather(*(client.takes_weights() for client in clients))
     return [client for client, is_healthy in zip(clients, healthy, strict=True) if is_healthy] or clients
 
 

@@ -21,10 +21,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.errors import InvalidInputError, UnbrokenError, WeightsError
 from unbroken.untrusted import check_regular, read_json_file
 from unbroken.weights.folders import atomic_folder, flush_to_disk
-from unbroken.weights.sources import ReceivedWeights, Receiver, SharedSource, TiedNames, check_tied
+from unbroken.weights.sources import (
+    NamedTensors,
+    SharedSource,
+    TensorSpec,
+    TiedNames,
+    check_finite,
+    check_floating,
+    check_tied,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -109,14 +117,11 @@ class WeightFiles:
             WeightsError: a tensor has another dtype, or a number that is not finite.
         """
         for name, tensor in self.tensors():
-            if not tensor.dtype.is_floating_point:
-                raise WeightsError(
-                    f"weight {name!r} of {self.folder} must have floating-point numbers, got {tensor.dtype}"
-                )
-            wide = tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no 8-bit numbers
-            # The extremes are not finite if any number is not, and take a tenth of the time of `isfinite`.
-            if wide.numel() > 0 and not all(extreme.isfinite() for extreme in wide.aminmax()):
-                raise WeightsError(f"weight {name!r} of {self.folder} has numbers that are not finite")
+            try:
+                check_floating([TensorSpec.of(name, tensor)])
+                check_finite(name, tensor)
+            except UnbrokenError as error:
+                raise WeightsError(f"{self.folder}: {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read names and tensors, one file after the other."""
@@ -265,6 +270,19 @@ class FileSource(SharedSource):
         files = map(_open, self.paths())
         return {name: tuple(file.get_slice(name).get_shape()) for file in files for name in file.keys()}  # noqa: SIM118
 
+    def read(self, device: torch.device | str, *, rank: int = 0, tied: TiedNames | None = None) -> NamedTensors:
+        """Open all files; each tensor is read while it is loaded.
+
+        A file that is opened is whole: its header fits its length. It stays readable if it is removed or replaced.
+        """
+        paths = self.paths()
+        if not paths:
+            raise WeightsError(f"{self.folder} has no *.safetensors files that this process can see")
+        files = [_open(path) for path in paths]
+        if tied is not None:
+            check_tied(dict(_read(files, only=tied)), tied)
+        return _read(files)
+
     def paths(self) -> list[Path]:
         """Return the files, sorted by name."""
         return sorted(self.folder.glob("*.safetensors"))
@@ -279,22 +297,6 @@ class FileSource(SharedSource):
     def close(self) -> None:
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class FileReceiver(Receiver[FileSource]):
-    """Opens all files, and reads them one tensor at a time while they are loaded.
-
-    A file that is opened is whole: its header fits its length. It stays readable if it is removed or replaced.
-    """
-
-    def receive(self, source: FileSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        paths = source.paths()
-        if not paths:
-            raise WeightsError(f"{source.folder} has no *.safetensors files that this process can see")
-        files = [_open(path) for path in paths]
-        if tied is not None:
-            check_tied(dict(_read(files, only=tied)), tied)
-        return ReceivedWeights(tensors=_read(files))
 
 
 def write_tensors(

@@ -2,7 +2,7 @@
 
     this process                                  a process with the model
     WeightRow(specs), put(name, tensor)    one weight behind the other, in the dtypes of the specs
-    source(num_workers)          ──────────►      MemoryReceiver: the same memory, from which the model loads
+    source(num_workers)          ──────────►      source.read(): the same memory, from which it loads
 
 A handle is numbers, text and bytes, which any RPC carries as they are: nothing is pickled.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import WeightsError
-from unbroken.weights.sources import ReceivedWeights, Receiver, SharedSource, TensorSpec, TiedNames, check_tied
+from unbroken.weights.sources import NamedTensors, SharedSource, TensorSpec, TiedNames, check_tied
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,24 @@ class MemorySource(SharedSource):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self.specs}
 
+    def read(self, device: torch.device | str, *, rank: int = 0, tied: TiedNames | None = None) -> NamedTensors:
+        """Open the row; its tensors are views of it, to be copied from.
+
+        A row on another GPU is copied to this one's, weight by weight as they are read: memory that vLLM can put to
+        sleep is open to its own GPU alone, and a copy from another one's ends with `CUDA error: invalid argument`.
+        """
+        size = _row_bytes(self.specs)
+        kind, where, *rest = self.handles[rank]
+        try:
+            row = map_file(where, size) if kind == _HOST else _open_on_gpu(where, rest, size)
+        except (RuntimeError, OSError) as error:
+            raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
+        weights = dict(_split(row, self.specs))
+        check_tied(weights, tied)
+        if row.is_cuda:
+            return ((name, tensor.to(device)) for name, tensor in weights.items())
+        return weights.items()
+
     def to_object(self) -> dict[str, Any]:
         return {"tensors": [spec.to_object() for spec in self.specs], "handles": list(self.handles)}
 
@@ -53,27 +71,6 @@ class MemorySource(SharedSource):
     def close(self) -> None:
         if self.row is not None:
             self.row.close()
-
-
-class MemoryReceiver(Receiver[MemorySource]):
-    """Opens the row; its tensors are views of it, to be copied from.
-
-    A row on another GPU is copied to this one's, weight by weight as they are read: memory that vLLM can put to sleep
-    is open to its own GPU alone, and a copy from another one's ends with `CUDA error: invalid argument`.
-    """
-
-    def receive(self, source: MemorySource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        size = _row_bytes(source.specs)
-        kind, where, *rest = source.handles[self._rank]
-        try:
-            row = map_file(where, size) if kind == _HOST else _open_on_gpu(where, rest, size)
-        except (RuntimeError, OSError) as error:
-            raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
-        weights = dict(_split(row, source.specs))
-        check_tied(weights, tied)
-        if row.is_cuda:
-            return ReceivedWeights(tensors=((name, tensor.to(self._device)) for name, tensor in weights.items()))
-        return ReceivedWeights(tensors=weights.items())
 
 
 class WeightRow:

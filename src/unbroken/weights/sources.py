@@ -1,11 +1,10 @@
-"""The weights of an update: their names and shapes, the sources that an engine takes, and what reads them there.
+"""The weights of an update: their names and shapes, and the sources that an engine takes.
 
     engine.update_weights(source, policy_version=7)       a small object that holds no copy of the weights
       in each process that holds the model or a part:
-        receiver.receive(source)  ──►  ReceivedWeights    all there and verified; the model is not touched yet
-        load received.tensors
+        source.read(device, rank=0)  ──►  names and tensors, one after the other, as they are loaded
 
-An engine in this process hands the source to the receiver; one with workers sends it to them with `to_object`.
+An engine in this process reads the source itself; one with workers sends it to them with `to_object`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from unbroken.errors import InvalidInputError, WeightsError
+from unbroken.errors import InvalidInputError, SamplingError, WeightsError
+from unbroken.types import is_whole
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of its values."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its values are floating-point numbers."""
+        return self.dtype.startswith(("float", "bfloat"))
 
     def to_object(self) -> dict[str, Any]:
         """Return the spec as JSON has it."""
@@ -127,6 +132,31 @@ def check_stream(stream: WeightStream) -> None:
         raise InvalidInputError(f"weight {max(names, key=names.count)!r} came twice")
 
 
+def check_version_rises(new: int, *, current: int) -> None:
+    """Raise `SamplingError` unless `new` is a whole number above the policy version in use (I6)."""
+    if not is_whole(new, 0):
+        raise SamplingError(f"policy_version must be a whole number in [0, 2**31), got {new!r}")
+    if new <= current:
+        raise SamplingError(f"policy_version must rise above {current}, the version in use; got {new}")
+
+
+def check_floating(specs: Iterable[TensorSpec]) -> None:
+    """Raise `SamplingError` for a weight that has no floating-point numbers: a model would round what it is given."""
+    for spec in specs:
+        if not spec.is_floating:
+            raise SamplingError(f"weight {spec.name!r} must have a floating-point dtype, got {spec.dtype}")
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Raise `WeightsError` if a number is not finite: an engine would sample with whatever it is given."""
+    if not values.is_floating_point() or not values.numel():
+        return
+    wide = values.float() if values.element_size() == 1 else values  # torch compares no 8-bit numbers
+    # The extremes are not finite if any number is not, and take a tenth of the time of `isfinite`.
+    if not all(extreme.isfinite() for extreme in wide.aminmax()):
+        raise WeightsError(f"weight {name!r} has numbers that are not finite")
+
+
 def sum_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's bytes, taken as 64-bit integers, modulo 2**64."""
     import torch
@@ -157,6 +187,11 @@ class WeightSource:
 
     __slots__ = ()
 
+    @property
+    def policy_version(self) -> int | None:
+        """Their version, where a sender names it at the end only."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSource(WeightSource):
@@ -175,6 +210,16 @@ class SharedSource(WeightSource, ABC):
         """Return names and shapes of all weights, not the values; `WeightsError` if the source cannot be read."""
 
     @abstractmethod
+    def read(self, device: torch.device | str, *, rank: int = 0, tied: TiedNames | None = None) -> NamedTensors:
+        """Open the source for the model on `device`; `rank` is the number of this process among those of its engine.
+
+        Returns its weights, which can be read once. The model is not touched.
+
+        Raises:
+            WeightsError: it cannot be opened, or the `tied` weights differ.
+        """
+
+    @abstractmethod
     def to_object(self) -> dict[str, Any]:
         """Return the source as numbers, text, bytes, lists and dicts, for `from_object` in another process."""
 
@@ -185,70 +230,6 @@ class SharedSource(WeightSource, ABC):
 
     def close(self) -> None:  # most hold nothing
         """Free what the source holds, once its update has loaded or failed. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedSource(SharedSource):
-    """Weights that the receivers have received already, over several calls, and keep until all are loaded."""
-
-    specs: tuple[TensorSpec, ...]
-    digest: str | None = None
-    shared: Mapping[int, Any] | None = None
-    """For the ranks that keep nothing, the files in memory that another process of their machine keeps."""
-    forget: Callable[[], None] = lambda: None
-    """Called when the update is over: the receivers have the weights no longer."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {spec.name: spec.shape for spec in self.specs}
-
-    def to_object(self) -> dict[str, Any]:
-        return {"tensors": [spec.to_object() for spec in self.specs], "shared": dict(self.shared or {})}
-
-    @classmethod
-    def from_object(cls, fields: Mapping[str, Any]) -> StagedSource:
-        return cls(specs=tuple(map(TensorSpec.from_object, fields["tensors"])), shared=fields["shared"])
-
-    def close(self) -> None:
-        self.forget()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedWeights:
-    """Weights that are in this process and verified."""
-
-    tensors: NamedTensors
-    """Under the source's names; can be read once."""
-    digest: str | None = None
-    """A checksum of names, dtypes, shapes and values, where the transport computes one."""
-
-
-S = TypeVar("S", bound=WeightSource)
-
-
-class Receiver(ABC, Generic[S]):
-    """Reads sources of one kind in a process that holds the model; one object serves all updates."""
-
-    def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
-        """Receive for the model on `device`; `rank` is the number of this process among those of its engine."""
-        import torch
-
-        self._device = torch.device(device)
-        self._rank = rank
-
-    @abstractmethod
-    def receive(self, source: S, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """Return the source's weights once all are there and verified. Blocks; the model is not touched.
-
-        Raises:
-            WeightsError: they did not come, are not what was sent, or the `tied` ones differ. Nothing is kept.
-        """
-
-
-class TensorReceiver(Receiver[TensorSource]):
-    """Takes tensors of this process as they are."""
-
-    def receive(self, source: TensorSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        return ReceivedWeights(tensors=list(source.tensors))
 
 
 def check_tied(weights: Mapping[str, torch.Tensor], tied: TiedNames | None) -> None:

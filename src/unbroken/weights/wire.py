@@ -21,25 +21,23 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.weights.memory import HostFile, map_file
 from unbroken.weights.sources import (
     ITEM_BYTES,
-    ReceivedWeights,
-    Receiver,
-    StagedSource,
+    NamedTensors,
     TensorSpec,
-    TiedNames,
     WeightStream,
-    check_tied,
+    check_finite,
     sum_bytes,
 )
 
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 2**30
 """vLLM's default, which neither it nor TRL sends."""
-RESERVED_BYTES = 4 * 2**30
-"""What received weights leave free on a GPU, for the steps that go on until they are loaded."""
 _POLL_S = 0.0005
 _CHECK_S = 0.05
 
@@ -154,10 +150,11 @@ class PackedGroup:
             f"{rendezvous.join_timeout_s:g} s"
         ):
             # vLLM's `StatelessProcessGroup` is such a store.
-            self._store: Any = TCPStore(
-                rendezvous.host, rendezvous.port, size, rank == 0, timeout=timeout, use_libuv=False, **listening
-            )
-            check()
+            make_store = partial(
+                TCPStore, rendezvous.host, rendezvous.port, size, rank == 0, timeout=timeout, use_libuv=False,
+                **listening,
+            )  # fmt: skip
+            self._store: Any = make_store() if rank > 0 else _make_with_check(make_store, rendezvous, check)
             if rendezvous.transport is Transport.NCCL:
                 self._backend = _Nccl(self._store, rank, size, device)
             else:
@@ -179,12 +176,10 @@ class PackedGroup:
 
     def wait(self, work: Any, *, check: Check) -> None:
         """Wait until a chunk is there; `WeightsError` if another member is gone, or after the time-out."""
-        if self._backend is None:
-            raise WeightsError("the group was left")
         until = time.monotonic() + self._timeout_s
         next_check = time.monotonic() + _CHECK_S
         with weights_errors(self._loss):
-            while not self._backend.is_done(work):
+            while (backend := self._backend) is not None and not backend.is_done(work):
                 now = time.monotonic()
                 if now > until:
                     raise WeightsError(f"{self._loss}: the weights were still under way after {self._timeout_s:g} s")
@@ -192,6 +187,26 @@ class PackedGroup:
                     next_check = now + _CHECK_S
                     check()
                 time.sleep(_POLL_S)
+        if backend is None:
+            raise WeightsError("the group was left")
+
+    def begin_receive(self, num_bytes: int) -> tuple[torch.Tensor, Any]:
+        """Begin to receive the next chunk; returns it, and what `end_receive` waits for.
+
+        `WeightsError` if there is no room.
+        """
+        import torch
+
+        try:
+            chunk = torch.empty(num_bytes, dtype=torch.uint8, device=self.wire)
+        except (RuntimeError, OSError) as error:
+            raise WeightsError(f"a chunk of {num_bytes / 2**30:.2f} GiB has no room on {self.wire}") from error
+        return chunk, (self.begin(chunk) if num_bytes else None)
+
+    def end_receive(self, work: Any) -> None:
+        """Wait until a chunk is there; `WeightsError` if the trainer is gone, or too slow."""
+        if work is not None:
+            self.wait(work, check=self.check_trainer)
 
     def check_trainer(self) -> None:
         """Raise `WeightsError` if the trainer, whose store this is, is gone."""
@@ -214,16 +229,30 @@ def listen(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def stop_waiting(rendezvous: Rendezvous) -> None:
-    """End the wait of a trainer that joins its own group: its store counts these connections as the workers'."""
+def _make_with_check(make_store: Callable[[], Any], rendezvous: Rendezvous, check: Check) -> Any:
+    """Make the trainer's store, which waits for all workers; raises as `check`.
+
+    Nothing but workers ends the wait, so who gives up connects in their place: the store counts the connections.
+    """
+    with ThreadPoolExecutor(1, "unbroken-meeting") as thread:
+        making = thread.submit(make_store)
+        while not making.done():
+            try:
+                check()
+            except BaseException:
+                with suppress(RuntimeError, ValueError, OSError):
+                    for _ in range(rendezvous.world_size - 1):
+                        _connect_to_store(rendezvous)
+                raise
+            futures.wait([making], timeout=_CHECK_S)
+        return making.result()
+
+
+def _connect_to_store(rendezvous: Rendezvous) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    with suppress(RuntimeError, ValueError, OSError):
-        for _ in range(rendezvous.world_size - 1):
-            TCPStore(
-                rendezvous.host, rendezvous.port, rendezvous.world_size, False, timeout=timedelta(seconds=1),
-                use_libuv=False,
-            )  # fmt: skip
+    host, port, size = rendezvous.host, rendezvous.port, rendezvous.world_size
+    TCPStore(host, port, size, False, timeout=timedelta(seconds=1), use_libuv=False)
 
 
 class _Gloo:
@@ -372,6 +401,8 @@ def sum_stream(stream: WeightStream) -> list[int]:
 def _read_sums(sums: Sequence[torch.Tensor]) -> list[int]:
     import torch
 
+    if not sums:
+        return []
     totals: list[int] = torch.stack(list(sums)).tolist()
     return totals
 
@@ -404,122 +435,106 @@ def _fill(
     return chunk
 
 
-class PackedSource(StagedSource):
-    """Weights that the workers have received in chunks."""
+class WireReceiver:
+    """The side of a process that holds the model or a part: it gives what comes to the model, chunk by chunk.
 
-    __slots__ = ()
-
-
-class PackedReceiver(Receiver[StagedSource]):
-    """A worker's side: keeps what comes until all is loaded.
-
-    Of several workers of one machine, one keeps the bytes, in memory that the others open to load from.
+    Nothing is kept: a chunk is free once the model has copied it. So an update needs the memory of a chunk or two, and
+    one that ends half-way leaves a model that is neither old nor new. The engine knows, and samples no more with it.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
-        super().__init__(device, rank=rank)
-        self._group: PackedGroup | None = None
-        self._weights: dict[str, torch.Tensor] = {}
-        """What came and is not loaded yet, by name."""
-        self._files: list[HostFile] = []
+        """Receive for the model on `device`; `rank` is the number of this process among those of its engine."""
+        import torch
 
-    def open(self, fields: Mapping[str, Any]) -> str:
-        """Join a trainer's group, and leave an older one; returns the name of this machine."""
+        self._device = torch.device(device)
+        self._rank = rank
+        self._group: PackedGroup | None = None
+
+    def open(self, fields: Mapping[str, Any]) -> None:
+        """Join a sender's group, and leave an older one."""
         self.close()
+        self._group = self.join(fields)
+
+    def join(self, fields: Mapping[str, Any]) -> PackedGroup:
+        """Join a sender's group; `WeightsError` if another member does not come in time."""
         rendezvous = Rendezvous(**{**fields, "transport": Transport(fields["transport"])})
-        self._group = PackedGroup(rendezvous, rank=rendezvous.first_rank + self._rank, device=self._device)
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
+        return PackedGroup(rendezvous, rank=rendezvous.first_rank + self._rank, device=self._device)
 
     def take(
-        self, tensors: Sequence[Mapping[str, Any]], packing: Mapping[str, Any], keepers: Mapping[int, bool]
-    ) -> dict[str, Any] | None:
-        """Receive weights, and keep them if this rank is among the `keepers`: whether each shares them with others.
+        self,
+        tensors: Sequence[Mapping[str, Any]],
+        packing: Mapping[str, Any],
+        load: Callable[[NamedTensors], object] | None,
+    ) -> list[int]:
+        """Receive weights and have them loaded as they come; returns the sum of each (`sum_bytes`).
 
-        Returns the sum of each weight that is kept, and the files that others open. After a failure the group is left,
-        and nothing is kept.
+        Without `load` they are dropped.
+
+        After a failure the group is left. `WeightsError` if the sender is gone or too slow, or a weight is not finite.
         """
-        if self._group is None:
-            raise WeightsError("this worker is in no group")
-        shares = keepers.get(self._rank)
         sums: list[torch.Tensor] = []
-        files = []
+        problem: BaseException | None = None
         try:
-            for specs in BufferPacking(**packing).split([TensorSpec.from_object(fields) for fields in tensors]):
-                chunk = self._receive(sum(spec.num_bytes for spec in specs), in_file=bool(shares))
-                if shares is None:
-                    continue
-                sums += [sum_bytes(values) for _, values in unpack(chunk, specs)]
-                kept = self._stage(chunk, in_file=shares)
-                if shares and len(chunk):
-                    files.append([self._files[-1].path, len(chunk), [spec.to_object() for spec in specs]])
-                self._weights.update(unpack(kept, specs))
+            chunks = self._receive(tensors, packing)
+            try:
+                if load is not None:
+                    load(_examine(chunks, sums))
+            except BaseException as error:
+                problem = error
+            for _ in chunks:  # the sender sends all of it, and would wait: NCCL has no time-out
+                pass
+            if problem is not None:
+                raise problem
         except BaseException as error:
             clear_frames(error)
             self.close()
             raise
-        return None if shares is None else {"sums": _read_sums(sums), "files": files}
+        return _read_sums(sums)
 
-    def receive(self, source: StagedSource, *, tied: TiedNames | None = None) -> ReceivedWeights:
-        """See `Receiver`: the weights are here already, or another process of this machine has them."""
-        kept, self._weights = self._weights, {}
-        files, self._files = self._files, []
-        for path, num_bytes, tensors in (source.shared or {}).get(self._rank, ()):
-            with weights_errors("a worker cannot open the weights that another one received"):
-                chunk = map_file(path, num_bytes)
-            kept.update(unpack(chunk, [TensorSpec.from_object(fields) for fields in tensors]))
-        weights = {spec.name: kept[spec.name] for spec in source.specs}
-        check_tied(weights, tied)
-
-        def read() -> Iterator[tuple[str, torch.Tensor]]:
-            for file in files:  # all workers have opened them: they load after all have received
-                file.close()
-            yield from weights.items()
-
-        return ReceivedWeights(tensors=read(), digest=source.digest)
-
-    def drop(self) -> None:
-        """Forget what came."""
-        self._weights = {}
-        files, self._files = self._files, []
-        for file in files:
-            file.close()
+    def check_sender(self) -> None:
+        """Raise `WeightsError` if the sender is gone."""
+        if self._group is None:
+            raise WeightsError("this worker is in no group")
+        self._group.check_trainer()
 
     def close(self) -> None:
-        """Leave the group, and forget what came."""
-        self.drop()
+        """Leave the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _receive(self, num_bytes: int, *, in_file: bool) -> torch.Tensor:
-        """Receive a chunk; on a CPU right where it is kept."""
-        import torch
+    def _receive(
+        self, tensors: Sequence[Mapping[str, Any]], packing: Mapping[str, Any]
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the weights of each chunk; while they are loaded, the next chunk comes."""
+        group = self._group
+        if group is None:
+            raise WeightsError("this worker is in no group")
+        begun: deque[tuple[list[TensorSpec], torch.Tensor, Any]] = deque()
+        for specs in BufferPacking(**packing).split([TensorSpec.from_object(fields) for fields in tensors]):
+            begun.append((specs, *group.begin_receive(sum(spec.num_bytes for spec in specs))))
+            if len(begun) > 1:
+                yield _end_receive(group, *begun.popleft())
+        while begun:
+            yield _end_receive(group, *begun.popleft())
 
-        assert self._group is not None
-        wire = self._group.wire
-        try:
-            if in_file and num_bytes and wire.type == "cpu":
-                self._files.append(HostFile(num_bytes))
-                chunk = self._files[-1].row
-            else:
-                chunk = torch.empty(num_bytes, dtype=torch.uint8, device=wire)
-        except (RuntimeError, OSError) as error:
-            raise WeightsError(f"a chunk of {num_bytes / 2**30:.2f} GiB has no room on {wire}") from error
-        if num_bytes:
-            self._group.wait(self._group.begin(chunk), check=self._group.check_trainer)
-        return chunk
 
-    def _stage(self, chunk: torch.Tensor, *, in_file: bool) -> torch.Tensor:
-        """Return the chunk where it can stay: in a file, on the GPU while that has room, or in the host's memory."""
-        import torch
+def _end_receive(
+    group: PackedGroup, specs: Sequence[TensorSpec], chunk: torch.Tensor, work: Any
+) -> list[tuple[str, torch.Tensor]]:
+    group.end_receive(work)
+    return list(unpack(chunk, specs))
 
-        if chunk.device.type != "cuda":
-            return chunk
-        if in_file and len(chunk):
-            self._files.append(HostFile(len(chunk)))
-            return self._files[-1].row.copy_(chunk)
-        free, _ = torch.cuda.mem_get_info(chunk.device)
-        return chunk if free > RESERVED_BYTES + chunk.numel() else chunk.cpu()
+
+def _examine(
+    chunks: Iterable[Sequence[tuple[str, torch.Tensor]]], sums: list[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of chunks, and add the sum of each to `sums`; `WeightsError` if one is not finite."""
+    for weights in chunks:
+        for name, values in weights:
+            check_finite(name, values)
+            sums.append(sum_bytes(values))
+        yield from weights
 
 
 def answer(work: Callable[[], Any]) -> dict[str, Any]:
@@ -535,7 +550,7 @@ def answer(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def open_fields(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Return a rendezvous as `PackedReceiver.open` takes it in another process."""
+    """Return a rendezvous as `WireReceiver.open` takes it in another process."""
     return {**asdict(rendezvous), "transport": rendezvous.transport.value}
 
 

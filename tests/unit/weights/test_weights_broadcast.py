@@ -1,8 +1,9 @@
-"""Weights to servers by broadcast, over gloo: all of them or none, and the old ones where anything fails."""
+"""Weights to servers by broadcast, over gloo: a server has a whole version, or samples nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,17 @@ from support.models import tiny_qwen3
 from support.servers import listening, make_app, scripted_engine, server_tokenizer
 from unbroken.client import AsyncClient
 from unbroken.engines.transformers import TransformersEngine
-from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableError, WeightsError
+from unbroken.errors import EngineError, InvalidInputError, ServerError, ServerUnreachableError, WeightsError
 from unbroken.types import InFlight, SamplingParams, token_ids
 from unbroken.weights.base import WeightPublisher
 from unbroken.weights.broadcast import BroadcastPublisher
+from unbroken.weights.disk import DiskPublisher
+from unbroken.weights.receiver import WireSource
 from unbroken.weights.sources import TensorSource, TensorSpec, WeightStream
 from unbroken.weights.wire import PackedGroup, Rendezvous, Transport, listen
 
 IDS = token_ids([1, 2, 3, 4, 5])
+MEETING = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2}
 
 
 def model(seed: int) -> Any:
@@ -77,7 +82,7 @@ async def test_i6_every_server_samples_with_the_new_weights_and_says_so() -> Non
                 np.testing.assert_array_equal(await scores(client), await scores_of(seed))
                 assert await client.policy_version() == version
     assert update.num_bytes > 10_000
-    assert update.seconds > update.phases_s["load"] > 0
+    assert update.seconds > update.phases_s["send"] > 0
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 16, 2**20])
@@ -153,7 +158,7 @@ async def test_one_server_that_does_not_meet_the_trainer_is_not_waited_for() -> 
     async with servers(2) as (client, other), Refuses(other.base_url, max_retries=0) as refuses:
         async with publishing([client, refuses], timeout_s=60.0) as publisher:
             began = time.monotonic()
-            with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers .*: no"):
+            with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers: no \("):
                 await publisher.publish(model(1).named_parameters(), policy_version=1)
             assert time.monotonic() - began < 20
         async with publishing([client, other]) as publisher:
@@ -236,36 +241,66 @@ async def test_what_one_server_lacks_is_found_before_another_has_loaded() -> Non
         np.testing.assert_array_equal(await scores(clients[0]), await scores_of(0))
 
 
-async def test_weights_that_are_damaged_on_the_way_are_loaded_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unbroken.weights.receiver import EngineTransfer
-
-    digest = EngineTransfer._digest
-    number = 0
-
-    def differs(self: EngineTransfer) -> str:  # of the second server
-        nonlocal number
-        number += 1
-        return digest(self) if number == 1 else "other"
-
-    monkeypatch.setattr(EngineTransfer, "_digest", differs)
+async def test_i6_weights_that_are_damaged_on_the_way_are_not_sampled_with(monkeypatch: pytest.MonkeyPatch) -> None:
     async with servers(2) as clients, publishing(clients) as publisher:
-        with pytest.raises(EngineError, match="received other weights than were sent: their digests differ"):
+        monkeypatch.setattr(WireSource, "digest", property(lambda self: "other"))
+        with pytest.raises(EngineError, match=r"not taken by 2 of 2 servers .*their digests differ"):
             await publisher.publish(model(1).named_parameters(), policy_version=1)
-        for client in clients:
-            assert await client.policy_version() == 0
-            np.testing.assert_array_equal(await scores(client), await scores_of(0))
         monkeypatch.undo()
+        for client in clients:
+            assert not await client.health()
+            assert await client.takes_weights()
+            with pytest.raises(ServerError, match=r"ended half-way.*publish a whole version"):
+                await scores(client)
         await publisher.publish(model(1).named_parameters(), policy_version=1)
-        assert [await client.policy_version() for client in clients] == [1, 1]
+        for client in clients:
+            assert await client.health()
+            np.testing.assert_array_equal(await scores(client), await scores_of(1))
 
 
-async def test_other_weights_under_a_version_that_one_server_has_are_loaded_by_nobody() -> None:
+async def test_i6_weights_that_are_not_finite_are_not_sampled_with() -> None:
+    broken = dict(model(1).named_parameters())
+    name = list(broken)[3]
+    with torch.no_grad():
+        broken[name].view(-1)[2] = float("nan")
+    async with servers() as (client,), publishing([client]) as publisher:
+        with pytest.raises(EngineError, match=f"weight '{name}' has numbers that are not finite"):
+            await publisher.publish(broken.items(), policy_version=1)
+        assert not await client.health()
+        await publisher.publish(model(2).named_parameters(), policy_version=1)
+        np.testing.assert_array_equal(await scores(client), await scores_of(2))
+
+
+async def test_a_server_that_waits_for_whole_weights_gets_them_from_files_too(tmp_path: Path) -> None:
+    async with servers(1, weights_dir=tmp_path) as (client,), publishing([client]) as publisher:
+        with pytest.raises(ZeroDivisionError):
+            await publisher.publish(WeightStream(*_breaking(model(1), 5)), policy_version=1)
+        assert not await client.health()
+        files = DiskPublisher([client], tmp_path)
+        await files.publish(model(2).named_parameters(), policy_version=1)
+        assert await client.health()
+        np.testing.assert_array_equal(await scores(client), await scores_of(2))
+
+
+def _breaking(sent: Any, number: int) -> tuple[list[TensorSpec], Iterator[tuple[str, torch.Tensor]]]:
+    """Weights that fail when so many were read."""
+    weights = list(sent.named_parameters())
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights[:number]
+        raise ZeroDivisionError
+
+    return [TensorSpec.of(*named) for named in weights], read()
+
+
+async def test_other_weights_under_a_version_that_one_server_has_are_sampled_by_nobody_else() -> None:
     async with servers(2) as clients:
         async with publishing(clients[:1]) as first:
             await first.publish(model(1).named_parameters(), policy_version=4)
         async with publishing(clients) as publisher:
-            with pytest.raises(EngineError, match="has version 4 with other weights"):
+            with pytest.raises(WeightsError, match="has version 4 with other weights"):
                 await publisher.publish(model(2).named_parameters(), policy_version=4)
+            assert not await clients[1].health()
         assert [await client.policy_version() for client in clients] == [4, 0]
 
 
@@ -303,8 +338,8 @@ async def test_a_server_that_goes_away_while_a_stream_is_read_is_an_outage_and_t
                 raise ServerUnreachableError("gone")
             return await super().transfer_weights(step, body)
 
-        async def health(self) -> bool:
-            return not self.is_dead and await super().health()
+        async def takes_weights(self) -> bool:
+            return not self.is_dead and await super().takes_weights()
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for named in weights:
@@ -344,17 +379,17 @@ async def test_a_stream_that_was_not_begun_reaches_a_server_that_was_started_aga
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 2, "rank_offset": 2}, "world_size must count the trainer and all workers, got 2 with rank_o"),
+        ({"init_info": {**MEETING, "rank_offset": 2}}, "world_size must count the trainer and all workers, got 2 with"),
         ({"transport": "nccl"}, "nccl needs a GPU, and this worker is on cpu: use gloo"),
         ({"timeout_s": "1"}, "timeout_s must be a valid number, got '1'"),
         ({}, r"the group of 2 did not meet at 127\.0\.0\.1:9 within 1 s"),
     ],
 )
 async def test_a_meeting_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2, "timeout_s": 1.0, **change}
+    body = {"init_info": MEETING, "timeout_s": 1.0, **change}
     async with listening(make_app(scripted_engine("never"))) as url, AsyncClient(url, max_retries=0) as client:
         with pytest.raises(InvalidInputError, match=message):
-            await client.transfer_weights("init_weight_transfer_engine", {"init_info": info})
+            await client.transfer_weights("init_weight_transfer_engine", body)
 
 
 async def test_a_rendezvous_that_never_comes_together_times_out_on_both_sides() -> None:
@@ -373,7 +408,7 @@ async def test_a_rendezvous_that_never_comes_together_times_out_on_both_sides() 
 
 
 _TRAINER = """
-import asyncio, sys, time
+import asyncio, json, sys, time
 import torch
 from unbroken.client import AsyncClient
 from unbroken.weights.broadcast import BroadcastPublisher
@@ -385,28 +420,75 @@ class Slow(torch.Tensor):
 
 async def main():
     async with AsyncClient(sys.argv[1]) as client:
-        weights = [("a", torch.zeros(4096)), ("b", torch.zeros(4096).as_subclass(Slow))]
-        await BroadcastPublisher([client], bucket_bytes=4096).publish(weights, policy_version=1)
+        weights = [(name, torch.zeros(shape)) for name, shape in json.loads(sys.argv[2])]
+        weights[5] = weights[5][0], weights[5][1].as_subclass(Slow)
+        await BroadcastPublisher([client], bucket_bytes=64).publish(weights, policy_version=1)
 
 asyncio.run(main())
 """
 
 
-async def test_a_trainer_that_is_killed_in_mid_broadcast_leaves_a_server_that_takes_the_next_update() -> None:
+async def test_i6_a_server_whose_trainer_is_killed_in_mid_broadcast_samples_nothing_until_the_next_update() -> None:
+    shapes = json.dumps([(name, list(weight.shape)) for name, weight in model(1).named_parameters()])
     async with servers(1) as (client,):
         trainer = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _TRAINER, client.base_url, stdout=subprocess.PIPE
+            sys.executable, "-c", _TRAINER, client.base_url, shapes, stdout=subprocess.PIPE
         )
         assert trainer.stdout is not None
         assert await trainer.stdout.readline() == b"sending\n"
         trainer.send_signal(signal.SIGKILL)
         await trainer.wait()
-        np.testing.assert_array_equal(await scores(client), await scores_of(0))
+        with pytest.raises(ServerError, match=r"version 1 ended half-way: the trainer is gone"):
+            await scores(client)
+        assert not await client.health()
+        assert (await client.weights_state())["digest"] is None
         async with publishing([client]) as publisher:
             began = time.monotonic()
             await publisher.publish(model(1).named_parameters(), policy_version=1)
             assert time.monotonic() - began < 30
         np.testing.assert_array_equal(await scores(client), await scores_of(1))
+
+
+_SERVER = """
+import socket, uvicorn
+from support.models import tiny_qwen3
+from support.servers import make_app, server_tokenizer
+from unbroken.engines.transformers import TransformersEngine
+
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+app = make_app(TransformersEngine(tiny_qwen3(vocab_size=len(server_tokenizer()), seed=0)))
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
+"""
+
+
+async def test_i6_a_server_that_is_killed_in_mid_broadcast_is_named_and_the_other_gets_the_version_whole() -> None:
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVER, stdout=subprocess.PIPE)
+    assert killed.stdout is not None
+    url = f"http://127.0.0.1:{int(await killed.stdout.readline())}"
+
+    class Killing(torch.Tensor):
+        def detach(self) -> torch.Tensor:
+            if killed.returncode is None:
+                killed.send_signal(signal.SIGKILL)
+            return self.as_subclass(torch.Tensor)  # type: ignore[no-any-return]
+
+    weights = list(model(1).named_parameters())
+    sent: Any = [(name, w.detach().as_subclass(Killing) if k == 5 else w) for k, (name, w) in enumerate(weights)]
+    async with servers(1) as (client,), AsyncClient(url, max_retries=0) as other:
+        await wait_until_async(other.health)
+        async with publishing([client, other], bucket_bytes=64) as publisher:
+            update = await publisher.publish(sent, policy_version=1)
+            assert update.missed_by == (url,)
+        np.testing.assert_array_equal(await scores(client), await scores_of(1))
+        assert await client.health()
+    await killed.wait()
+
+
+async def wait_until_async(is_so: Any) -> None:
+    async with asyncio.timeout(120):
+        while not await is_so():  # noqa: ASYNC110  # of another process
+            await asyncio.sleep(0.1)
 
 
 async def test_requests_can_finish_before_weights_are_loaded() -> None:

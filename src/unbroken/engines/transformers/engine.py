@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
+    check_complete,
     check_images,
     check_not_paused,
     check_request,
@@ -33,7 +36,6 @@ from unbroken.engines.checks import (
     check_source,
     check_top_logprobs,
     check_unused,
-    check_version_rises,
 )
 from unbroken.engines.registry import EngineOptions
 from unbroken.engines.transformers.batch import BatchStats, ContinuousBatch, Decode
@@ -41,7 +43,7 @@ from unbroken.engines.transformers.config import TransformersEngineConfig
 from unbroken.engines.transformers.forward import SlotForward, check_layers, is_out_of_memory
 from unbroken.engines.transformers.images import ImageModel, PlainInputs
 from unbroken.engines.transformers.jobs import Job
-from unbroken.engines.transformers.weights import UpdateLoader, check_names
+from unbroken.engines.transformers.weights import UpdateLoader, check_update
 from unbroken.engines.transformers.worker import Feed, Worker
 from unbroken.errors import EngineError, InvalidInputError, SamplingError
 from unbroken.exactness import ModuleOutputs
@@ -58,9 +60,19 @@ from unbroken.types import (
     WeightPlacement,
     WeightReceipt,
 )
+from unbroken.weights.adapters import is_adapter
 from unbroken.weights.files import FileSource
-from unbroken.weights.receiver import LocalReceivers
-from unbroken.weights.sources import ReceivedWeights, TensorSource, WeightSource, WeightStream
+from unbroken.weights.memory import MemorySource
+from unbroken.weights.receiver import WeightReceiver, WireSource, make_local_call
+from unbroken.weights.sources import (
+    NamedTensors,
+    SharedSource,
+    TensorSource,
+    TensorSpec,
+    WeightSource,
+    WeightStream,
+    check_version_rises,
+)
 
 _T = TypeVar("_T")
 _FENCE_POLL_S = 0.002
@@ -84,7 +96,7 @@ class TransformersEngine:
 
     world_size = 1
     takes_structured_output = False
-    weight_sources = LocalReceivers.sources
+    weight_sources = (TensorSource, FileSource, MemorySource, WireSource)
 
     def __init__(
         self,
@@ -116,12 +128,18 @@ class TransformersEngine:
             decode=decode,
         )
         self._worker = Worker(self._batch, name="unbroken-engine")
-        self._receivers = LocalReceivers()
-        self.transfer = self._receivers.make_transfer(
-            lambda: str(self._forward.device),
-            check_awake=self._worker.check_health,
-            check_weights=lambda shapes: check_names(self._forward.model, shapes),
+        self._call_receiver = make_local_call(lambda: str(self._forward.device))
+        self.transfer = WeightReceiver(
+            self.update_weights,
+            self._call_receiver,
+            policy_version=lambda: self.policy_version,
+            version_to_exceed=lambda: self._version_to_exceed,
+            check_takes=self._worker.check_health,
+            check_weights=self._check_weights,
+            num_workers=1,
         )
+        self._incomplete: str | None = None
+        """Why the model has neither the old weights nor the new ones, until a whole version comes."""
         self._loader = UpdateLoader()
         self._refusing = False
         """Whether requests are refused because the engine sleeps or is about to; changed by the worker only."""
@@ -155,6 +173,11 @@ class TransformersEngine:
         """The version of the weights in use; 0 before the first update (I6)."""
         return self._batch.policy_version
 
+    @property
+    def _version_to_exceed(self) -> int:
+        """A version that was lost half-way may be brought again, and so may the one before it."""
+        return self.policy_version - (self._incomplete is not None)
+
     async def weight_placement(self) -> WeightPlacement:
         """Return dtype and devices of the weights, for a sender of new ones."""
         device = self._forward.device
@@ -163,8 +186,9 @@ class TransformersEngine:
         return WeightPlacement(dtype=dtype, device=device.type, gpu_uuids=uuids)
 
     async def check_health(self) -> None:
-        """Return at once; raises `EngineError` if the engine is closed or has failed."""
+        """Return at once; raises `EngineError` if the engine is closed, has failed or waits for whole weights."""
         self._worker.check_health()
+        check_complete(self._incomplete)
 
     @property
     def stats(self) -> BatchStats:
@@ -254,26 +278,90 @@ class TransformersEngine:
     ) -> WeightReceipt:
         """Take new weights. Those left out keep their values; all given ones are held until the copy is done.
 
-        A `WeightStream` whose values are made as they are read is checked by its names and shapes, and then copied one
-        by one: if it fails in between, the engine fails.
+        A `WeightStream` whose values are made as they are read, and whole weights that a sender brings, are checked by
+        their names and shapes, and then copied one by one. A stream of this process that fails in between ends the
+        engine; after a sender's, it samples nothing until a whole version comes.
 
         An adapter is merged into the weights of the start, so running requests go on with it, as with whole weights.
         """
         check_source(source, self.weight_sources)
         self._worker.check_health()
-        check_version_rises(policy_version, current=self.policy_version)
+        check_version_rises(policy_version, current=self._version_to_exceed)
         check_can_finish(in_flight, paused=self._worker.is_paused)
-        began = time.perf_counter()
-        if isinstance(source, TensorSource) and isinstance(source.tensors, WeightStream):
-            received = ReceivedWeights(tensors=source.tensors)
+        times = [time.perf_counter()]
+        is_whole = isinstance(source, FileSource | WireSource)  # tensors of this process may be some of them
+        weights: NamedTensors | None
+        if isinstance(source, WireSource):
+            weights = await self._receive_adapter(source)
+        elif isinstance(source, TensorSource):
+            weights = source.tensors if isinstance(source.tensors, WeightStream) else list(source.tensors)
         else:
-            received = await self._receivers.receive(source, device=str(self._forward.device))
-        arrived = time.perf_counter()
+            assert isinstance(source, SharedSource)
+            weights = await asyncio.to_thread(lambda: list(source.read(self._forward.device)))
+        times.append(time.perf_counter())
         async with self._finish_first() if in_flight is InFlight.FINISH else nullcontext():
-            is_whole = isinstance(source, FileSource)  # a version in files is one; tensors may be some of them
-            await self._worker.call(lambda: self._load(received, policy_version, reuse_kv, is_whole=is_whole))
-        seconds = {"receive": arrived - began, "load": time.perf_counter() - arrived}
-        return WeightReceipt(policy_version=policy_version, digest=received.digest, seconds=seconds)
+            if weights is None:
+                assert isinstance(source, WireSource)
+                async with self._between_steps():
+                    policy_version = await self._load_parts(source, policy_version, reuse_kv)
+            else:
+                policy_version = source.policy_version or policy_version
+                await self._worker.call(lambda: self._load(weights, policy_version, reuse_kv, is_whole=is_whole))
+        seconds = {"receive": times[1] - times[0], "load": time.perf_counter() - times[1]}
+        digest = source.digest if isinstance(source, WireSource) else None
+        return WeightReceipt(policy_version=policy_version, digest=digest, seconds=seconds)
+
+    async def _check_weights(
+        self, specs: Mapping[str, TensorSpec], *, is_whole: bool, sums: Mapping[str, int] | None = None
+    ) -> None:
+        check_update(self._forward.model, specs, is_whole=is_whole, sums=sums)
+
+    async def _receive_adapter(self, source: WireSource) -> NamedTensors | None:
+        """Receive the adapter that a sender brings; None for whole weights, which are loaded as they come."""
+        if not is_adapter(await source.wait_for_first()):
+            return None
+        received: dict[str, torch.Tensor] = {}
+        async for part in source.parts():
+            await source.take(part, received.update)
+        return list(received.items())
+
+    async def _load_parts(self, source: WireSource, policy_version: int, reuse_kv: bool) -> int:
+        """Load whole weights as they come; returns their version. The worker makes no steps meanwhile."""
+        check_version_rises(policy_version, current=self._version_to_exceed)
+        self._loader.check_kind(is_adapter=False, policy_version=self._batch.policy_version)
+        try:
+            async for part in source.parts():
+                await source.take(part, partial(self._loader.copy, self._forward.model))
+        except BaseException as error:
+            self._incomplete = f"the update to policy version {policy_version} ended half-way: {error}"
+            self._batch.abort_all()
+            self._batch.reset_prefix_cache()
+            raise
+        version = source.policy_version or policy_version
+        self._begin_version(version, reuse_kv=reuse_kv)
+        return version
+
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """Hold the worker between two steps while the block runs: commands wait."""
+        entered, release = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            loop.call_soon_threadsafe(entered.set)
+            release.wait()
+
+        holding = asyncio.create_task(self._worker.call(hold))
+        entering = asyncio.create_task(entered.wait())
+        try:
+            await asyncio.wait({holding, entering}, return_when=asyncio.FIRST_COMPLETED)
+            if holding.done():  # it was stopped
+                await holding
+            yield
+        finally:
+            entering.cancel()
+            release.set()
+            await asyncio.wait({holding})
 
     async def reset_prefix_cache(self) -> None:
         """Drop the KV of finished requests."""
@@ -281,6 +369,8 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """Abort all requests and free the model."""
+        self.transfer.fail("the engine is closed")  # an update would hold the worker
+        await self._call_receiver("close")
         with suppress(EngineError):  # closed before, or failed
             await self._worker.call(self._close)
 
@@ -302,12 +392,14 @@ class TransformersEngine:
 
     async def _call_awake(self, command: Callable[[], _T]) -> _T:
         def checked() -> _T:
+            check_complete(self._incomplete)
             check_awake(self._refusing)
             return command()
 
         return await self._worker.call(checked)
 
     def _submit(self, job: Job, *, aborted: bool) -> None:
+        check_complete(self._incomplete)
         check_awake(self._refusing)
         self._batch.submit(job)
         if aborted:
@@ -370,11 +462,14 @@ class TransformersEngine:
             with suppress(EngineError):  # closed or failed: no request is held any more
                 await self._worker.call(lambda: self._batch.admit_again(fence))
 
-    def _load(self, received: ReceivedWeights, policy_version: int, reuse_kv: bool, *, is_whole: bool) -> None:
-        check_version_rises(policy_version, current=self._batch.policy_version)
-        self._loader.load(
-            self._forward.model, received.tensors, policy_version=self._batch.policy_version, is_whole=is_whole
-        )
+    def _load(self, weights: NamedTensors, policy_version: int, reuse_kv: bool, *, is_whole: bool) -> None:
+        check_version_rises(policy_version, current=self._version_to_exceed)
+        is_whole = is_whole or self._incomplete is not None
+        self._loader.load(self._forward.model, weights, policy_version=self._batch.policy_version, is_whole=is_whole)
+        self._begin_version(policy_version, reuse_kv=reuse_kv)
+
+    def _begin_version(self, policy_version: int, *, reuse_kv: bool) -> None:
+        self._incomplete = None
         if self._asleep:
             self._forward.wake()
             self._refusing = self._asleep = False

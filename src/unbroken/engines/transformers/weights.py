@@ -13,7 +13,7 @@ import torch
 from unbroken.engines.checks import check_same_kind
 from unbroken.errors import SamplingError
 from unbroken.weights.adapters import A, AdaptedWeight, B, Shape, is_adapter, match_adapter
-from unbroken.weights.sources import NamedTensors, WeightStream
+from unbroken.weights.sources import NamedTensors, TensorSpec, WeightStream, check_floating
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -26,6 +26,20 @@ class UpdateLoader:
         """The first values of each weight that has ever been adapted."""
         self._is_changed = False
         """Whether whole weights have replaced the first ones."""
+
+    def check_kind(self, *, is_adapter: bool, policy_version: int) -> None:
+        """Raise `SamplingError` if an adapter follows whole weights, or the other way round; see `check_same_kind`."""
+        check_same_kind(
+            is_adapter=is_adapter, had_adapter=bool(self._base), policy_version=policy_version, changed=self._is_changed
+        )
+
+    def copy(self, model: torch.nn.Module, tensors: NamedTensors) -> None:
+        """Copy a part of an update into `model`, whose names and shapes were checked; the rest must follow."""
+        self._is_changed = True
+        targets = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                targets[name].copy_(tensor)
 
     def load(
         self, model: torch.nn.Module, tensors: NamedTensors, *, policy_version: int, is_whole: bool = False
@@ -40,9 +54,7 @@ class UpdateLoader:
         stream = tensors if isinstance(tensors, WeightStream) and not tensors.is_kept else None
         weights = [] if stream is not None else list(tensors)
         adapts = is_adapter([name for name, _ in weights] if stream is None else [spec.name for spec in stream.specs])
-        check_same_kind(
-            is_adapter=adapts, had_adapter=bool(self._base), policy_version=policy_version, changed=self._is_changed
-        )
+        self.check_kind(is_adapter=adapts, policy_version=policy_version)
         if adapts:
             load_into(model, self._merge_all(model, dict(weights if stream is None else stream)))
         elif stream is None:
@@ -50,6 +62,8 @@ class UpdateLoader:
                 _check_whole(model, {name: tensor.shape for name, tensor in weights})
             load_into(model, weights)
         else:
+            if is_whole:
+                _check_whole(model, {spec.name: spec.shape for spec in stream.specs})
             copy_into(model, stream)
         self._is_changed = not adapts
 
@@ -79,6 +93,26 @@ def _check_whole(model: torch.nn.Module, shapes: Mapping[str, Shape]) -> None:
         raise SamplingError(
             f"a version of the weights must have all of them: {len(missing)} are missing, first {missing[0]!r}"
         )
+
+
+def check_update(
+    model: torch.nn.Module, specs: Mapping[str, TensorSpec], *, is_whole: bool, sums: Mapping[str, int] | None
+) -> None:
+    """Check weights that a sender announces; see `CheckWeights`."""
+    check_floating(specs.values())
+    shapes = {name: spec.shape for name, spec in specs.items()}
+    targets = model.state_dict(keep_vars=True)
+    if is_adapter(shapes):
+        if is_whole:  # a part may have one matrix of two
+            _match_adapter(targets, shapes)
+    elif is_whole:
+        _check_whole(model, shapes)
+    else:
+        check_names(model, shapes)
+    by_storage: dict[int, str] = {}
+    for name, total in (sums or {}).items():
+        if name in targets and (sums or {})[(twin := by_storage.setdefault(targets[name].data_ptr(), name))] != total:
+            raise SamplingError(f"weights {twin!r} and {name!r} are tied in the model, but their new values differ")
 
 
 def check_names(model: torch.nn.Module, given: Mapping[str, Shape]) -> None:

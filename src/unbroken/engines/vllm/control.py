@@ -3,7 +3,7 @@
 update    stop the steps, receive ──► (wake) ──► load ──► the new version ──► drop old KV ──► resume
               │ WeightsError                      │ any error
               ▼                                   ▼
-          resume with the old weights         the engine has failed, and answers nothing more
+          resume with the old weights         no requests, until a whole version was loaded; after sleep, never more
 adapter   receive ──► room for a version ──► (wake) ──► load, while requests run ──► used by new requests
 
 Sleep is at vLLM's level 2, at which weights and KV are dropped, and buffers wait in the CPU's memory; with LoRA at
@@ -30,10 +30,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
+    check_complete,
     check_not_paused,
     check_same_kind,
     check_source,
-    check_version_rises,
 )
 from unbroken.engines.vllm.calls import WorkerCalls
 from unbroken.engines.vllm.delivery import Deliveries, Delivery
@@ -41,12 +41,12 @@ from unbroken.engines.vllm.policy_adapters import PolicyAdapters
 from unbroken.engines.vllm.prompts import PromptMaker
 from unbroken.engines.vllm.requests import Requests
 from unbroken.engines.vllm.startup import shut_down
-from unbroken.engines.vllm.workers import RECEIVERS
 from unbroken.errors import EngineError, InvalidInputError, SamplingError, WeightsError
 from unbroken.types import InFlight, WeightPlacement, WeightReceipt
-from unbroken.weights.receiver import EngineTransfer, ParameterCommunicator, ParameterSource
-from unbroken.weights.sources import WeightSource
-from unbroken.weights.wire import PackedSource
+from unbroken.weights.files import FileSource
+from unbroken.weights.memory import MemorySource
+from unbroken.weights.receiver import WeightReceiver, WireSource
+from unbroken.weights.sources import TensorSource, WeightSource, check_version_rises
 
 _T = TypeVar("_T")
 _KEEP_WEIGHTS, _DISCARD_ALL = 1, 2
@@ -62,30 +62,27 @@ Call = Callable[[Awaitable[Any]], Awaitable[Any]]
 class ControlledEngine:
     """The half of `VllmEngine` that acts on the whole engine."""
 
-    weight_sources = RECEIVERS.keys()
+    weight_sources = (TensorSource, FileSource, MemorySource, WireSource)
 
     def __init__(self, llm: AsyncLLM, prompts: PromptMaker, *, transfer_dir: Path | None) -> None:
         self._llm = llm
         self._calls = WorkerCalls(llm)
         self._prompts = prompts
-        self._requests = Requests(llm, prompts, check=self._check_not_failed)
+        self._requests = Requests(llm, prompts, check=self._check_sampled)
         self._deliveries = Deliveries(llm, self._calls.rpc, transfer_dir=transfer_dir)
         self._in_lockstep = steps_in_lockstep(llm)
-        self.communicator = ParameterCommunicator(
-            partial(self._call_between_steps, "call_receiver", ParameterSource.__name__),
-            gpu_uuids=partial(self._calls.rpc, "device_uuid"),
-            check_awake=self._check_awake,
+        self.transfer = WeightReceiver(
+            self.update_weights,
+            partial(self._call_between_steps, "call_receiver"),
+            call_in_update=partial(self._calls.rpc, "call_receiver"),
+            policy_version=lambda: self._policy_version,
+            version_to_exceed=lambda: self._version_to_exceed,
+            check_takes=self._check_takes_weights,
             check_weights=self._deliveries.check,
             num_workers=self.world_size,
+            takes_parameters=True,
         )
-        """Receives weights parameter by parameter; see `CommunicatorEngine`."""
-        self.transfer = EngineTransfer(
-            partial(self._call_between_steps, "call_receiver", PackedSource.__name__),
-            check_awake=self._check_takes_weights,
-            check_weights=self._deliveries.check,
-            num_workers=self.world_size,
-        )
-        """Receives weights in chunks; see `TransferEngine`."""
+        """Receives weights from a sender; see `TransferEngine`."""
         self._policy = PolicyAdapters(llm, self._calls.rpc)
         self._policy_version = 0
         self._has_other_weights = False
@@ -98,6 +95,8 @@ class ControlledEngine:
         self._asleep = False
         self._failure: str | None = None
         """Set once the engine has failed for good."""
+        self._incomplete: str | None = None
+        """Why the model has neither the old weights nor the new ones, until a whole version comes."""
         self._lock = asyncio.Lock()
         """Held by the one action that runs."""
         self._actions: set[asyncio.Task[Any]] = set()
@@ -108,6 +107,11 @@ class ControlledEngine:
     def policy_version(self) -> int:
         """The version of the weights in use; 0 before the first update (I6)."""
         return self._policy_version
+
+    @property
+    def _version_to_exceed(self) -> int:
+        """A version that was lost half-way may be brought again, and so may the one before it."""
+        return self._policy_version - (self._incomplete is not None)
 
     @property
     def world_size(self) -> int:
@@ -124,8 +128,9 @@ class ControlledEngine:
         )
 
     async def check_health(self) -> None:
-        """Return at once; raises `EngineError` if the engine is closed or has failed."""
+        """Return at once; raises `EngineError` if the engine is closed, has failed or waits for whole weights."""
         self._check_open()
+        check_complete(self._incomplete)
 
     async def record_outputs(self, file: Path | None = None) -> None:
         """Record what modules compute from now on; or write it to a file, and stop (`exactness.ModuleOutputs`)."""
@@ -156,6 +161,7 @@ class ControlledEngine:
         On a CPU, where vLLM has no sleep mode, nothing is given back.
         """
         self._check_open()
+        check_complete(self._incomplete)
         check_can_sleep(self._llm)
         check_not_paused(self._paused)
         self._refusing = True
@@ -181,7 +187,7 @@ class ControlledEngine:
 
         Tensors go to the workers through memory, cast to the engine's dtype, or through files if there is a
         `transfer_dir`. Once they are copied, the update is finished even if the call is cancelled. If it fails while it
-        loads, the engine answers nothing more: some of its weights may be new.
+        loads, the engine samples nothing until a whole version was loaded: some of its weights may be new.
 
         Raises `SamplingError` also for missing weights and another quantisation than fp8, `WeightsError` if
         there is no room for a copy or a worker cannot open it, and `EngineError` if the checkpoint's names cannot be
@@ -199,6 +205,7 @@ class ControlledEngine:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        self.transfer.fail("the engine is closed")
         await self._requests.end_all()
         await shut_down(self._llm)
 
@@ -216,15 +223,12 @@ class ControlledEngine:
             async with self._lock:
                 self._check_can_update(policy_version, in_flight)
                 check_same_kind(
-                    is_adapter=bool(delivery.adapted),
+                    is_adapter=delivery.is_adapter,
                     had_adapter=self._policy.in_use is not None,
                     policy_version=self._policy_version,
                     changed=self._has_other_weights,
                 )
-                if delivery.adapted:
-                    await self._policy.check(delivery.adapted, num_others=self._num_adapters)
-                    if self._paused:  # nobody could resume it while this waits
-                        self._policy.check_room(num_others=self._num_adapters)
+                if delivery.is_adapter:
                     return await self._receive_adapter(delivery, policy_version)
                 return await self._receive_and_load(delivery, policy_version, reuse_kv=reuse_kv, in_flight=in_flight)
         finally:
@@ -235,33 +239,44 @@ class ControlledEngine:
     ) -> WeightReceipt:
         times = [time.perf_counter()]
         try:
-            digest = await self._stop_and_receive(delivery, in_flight)
-            times.append(time.perf_counter())
-            if self._asleep:
-                await wake_for_weights(self._llm, self._calls.wait)
-            await delivery.load(self._calls.rpc)
-            times.append(time.perf_counter())
-            await self._calls.wait(self._llm.update_weight_version(str(policy_version)))
-            if self._asleep:
-                await wake_for_requests(self._llm, self._calls.wait)
-            else:
-                await self._continue(reuse_kv=reuse_kv)
+            await self._stop_and_receive(delivery, in_flight)
         except WeightsError:  # they did not come: nothing was loaded
             if not self._asleep:
                 await self._resume_unless_paused()
             raise
+        times.append(time.perf_counter())
+        try:
+            if self._asleep:
+                await wake_for_weights(self._llm, self._calls.wait)
+            await delivery.load(self._calls.rpc)
+            times.append(time.perf_counter())
+            policy_version = delivery.source.policy_version or policy_version
+            await self._calls.wait(self._llm.update_weight_version(str(policy_version)))
+            if self._asleep:
+                await wake_for_requests(self._llm, self._calls.wait)
+            else:
+                await self._continue(reuse_kv=reuse_kv and self._incomplete is None)
         except BaseException as error:
-            await self._fail(f"the update to policy version {policy_version} failed: {error}")
-            raise EngineError(self._failure) from error
-        self._has_other_weights = True
-        return self._begin_version(policy_version, digest, times)
+            await self._fail(f"the update to policy version {policy_version} ended half-way: {error}")
+            raise EngineError(self._failure or self._incomplete) from error
+        self._has_other_weights, self._incomplete = True, None
+        return self._begin_version(policy_version, delivery.digest, times)
 
     async def _receive_adapter(self, delivery: Delivery, policy_version: int) -> WeightReceipt:
         """Load an adapter while requests run with theirs; they go on between its parts."""
         times = [time.perf_counter()]
+        check_complete(self._incomplete)  # an adapter brings no whole weights
         async with self._between_steps():
-            digest = await delivery.receive(self._calls.rpc)
+            await delivery.receive(self._calls.rpc)
         times.append(time.perf_counter())
+        policy_version = delivery.source.policy_version or policy_version
+        try:
+            await self._policy.check(delivery.adapted, num_others=self._num_adapters)
+            if self._paused:  # nobody could resume it while this waits
+                self._policy.check_room(num_others=self._num_adapters)
+        except SamplingError:
+            await self._calls.rpc("drop_weights")
+            raise
         await self._policy.make_room(num_others=self._num_adapters)
         if self._asleep:
             try:
@@ -275,7 +290,7 @@ class ControlledEngine:
         else:
             await self._policy.load(delivery, policy_version)
             times.append(time.perf_counter())
-        return self._begin_version(policy_version, digest, times)
+        return self._begin_version(policy_version, delivery.digest, times)
 
     def _begin_version(self, policy_version: int, digest: str | None, times: list[float]) -> WeightReceipt:
         """Note that the engine has the version, awake; `times` are those at which the parts of the update ended."""
@@ -286,21 +301,21 @@ class ControlledEngine:
         seconds = dict(zip(("receive", "load", "resume"), (b - a for a, b in pairwise(times)), strict=True))
         return WeightReceipt(policy_version=policy_version, digest=digest, seconds=seconds)
 
-    async def _stop_and_receive(self, delivery: Delivery, in_flight: InFlight) -> str | None:
-        """Stop the steps, and receive the weights: at the same time, unless requests must finish first."""
+    async def _stop_and_receive(self, delivery: Delivery, in_flight: InFlight) -> None:
+        """Stop the steps, and open the source: at the same time, unless requests must finish first."""
         if self._asleep:
-            return await delivery.receive(self._calls.rpc)
+            await delivery.receive(self._calls.rpc)
+            return
         if in_flight is InFlight.FINISH or self._in_lockstep:
             await self._stop_steps("wait" if in_flight is InFlight.FINISH else "keep")
-            return await delivery.receive(self._calls.rpc)
-        outcomes: tuple[Any, Any] = await asyncio.gather(
+            await delivery.receive(self._calls.rpc)
+            return
+        outcomes = await asyncio.gather(
             self._stop_steps("keep"), delivery.receive(self._calls.rpc), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        digest: str | None = outcomes[1]
-        return digest
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
@@ -364,20 +379,27 @@ class ControlledEngine:
                 raise EngineError(self._failure) from error
 
     async def _fail(self, reason: str) -> None:
-        """Mark the engine as failed, and end all requests."""
-        self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
+        """Note that the weights are not whole, and end all requests.
+
+        An engine that slept has failed for good: nobody has tried whether vLLM wakes twice.
+        """
+        if self._asleep or self._llm.errored:
+            self._failure = f"{reason}. Its weights may be neither the old nor the new ones: close it and start another"
+        else:
+            self._incomplete = reason
         if not self._llm.errored:
             await self._requests.end_all()
 
     def _check_can_update(self, policy_version: int, in_flight: InFlight) -> None:
         self._check_open()
         check_quantization(self._llm)
-        check_version_rises(policy_version, current=self._policy_version)
+        check_version_rises(policy_version, current=self._version_to_exceed)
         check_can_finish(in_flight, paused=self._paused)
 
     def _check_awake(self) -> None:
         """Raise `EngineError` unless requests may come."""
         self._check_open()
+        check_complete(self._incomplete)
         check_awake(self._refusing)
 
     def _check_takes_weights(self) -> None:
@@ -396,6 +418,11 @@ class ControlledEngine:
     def _check_not_failed(self) -> None:
         if self._failure is not None:
             raise EngineError(self._failure)
+
+    def _check_sampled(self) -> None:
+        """Raise `EngineError` for what was sampled when an update has ended half-way."""
+        self._check_not_failed()
+        check_complete(self._incomplete)
 
 
 def steps_in_lockstep(llm: AsyncLLM) -> bool:

@@ -1,7 +1,7 @@
-"""New weights on their way to vLLM's workers: checked by name and shape, then received by all of them, then loaded.
+"""New weights on their way to vLLM's workers: checked by name and shape, then opened by all of them, then loaded.
 
 Workers are processes of their own, so tensors of this process are first copied to memory that workers can open, or to
-files in `transfer_dir`. Every other source goes to the workers as it is.
+files in `transfer_dir`. Every other source goes to the workers as it is; what a sender brings is loaded as it comes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,56 +18,80 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unbroken.errors import SamplingError, WeightsError
+from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapter
 from unbroken.weights.checkpoint import WeightShapes, checkpoint_folder
 from unbroken.weights.files import FileSource, write_tensors
 from unbroken.weights.memory import MemorySource, WeightRow
+from unbroken.weights.receiver import WireSource
 from unbroken.weights.sources import (
     NamedTensors,
     SharedSource,
-    StagedSource,
     TensorSource,
     TensorSpec,
     TiedNames,
     WeightSource,
+    check_floating,
 )
-from unbroken.weights.wire import RESERVED_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_RESERVED_BYTES = 4 * 2**30
+"""What a copy of the weights leaves free on a GPU, for the steps that run until it is loaded."""
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of `WorkerExtension` in every worker; returns what each returned."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Delivery:
     """The weights of one update, in a source that the workers can read."""
 
-    source: SharedSource
-    names: Mapping[str, str]
-    """For each of the source's names that is to be loaded, that of the checkpoint."""
+    source: SharedSource | WireSource
+    shapes: WeightShapes
+    names: Mapping[str, str] = field(default_factory=dict)
+    """For each of the source's names that is to be loaded, that of the checkpoint. Of a sender's they come with the
+    parts.
+    """
     tied: TiedNames | None = None
-
+    is_adapter: bool = False
     adapted: Sequence[AdaptedWeight] = ()
-    """If the weights are an adapter: the weights that it adds to. `names` is empty then."""
+    """The weights that an adapter adds to; of a sender's they are known once it was received."""
 
-    async def receive(self, rpc: Rpc) -> str | None:
-        """Have all workers receive the weights without loading them; returns the digest of weights from a trainer.
+    async def receive(self, rpc: Rpc) -> None:
+        """Have all workers open the source, or keep the adapter that a sender brings. Nothing is loaded.
 
         If a worker fails (`WeightsError`), no worker keeps them.
         """
+        if isinstance(self.source, WireSource):
+            if self.is_adapter:
+                await rpc("drop_weights")
+                async for part in self.source.parts():
+                    await self.source.take(part, {})
+                given = {name: spec.shape for name, spec in self.source.specs.items()}
+                self.adapted = match_adapter(given, self.shapes.find)
+            return
         answers = await rpc("receive_weights", type(self.source).__name__, self.source.to_object(), self.tied)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             await rpc("drop_weights")
             raise WeightsError(errors[0])
-        return self.source.digest if isinstance(self.source, StagedSource) else None
 
     async def load(self, rpc: Rpc) -> None:
-        """Have all workers load what they received. If it raises, the model may be a mixture."""
-        await rpc("load_received", dict(self.names))
+        """Have all workers load the weights. If it raises, the model may be a mixture."""
+        await rpc("begin_load")
+        try:
+            if isinstance(self.source, WireSource):
+                async for part in self.source.parts():
+                    await self.source.take(part, self.shapes.find_names({s.name: s.shape for s in part.specs}))
+            else:
+                await rpc("load_received", dict(self.names))
+        except BaseException:
+            with suppress(EngineError):  # vLLM is dead
+                await rpc("end_load")  # a layer that waits for its weights would take those of the next update
+            raise
+        await rpc("end_load")
         await self.close()
 
     async def load_adapter(self, rpc: Rpc, number: int) -> None:
@@ -82,9 +107,15 @@ class Delivery:
             raise WeightsError(f"vLLM does not load the adapter: {errors[0]}")
         await self.close()
 
+    @property
+    def digest(self) -> str | None:
+        """The checksum of what a sender brought."""
+        return self.source.digest if isinstance(self.source, WireSource) else None
+
     async def close(self) -> None:
         """Free what the source holds. Idempotent."""
-        await asyncio.to_thread(self.source.close)
+        if isinstance(self.source, SharedSource):
+            await asyncio.to_thread(self.source.close)
 
 
 class Deliveries:
@@ -106,24 +137,34 @@ class Deliveries:
             if first and is_adapter([first[0][0]]):
                 return await self._copy_adapter([*first, *given], shapes)
             return await self._copy(chain(first, given), shapes)
+        if isinstance(source, WireSource):
+            return Delivery(source=source, shapes=shapes, is_adapter=is_adapter(await source.wait_for_first()))
         assert isinstance(source, SharedSource)
         found = await asyncio.to_thread(source.shapes)
         if is_adapter(found):
-            return Delivery(source=source, names={}, adapted=match_adapter(found, shapes.find))
+            adapted = match_adapter(found, shapes.find)
+            return Delivery(source=source, shapes=shapes, is_adapter=True, adapted=adapted)
         names, tied = shapes.match(found)
-        return Delivery(source=source, names=names, tied=tied)
+        return Delivery(source=source, shapes=shapes, names=names, tied=tied)
 
-    async def check(self, given: Mapping[str, tuple[int, ...]], is_whole: bool) -> None:
-        """Raise `SamplingError` for weights that the model lacks; of a whole update also for missing ones."""
+    async def check(
+        self, specs: Mapping[str, TensorSpec], *, is_whole: bool, sums: Mapping[str, int] | None = None
+    ) -> None:
+        """Check weights that a sender announces; see `CheckWeights`."""
         shapes = await self.shapes()
+        check_floating(specs.values())
+        given = {name: spec.shape for name, spec in specs.items()}
         if is_adapter(given):
             if is_whole:
                 match_adapter(given, shapes.find)
-        elif is_whole:
-            shapes.match(given)
-        else:
+            return
+        if not is_whole:
             for name, shape in given.items():
                 shapes.check_one(name, shape)
+            return
+        _, tied = shapes.match(given)
+        if tied is not None and sums is not None and sums[tied[0]] != sums[tied[1]]:
+            raise SamplingError(f"weights {tied[0]!r} and {tied[1]!r} are tied in the model, but their values differ")
 
     async def shapes(self) -> WeightShapes:
         """Return names and shapes of the model's weights, read once from its checkpoint."""
@@ -154,7 +195,7 @@ class Deliveries:
                 num_workers=config.parallel_config.world_size_across_dp,
             )
         source = await run_copy(copy)
-        return Delivery(source=source, names={name: name for name in shapes.shapes})
+        return Delivery(source=source, shapes=shapes, names={name: name for name in shapes.shapes})
 
     async def _copy_adapter(self, tensors: Sequence[tuple[str, torch.Tensor]], shapes: WeightShapes) -> Delivery:
         """Copy an adapter, in its own dtypes: vLLM casts it."""
@@ -167,7 +208,7 @@ class Deliveries:
         else:
             number = self._llm.vllm_config.parallel_config.world_size_across_dp
             copy = partial(copy_adapter_to_memory, tensors, num_workers=number)
-        return Delivery(source=await run_copy(copy), names={}, adapted=adapted)
+        return Delivery(source=await run_copy(copy), shapes=shapes, is_adapter=True, adapted=adapted)
 
     async def _memory_dtype(self) -> str:
         """Return the dtype of the model's weights, or float32 if they have several."""
@@ -231,7 +272,7 @@ def _choose_device(specs: Sequence[TensorSpec], device: torch.device, device_typ
         return device if device.type == device_type else torch.device("cpu")
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     size = sum(spec.num_bytes for spec in specs)
-    return device if free > 2 * size + RESERVED_BYTES else torch.device("cpu")
+    return device if free > 2 * size + _RESERVED_BYTES else torch.device("cpu")
 
 
 async def run_copy(copy: Callable[[], SharedSource]) -> SharedSource:

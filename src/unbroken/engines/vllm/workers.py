@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -13,18 +14,10 @@ from unbroken.engines.vllm.score_patch import patch_prompt_logprobs
 from unbroken.exactness import ModuleOutputs
 from unbroken.weights.adapters import A, B
 from unbroken.weights.checkpoint import ExpertNames
-from unbroken.weights.receiver import RECEIVERS as COMMON_RECEIVERS
-from unbroken.weights.receiver import ParameterSource
-from unbroken.weights.sources import (
-    NamedTensors,
-    ReceivedWeights,
-    Receiver,
-    SharedSource,
-    TensorSpec,
-    TiedNames,
-    WeightSource,
-)
-from unbroken.weights.wire import PackedReceiver, Transport, answer, make_gloo_broadcast
+from unbroken.weights.files import FileSource
+from unbroken.weights.memory import MemorySource
+from unbroken.weights.sources import NamedTensors, SharedSource, TiedNames
+from unbroken.weights.wire import Transport, WireReceiver, answer, make_gloo_broadcast
 
 EXTENSION = "unbroken.engines.vllm.workers.WorkerExtension"
 _PREFIX = "base_model.model."
@@ -33,52 +26,61 @@ _JOIN_TIMEOUT_S = 60
 _BROADCAST_TIMEOUT_S = 60
 
 
-class ParameterReceiver(PackedReceiver):
-    """Receives parameter by parameter, as TRL's `VLLMClient` (1.0 to 1.10) sends them from the last rank.
+class _SenderLast:
+    """A group as TRL's `VLLMClient` (1.0 to 1.10) forms it: the sender has the last rank.
 
-    There is one broadcast and one barrier for each, over vLLM's `StatelessProcessGroup` and `PyNcclCommunicator` (TRL's
-    PRs #5225, #5227, #5228). TRL has no gloo; here it serves machines without GPUs.
+    There is one broadcast and one barrier for each parameter, over vLLM's `StatelessProcessGroup` and
+    `PyNcclCommunicator` (TRL's PRs #5225, #5227, #5228). TRL has no gloo; here it serves machines without GPUs.
     """
 
-    _communicator: Any = None
-    """vLLM's group, and what broadcasts a tensor in it."""
-
-    def open(self, fields: Mapping[str, Any]) -> str:
-        """Connect to a sender; `RuntimeError` if another member does not join within a minute."""
+    def __init__(self, fields: Mapping[str, Any], rank: int, device: torch.device) -> None:
+        """Join; `RuntimeError` if another member does not within a minute."""
         from vllm.distributed.utils import StatelessProcessGroup
 
-        self.drop()
         size = fields["world_size"]
-        group = StatelessProcessGroup.create(
-            host=fields["host"], port=fields["port"], rank=self._rank, world_size=size, store_timeout=_JOIN_TIMEOUT_S
+        self._group: Any = StatelessProcessGroup.create(
+            host=fields["host"], port=fields["port"], rank=rank, world_size=size, store_timeout=_JOIN_TIMEOUT_S
         )
+        self._broadcast: Callable[[torch.Tensor], object] | None
         if Transport(fields["transport"]) is Transport.NCCL:
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-            self._communicator = group, partial(PyNcclCommunicator(group, device=self._device).broadcast, src=size - 1)
+            self._wire = device
+            self._broadcast = partial(PyNcclCommunicator(self._group, device=device).broadcast, src=size - 1)
         else:
-            gloo = make_gloo_broadcast(group, source=size - 1, timeout_s=_BROADCAST_TIMEOUT_S)
-            self._communicator = group, gloo
-        return ""
+            self._wire = torch.device("cpu")
+            self._broadcast = make_gloo_broadcast(self._group, source=size - 1, timeout_s=_BROADCAST_TIMEOUT_S)
 
-    def take_one(self, fields: Mapping[str, Any]) -> None:
-        """Receive one parameter, and keep it; `RuntimeError` if the sender or another worker is gone."""
-        group, broadcast = self._communicator
-        spec = TensorSpec.from_object(fields)
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-        broadcast(tensor)
-        group.barrier()
-        self._weights[spec.name] = tensor
+    def begin_receive(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PackedGroup`; each parameter is a chunk, and has its barrier."""
+        chunk = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire)
+        return chunk, chunk
+
+    def end_receive(self, chunk: torch.Tensor) -> None:
+        """Receive; `RuntimeError` if the sender or another worker is gone."""
+        assert self._broadcast is not None
+        self._broadcast(chunk)
+        self._group.barrier()
+
+    def check_trainer(self) -> None:
+        """A sender that is gone is noticed when it shall send."""
 
     def close(self) -> None:
-        """Disconnect from the sender, and drop all parameters."""
-        self._communicator = None
-        self.drop()
+        """Disconnect from the sender."""
+        self._group = self._broadcast = None
 
 
-RECEIVERS: dict[type[WeightSource], type[Receiver[Any]]] = {**COMMON_RECEIVERS, ParameterSource: ParameterReceiver}
-"""The kinds of source that vLLM takes, and the receiver of each."""
-_KINDS = {kind.__name__: kind for kind in RECEIVERS}
+class _Receiver(WireReceiver):
+    """Receives from both kinds of sender."""
+
+    def join(self, fields: Mapping[str, Any]) -> Any:
+        if fields.get("is_sender_last"):
+            return _SenderLast(fields, self._rank, self._device)
+        return super().join(fields)
+
+
+_KINDS: Mapping[str, type[SharedSource]] = {kind.__name__: kind for kind in (FileSource, MemorySource)}
+"""The kinds of source that workers open."""
 
 
 class WorkerExtension:
@@ -87,10 +89,10 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: Any
-    reload_weights: Callable[..., None]
     _outputs: ModuleOutputs
-    _receivers: dict[str, Receiver[Any]] | None = None
-    _received: ReceivedWeights | None = None
+    _receiver: WireReceiver | None = None
+    _received: NamedTensors | None = None
+    """What a source has, or an adapter as far as it came."""
 
     def score_at_temperature(self) -> None:
         """Make prompt logprobs those of their request's temperature; once."""
@@ -121,18 +123,52 @@ class WorkerExtension:
         """Receive a source's weights and keep them; `error` is what went wrong."""
         return answer(lambda: self._receive(kind, fields, tied))
 
-    def call_receiver(self, kind: str, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of a receiver, for transports with more steps than one: its `answer`, or `error`."""
+    def call_receiver(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of the receiver of a sender's weights: its `answer`, or `error`.
+
+        What `take` gets last are the checkpoint's names of the weights to load. Without any they are an adapter's, and
+        kept; with None they are dropped.
+        """
         from vllm.utils.nccl import unpinned_nccl_env
 
+        if self._receiver is None:
+            self._receiver = _Receiver(self.device, rank=self._rank_of_engine())
+        receiver = self._receiver
+        if method == "take":
+            *args, names = args  # type: ignore[assignment]
+            args = (*args, None if names is None else partial(self._load, names) if names else self._keep)
         with unpinned_nccl_env():  # the trainer does not have vLLM's settings of NCCL
-            return answer(lambda: getattr(self._receiver(kind), method)(*args))
+            return answer(lambda: getattr(receiver, method)(*args))
+
+    def begin_load(self) -> None:
+        """Let the model take new weights, one after the other."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if not self._is_loaded_in_place():
+            with self._configured():
+                initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_received(self, names: Mapping[str, str]) -> None:
         """Load what `receive_weights` keeps, under the checkpoint's `names`; weights without one are left out."""
         assert self._received is not None
         received, self._received = self._received, None
-        self._load(named for own, tensor in received.tensors if own in names for named in _name(tensor, names[own]))
+        self._load(names, received)
+
+    def end_load(self) -> None:
+        """Make the model ready for steps, after all weights or after a failure: vLLM's layers wait for the rest."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        if not self._is_loaded_in_place():
+            with self._configured():
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            self.model_runner.reset_lora_state()
+            pack_heads_again(model)
+            pack_experts_again(model)
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # an error on the GPU must show before the load is acknowledged
 
     def lora_modules(self) -> list[str]:
         """Return the last parts of the names of modules that take adapters."""
@@ -142,7 +178,7 @@ class WorkerExtension:
         """Keep what `receive_weights` keeps as the adapter `number`; `modules` has the checkpoint's names."""
         assert self._received is not None
         received, self._received = self._received, None
-        return answer(lambda: keep_adapter(self.model_runner, number, received.tensors, modules, rank))
+        return answer(lambda: keep_adapter(self.model_runner, number, received, modules, rank))
 
     def drop_adapter(self, number: int) -> None:
         """Forget an adapter, if it is kept."""
@@ -154,26 +190,25 @@ class WorkerExtension:
 
     def _receive(self, kind: str, fields: Mapping[str, Any], tied: TiedNames | None) -> None:
         self._received = None
-        source = cast("type[SharedSource]", _KINDS[kind]).from_object(fields)
-        self._received = self._receiver(kind).receive(source, tied=tied)
+        self._received = _KINDS[kind].from_object(fields).read(self.device, rank=self._rank_of_engine(), tied=tied)
 
-    def _receiver(self, kind: str) -> Receiver[Any]:
-        self._receivers = self._receivers or {}
-        if kind not in self._receivers:
-            self._receivers[kind] = RECEIVERS[_KINDS[kind]](self.device, rank=self._rank_of_engine())
-        return self._receivers[kind]
+    def _keep(self, weights: NamedTensors) -> None:
+        self._received = [*(self._received or ()), *weights]
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if is_loaded_in_place(self.model_runner.get_model(), self.vllm_config):
-            self.model_runner.get_model().load_weights(weights)
-            self.model_runner.reset_encoder_cache()
-            self.model_runner.reset_mm_cache()
-        else:
-            self.reload_weights(weights_iterator=weights)
-            pack_heads_again(self.model_runner.get_model())
-            pack_experts_again(self.model_runner.get_model())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # an error on the GPU must show before the load is acknowledged
+    def _load(self, names: Mapping[str, str], weights: NamedTensors) -> None:
+        with self._configured():
+            self.model_runner.get_model().load_weights(
+                named for own, tensor in weights if own in names for named in _name(tensor, names[own])
+            )
+
+    def _configured(self) -> AbstractContextManager[None]:
+        from vllm.config import set_current_vllm_config
+
+        configured: AbstractContextManager[None] = set_current_vllm_config(self.vllm_config)
+        return configured
+
+    def _is_loaded_in_place(self) -> bool:
+        return is_loaded_in_place(self.model_runner.get_model(), self.vllm_config)
 
     def _rank_of_engine(self) -> int:
         """Return the worker's number among all of its engine, whose data-parallel copies come one after the other."""

@@ -24,6 +24,7 @@ from unbroken.errors import (
     EchoError,
     EngineError,
     ImageError,
+    IncompleteWeightsError,
     InvalidInputError,
     NotOwnerError,
     SessionEndedError,
@@ -132,6 +133,8 @@ def _choose_status(error: Exception) -> HttpError:
             return field_error(error)
         case RecursionError():
             return HttpError(400, "the body is nested too deeply: at most a few hundred levels are allowed")
+        case IncompleteWeightsError():
+            return HttpError(503, str(error), code="weights_incomplete")
         case EngineError():
             return HttpError(503, f"the engine cannot answer: {error}", code="engine_error")
         case UnknownSessionError():

@@ -3,18 +3,19 @@
 Two routes answer before their work is done, because the client joins the group, or broadcasts, only after the answer.
 An error of that work is in the answer to the next call.
 
-The workers keep the parameters. TRL resets the prefix cache after the last one, and that loads them as one update: the
-policy version rises by one, and requests in flight continue with the new weights. A partial update is never loaded.
+The first parameter begins an update of the receiver that `weight_transfer` has too: the engine makes no steps from then
+on. TRL resets the prefix cache after the last one, and that finishes it: the policy version rises by one, and requests
+in flight continue with the new weights. If one is missing, the engine samples nothing until a whole version comes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 from fastapi import Request, Response
 from pydantic import Field
 
-from unbroken.engines.base import CommunicatorEngine
+from unbroken.engines.base import Engine, TransferEngine
 from unbroken.engines.checks import require_pausable
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
@@ -54,7 +55,8 @@ class ParameterBody(BodyModel):
 async def init_communicator(body: CommunicatorBody, request: Request) -> Response:
     """Answer at once; then the workers wait a minute for the client."""
     engine = _communicator_engine(request)
-    device = (await engine.weight_placement()).device
+    placement = await engine.weight_placement()
+    device = placement.device
     if body.transport is Transport.NCCL and device != "cuda":
         raise HttpError(
             400,
@@ -62,12 +64,14 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
             "POST /v1/weights",
             param="transport",
         )
-    await engine.communicator.open(
-        host=body.host,
-        port=body.port,
-        world_size=body.world_size,
-        transport=body.transport,
-        sender_uuid=body.client_device_uuid,
+    if body.client_device_uuid and body.client_device_uuid in placement.gpu_uuids:
+        raise HttpError(
+            400,
+            f"client_device_uuid must be a GPU that no worker has, got {body.client_device_uuid}",
+            param="client_device_uuid",
+        )
+    await engine.transfer.open_later(
+        host=body.host, port=body.port, world_size=body.world_size, transport=body.transport.value
     )
     return json_response({"message": "the workers wait for the client"})
 
@@ -75,19 +79,19 @@ async def init_communicator(body: CommunicatorBody, request: Request) -> Respons
 @router.post("/update_named_param", summary="Receive a parameter (TRL)")
 @router.post("/update_named_param/", include_in_schema=False)
 async def update_named_param(body: ParameterBody, request: Request) -> Response:
-    """Answer at once; then the client broadcasts. All parameters are loaded when the prefix cache is reset."""
+    """Answer at once; then the client broadcasts. All are one version when the prefix cache is reset."""
     spec = TensorSpec(name=body.name, dtype=body.dtype.removeprefix("torch."), shape=tuple(body.shape))
-    await _communicator_engine(request).communicator.announce(spec)
+    await _communicator_engine(request).transfer.receive_later(spec)
     return json_response({"message": "the workers wait for the parameter"})
 
 
 @router.post("/close_communicator", summary="Leave a sender of weights (TRL)")
 @router.post("/close_communicator/", include_in_schema=False)
 async def close_communicator(request: Request) -> Response:
-    """Drop parameters that were not loaded."""
+    """An update that was not finished has failed."""
     engine = get_context(request).service.engine
-    if isinstance(engine, CommunicatorEngine):
-        await engine.communicator.close()
+    if _takes_parameters(engine):
+        await engine.transfer.close()
     return json_response({"message": "there is no communicator"})
 
 
@@ -95,10 +99,11 @@ async def close_communicator(request: Request) -> Response:
 @router.post("/reset_prefix_cache/", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
     """`loaded` says whether there were parameters to load: TRL's client ends an update with this call."""
-    engine = get_context(request).service.engine
-    loaded = isinstance(engine, CommunicatorEngine) and engine.communicator.has_parameters
-    if isinstance(engine, CommunicatorEngine) and loaded:  # an update drops keys and values, too
-        await engine.update_weights(await engine.communicator.collect(), policy_version=engine.policy_version + 1)
+    context = get_context(request)
+    engine = context.service.engine
+    loaded = _takes_parameters(engine) and engine.transfer.takes_reset
+    if _takes_parameters(engine) and loaded:  # an update drops keys and values, too
+        await context.weights.finish(engine, policy_version=None, digest=None)
     else:
         await require_pausable(engine).reset_prefix_cache()
     return json_response(
@@ -106,9 +111,13 @@ async def reset_prefix_cache(request: Request) -> Response:
     )
 
 
-def _communicator_engine(request: Request) -> CommunicatorEngine:
+def _takes_parameters(engine: Engine) -> TypeGuard[TransferEngine]:
+    return isinstance(engine, TransferEngine) and engine.transfer.takes_parameters
+
+
+def _communicator_engine(request: Request) -> TransferEngine:
     engine = get_context(request).service.engine
-    if not isinstance(engine, CommunicatorEngine):
+    if not _takes_parameters(engine):
         raise HttpError(
             400,
             f"{type(engine).__name__} takes no weights over a communicator: serve with --engine vllm, or publish them "

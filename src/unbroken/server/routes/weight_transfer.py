@@ -2,12 +2,12 @@
 
     /init_weight_transfer_engine   trainer and workers meet; the trainer joins while it waits for the answer
     /start_weight_update
-    /update_weights                the workers receive; the trainer broadcasts while it waits for the answer
-    /finish_weight_update          all that came is loaded as one update: the policy version rises, the cache is dropped
+    /update_weights                the workers receive and load; the trainer broadcasts while it waits for the answer
+    /finish_weight_update          all that came is one update: the policy version rises, the cache is dropped
 
-vLLM loads each weight as it comes. Here nothing is loaded before the end, so a partial update never is: an error is in
-the answer, and the old weights stay in use. Fields that vLLM lacks are for our own trainer, which lets no server load
-before all servers have everything: `policy_version`, `last` and `digest`.
+Weights are loaded as they come, as vLLM does. What the model cannot have is refused before; an update that ends
+half-way leaves an engine that samples nothing and is not healthy, until a whole version comes. Fields that vLLM lacks
+are for our own trainer, and stand beside vLLM's, which ignores them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fastapi import Request, Response
 from pydantic import Field
 
 from unbroken.engines.base import TransferEngine
-from unbroken.engines.checks import check_version_rises
 from unbroken.server.context import get_context
 from unbroken.server.http.access import Access, Routes
 from unbroken.server.http.bodies import BodyModel
@@ -46,23 +45,16 @@ class InitInfo(BodyModel):
     packed: bool = False
     """Whether weights are sent in chunks (vLLM since 0.28)."""
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
-    transport: Annotated[Transport, Field(strict=False)] | None = None
-    """Our addition: `nccl` for engines on GPUs by default, `gloo` otherwise."""
-    timeout_s: _Seconds | None = None
-    """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
 
 
 class InitBody(BodyModel):
     """A trainer to meet."""
 
     init_info: InitInfo
-
-
-class StartBody(BodyModel):
-    """The begin of an update."""
-
-    policy_version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Our addition: refused at once unless it rises above the version in use."""
+    transport: Annotated[Transport, Field(strict=False)] | None = None
+    """Our addition: `nccl` for engines on GPUs by default, `gloo` otherwise."""
+    timeout_s: _Seconds | None = None
+    """Our addition: longest wait for the trainer, to join (a minute) and for each chunk (five minutes)."""
 
 
 class UpdateInfo(BodyModel):
@@ -76,8 +68,34 @@ class UpdateInfo(BodyModel):
     packed: bool | None = None
     """If given, this and the size replace those of `init_info` (vLLM before 0.28)."""
     packed_buffer_size_bytes: _BufferBytes = BUFFER_BYTES
-    last: bool = False
-    """Our addition: the update is whole with these. It is checked as a whole, and its digest is in the answer."""
+
+    def read_specs(self) -> list[TensorSpec]:
+        """The weights; `HttpError` if the lists have not one entry for each."""
+        for name, values in (("dtype_names", self.dtype_names), ("shapes", self.shapes)):
+            if len(values) != len(self.names):
+                raise HttpError(
+                    400,
+                    f"update_info.{name} must have one entry for each of the {len(self.names)} names, got "
+                    f"{len(values)}",
+                    param=f"update_info.{name}",
+                )
+        return [
+            TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
+            for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+        ]
+
+
+class StartBody(BodyModel):
+    """The begin of an update: all of it is our addition."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Refused at once unless it rises above the version in use."""
+    update_info: UpdateInfo | None = None
+    """All weights that will come: refused at once if the model cannot have them, or lacks some."""
+    reuse_kv: bool = False
+    """Keep keys and values that older weights computed."""
+    in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
+    """`pause`: running requests continue with the new weights. `finish`: they end first."""
 
 
 class TransferBody(BodyModel):
@@ -92,11 +110,7 @@ class FinishBody(BodyModel):
     weight_version: Annotated[str, Field(pattern=r"^[0-9]{1,9}$")] | None = None
     """The policy version, by default the next one."""
     digest: Annotated[str, Field(max_length=128)] | None = None
-    """Our addition: nothing is loaded unless what came has this digest."""
-    reuse_kv: bool = False
-    """Our addition: keep keys and values that older weights computed."""
-    in_flight: Annotated[InFlight, Field(strict=False)] = InFlight.PAUSE
-    """Our addition. `pause`: running requests continue with the new weights. `finish`: they end first."""
+    """Our addition: the engine samples with what came only if it has this digest."""
 
 
 @router.post("/init_weight_transfer_engine", summary="Meet a trainer (vLLM's form, TRL since 1.11)")
@@ -105,14 +119,14 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
     engine = _transfer_engine(request)
     info = body.init_info
     device = (await engine.weight_placement()).device
-    timeouts = {} if info.timeout_s is None else {"join_timeout_s": info.timeout_s, "timeout_s": info.timeout_s}
+    timeouts = {} if body.timeout_s is None else {"join_timeout_s": body.timeout_s, "timeout_s": body.timeout_s}
     await engine.transfer.open(
         Rendezvous(
             host=info.master_address,
             port=info.master_port,
             first_rank=info.rank_offset,
             world_size=info.world_size,
-            transport=info.transport or (Transport.NCCL if device == "cuda" else Transport.GLOO),
+            transport=body.transport or (Transport.NCCL if device == "cuda" else Transport.GLOO),
             **timeouts,
         ),
         BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes),
@@ -122,45 +136,34 @@ async def init_weight_transfer_engine(body: InitBody, request: Request) -> Respo
 
 @router.post("/start_weight_update", summary="Begin an update (vLLM's form)")
 async def start_weight_update(request: Request, body: StartBody | None = None) -> Response:
-    """What an update that was not finished has left is dropped."""
-    engine = _transfer_engine(request)
-    if body is not None and body.policy_version is not None:
-        check_version_rises(body.policy_version, current=engine.policy_version)
-    await engine.transfer.start()
+    """An update that was not finished has failed. The engine samples until weights come."""
+    body = body or StartBody()
+    await _transfer_engine(request).transfer.start(
+        None if body.update_info is None else body.update_info.read_specs(),
+        policy_version=body.policy_version,
+        in_flight=body.in_flight,
+        reuse_kv=body.reuse_kv,
+    )
     return json_response({"message": "the update has begun"})
 
 
 @router.post("/update_weights", summary="Receive weights (vLLM's form)")
 async def update_weights(body: TransferBody, request: Request) -> Response:
-    """Answer once the workers have them. They are loaded when the update is finished."""
-    transfer = _transfer_engine(request).transfer
+    """Answer once they are in the model. The engine samples nothing until the update is finished."""
     info = body.update_info
-    for name, values in (("dtype_names", info.dtype_names), ("shapes", info.shapes)):
-        if len(values) != len(info.names):
-            raise HttpError(
-                400,
-                f"update_info.{name} must have one entry for each of the {len(info.names)} names, got {len(values)}",
-                param=f"update_info.{name}",
-            )
-    specs = [
-        TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
-        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True)
-    ]
     own = None if info.packed is None else BufferPacking(packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes)
-    digest = await transfer.receive(specs, own, last=info.last)
-    return json_response({"message": "the workers have the weights", "digest": digest})
+    await _transfer_engine(request).transfer.receive(info.read_specs(), own)
+    return json_response({"message": "the workers have the weights"})
 
 
-@router.post("/finish_weight_update", summary="Load the weights that came (vLLM's form)")
+@router.post("/finish_weight_update", summary="Sample with the weights that came (vLLM's form)")
 async def finish_weight_update(request: Request, body: FinishBody | None = None) -> Response:
-    """Answer once the engine samples with them. If one is missing, none is loaded."""
+    """Answer once the engine samples with them. If one is missing, it samples nothing until a whole version comes."""
     body = body or FinishBody()
     receipt = await get_context(request).weights.finish(
         _transfer_engine(request),
         policy_version=None if body.weight_version is None else int(body.weight_version),
         digest=body.digest,
-        reuse_kv=body.reuse_kv,
-        in_flight=body.in_flight,
     )
     return json_response(
         {
@@ -174,7 +177,7 @@ async def finish_weight_update(request: Request, body: FinishBody | None = None)
 
 @router.post("/shutdown_weight_transfer_engine", summary="Leave the trainer (vLLM's form)")
 async def shutdown_weight_transfer_engine(request: Request) -> Response:
-    """What came and is not loaded is dropped."""
+    """An update that was not finished has failed."""
     await _transfer_engine(request).transfer.close()
     return json_response({"message": "there is no trainer"})
 

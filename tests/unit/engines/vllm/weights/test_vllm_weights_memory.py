@@ -16,7 +16,7 @@ from unbroken.engines.vllm.delivery import Delivery, copy_to_memory, run_copy
 from unbroken.engines.vllm.workers import WorkerExtension
 from unbroken.errors import SamplingError, WeightsError
 from unbroken.weights.checkpoint import WeightShapes
-from unbroken.weights.memory import MemoryReceiver, MemorySource, WeightRow
+from unbroken.weights.memory import MemorySource, WeightRow
 from unbroken.weights.sources import TensorSpec
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_what_is_opened_is_what_was_put_in_the_row_and_cast_on_the_way() -> None
     row = WeightRow(specs_of("bfloat16"), CPU)
     for name, tensor in WEIGHTS.items():
         row.put(name, tensor)
-    found = dict(MemoryReceiver(CPU).receive(row.source(1)).tensors)
+    found = dict(row.source(1).read(CPU))
     row.close()
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in WEIGHTS.items())
@@ -56,7 +56,7 @@ def test_a_row_that_is_closed_leaves_nothing_open_and_cannot_be_opened() -> None
     source.close()
     assert open_rows() == 0
     with pytest.raises(WeightsError, match="memory that a worker cannot open"):
-        MemoryReceiver(CPU).receive(source)
+        source.read(CPU)
 
 
 def test_more_than_there_is_room_for_is_refused() -> None:
@@ -112,7 +112,7 @@ async def test_a_row_that_one_worker_cannot_open_stays_open_in_none() -> None:
     source = in_memory(WEIGHTS, num_workers=2)
     one_handle = replace(source, handles=[source.handles[0], ["host", "/nowhere"]])
     with pytest.raises(WeightsError, match="cannot open"):
-        await Delivery(source=one_handle, names={}).receive(rpc)
+        await Delivery(source=one_handle, shapes=SHAPES).receive(rpc)
     assert [worker._received for worker in workers] == [None, None]
     source.close()
 

@@ -1,4 +1,4 @@
-"""Weights that come by vLLM's packed broadcast, as TRL sends them since 1.11: loaded when the update is finished."""
+"""Weights that come by vLLM's packed broadcast, as TRL sends them since 1.11: one version at the end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from support.servers import asgi_client, listening, make_app, scripted_engine
 from support.vllm_session import greedy
 from unbroken.engines.base import TransferEngine
+from unbroken.errors import IncompleteWeightsError
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.sources import TensorSource, TensorSpec
 from unbroken.weights.wire import BufferPacking, unpack
@@ -42,6 +43,12 @@ async def sender_to(url: str, **init_info: Any) -> AsyncIterator[Any]:
         sender.close()
 
 
+async def waits_for_whole_weights(engine: Any) -> None:
+    for call in (engine.check_health(), greedy(engine)):
+        with pytest.raises(IncompleteWeightsError, match="publish a whole version"):
+            await call
+
+
 def message(answer: httpx.Response) -> str:
     assert answer.status_code == 400, answer.text
     text: str = answer.json()["error"]["message"]
@@ -58,7 +65,7 @@ def message(answer: httpx.Response) -> str:
     ],
     ids=["packed as TRL with vLLM 0.28", "in small chunks", "packed as TRL with vLLM 0.27", "one by one"],
 )
-async def test_i6_weights_are_loaded_as_one_version_when_the_update_is_finished(
+async def test_i6_weights_are_sampled_with_as_one_version_when_the_update_is_finished(
     shared_vllm: Any, init_info: dict[str, Any], update_info: dict[str, Any]
 ) -> None:
     engine = shared_vllm.engine
@@ -70,8 +77,12 @@ async def test_i6_weights_are_loaded_as_one_version_when_the_update_is_finished(
         for part in (weights[:5], weights[5:]):
             answer = await asyncio.to_thread(sender.send, part, **update_info)
             assert answer.status_code == 200, answer.text
-            assert (engine.policy_version, await greedy(engine)) == (before, old)
+            assert engine.policy_version == before
+        waiting = asyncio.create_task(greedy(engine))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
         finished = await asyncio.to_thread(sender.finish)
+        assert await waiting == await greedy(engine)
         assert finished.json()["policy_version"] == before + 1
         assert "POST /start_weight_update first" in message(await asyncio.to_thread(sender.finish))
     new = await greedy(engine)
@@ -133,13 +144,15 @@ async def test_what_the_model_lacks_is_refused_and_the_trainer_does_not_wait(sha
             assert reason in message(await asyncio.to_thread(sender.send, wrong))
             assert reason in message(await asyncio.to_thread(sender.send, weights))  # the update has failed
             assert reason in message(await asyncio.to_thread(sender.finish))
+        assert (engine.policy_version, await greedy(engine)) == (before, old)
         await asyncio.to_thread(sender.start)
         await asyncio.to_thread(sender.send, weights[:-1])
         assert "1 of" in message(await asyncio.to_thread(sender.finish))
-        assert (engine.policy_version, await greedy(engine)) == (before, old)
+        await waits_for_whole_weights(engine)
         await asyncio.to_thread(sender.start)
         await asyncio.to_thread(sender.send, weights)
-        assert "must rise above" in message(await asyncio.to_thread(sender.finish, weight_version=str(before)))
+        assert "must rise above" in message(await asyncio.to_thread(sender.finish, weight_version=str(before - 1)))
+        await waits_for_whole_weights(engine)
         await asyncio.to_thread(sender.start)
         await asyncio.to_thread(sender.send, weights)
         finished = await asyncio.to_thread(sender.finish, weight_version=str(before + 5))
@@ -155,7 +168,7 @@ async def test_a_second_trainer_replaces_the_first_and_what_it_had_sent(shared_v
         await asyncio.to_thread(gone.send, first[:4])
         async with sender_to(url, packed=True) as sender:
             assert "POST /start_weight_update first" in message(await asyncio.to_thread(sender.send, second))
-            assert await greedy(engine) == old
+            await waits_for_whole_weights(engine)
         async with sender_to(url, packed=True) as sender:
             await asyncio.to_thread(sender.start)
             await asyncio.to_thread(sender.send, second)
@@ -165,7 +178,9 @@ async def test_a_second_trainer_replaces_the_first_and_what_it_had_sent(shared_v
     assert await greedy(engine) == new != old
 
 
-async def test_a_trainer_that_dies_in_mid_transfer_leaves_the_old_weights(shared_vllm: Any) -> None:
+async def test_i6_a_trainer_that_dies_in_mid_transfer_stops_the_engine_until_whole_weights_come(
+    shared_vllm: Any,
+) -> None:
     engine = shared_vllm.engine
     before, old, weights = engine.policy_version, await greedy(engine), weights_of(84)
     from support.packed_sender import describe
@@ -179,7 +194,12 @@ async def test_a_trainer_that_dies_in_mid_transfer_leaves_the_old_weights(shared
         async with asyncio.timeout(60):
             assert "the trainer is gone" in message(await receiving)
         assert "POST /init_weight_transfer_engine again" in message(await asyncio.to_thread(sender.finish))
-    assert (engine.policy_version, await greedy(engine)) == (before, old)
+    assert engine.policy_version == before
+    await waits_for_whole_weights(engine)
+    await engine.update_weights(TensorSource(weights_of(87)), policy_version=before + 1)
+    new = await greedy(engine)
+    await engine.update_weights(TensorSource(weights_of(87)), policy_version=before + 2)
+    assert await greedy(engine) == new != old
 
 
 async def test_a_trainer_that_never_comes_or_stops_sending_has_a_deadline(shared_vllm: Any) -> None:
@@ -188,13 +208,21 @@ async def test_a_trainer_that_never_comes_or_stops_sending_has_a_deadline(shared
     engine = shared_vllm.engine
     before, old = engine.policy_version, await greedy(engine)
     async with listening(make_app(engine)) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        late = await http.post("/init_weight_transfer_engine", json={"init_info": {**MEETING, "timeout_s": 1}})
+        late = await http.post("/init_weight_transfer_engine", json={"init_info": MEETING, "timeout_s": 1})
         assert "within 1 s" in message(late)
         async with sender_to(url, timeout_s=4.0) as sender:
             await asyncio.to_thread(sender.start)
             body = {"update_info": describe(weights_of(85))}
             assert "sent nothing in time" in message(await http.post("/update_weights", json=body))
-    assert (engine.policy_version, await greedy(engine)) == (before, old)
+            await waits_for_whole_weights(engine)
+        async with sender_to(url, timeout_s=4.0) as sender:
+            await asyncio.to_thread(sender.start)
+            assert (await asyncio.to_thread(sender.send, weights_of(85))).status_code == 200
+            await asyncio.sleep(6)
+            assert "neither sent more nor finished for 4 s" in message(await asyncio.to_thread(sender.finish))
+    await waits_for_whole_weights(engine)
+    await engine.update_weights(TensorSource(weights_of(85)), policy_version=before + 1)
+    assert await greedy(engine) != old
 
 
 async def test_bad_fields_are_refused_by_name(shared_vllm: Any) -> None:
@@ -226,20 +254,31 @@ async def test_an_engine_in_the_servers_process_takes_the_same_transfers() -> No
 
 
 async def test_fields_of_our_own_trainer_refuse_early_and_compare_digests(shared_vllm: Any) -> None:
+    from support.packed_sender import describe
+
     engine = shared_vllm.engine
     before, old, weights = engine.policy_version, await greedy(engine), weights_of(93)
     async with listening(make_app(engine)) as url, sender_to(url, packed=True) as sender:
-        late = await asyncio.to_thread(sender.http.post, "/start_weight_update", json={"policy_version": before})
-        assert "must rise above" in message(late)
-        await asyncio.to_thread(sender.start)
-        assert "1 of" in message(await asyncio.to_thread(sender.send, weights[1:], last=True))
-        await asyncio.to_thread(sender.start)
-        digest = (await asyncio.to_thread(sender.send, weights, last=True)).json()["digest"]
-        assert "their digests differ" in message(await asyncio.to_thread(sender.finish, digest="other"))
+        for body, reason in (
+            ({"policy_version": before}, "must rise above"),
+            ({"update_info": describe(weights[1:])}, "1 of"),
+            ({"update_info": describe([*weights, ("oops", weights[0][1])])}, "no weight named 'oops'"),
+            ({"update_info": describe([(name, weight.int()) for name, weight in weights])}, "floating-point dtype"),
+        ):
+            assert reason in message(await asyncio.to_thread(sender.http.post, "/start_weight_update", json=body))
         assert (engine.policy_version, await greedy(engine)) == (before, old)
         await asyncio.to_thread(sender.start)
-        await asyncio.to_thread(sender.send, weights, last=True)
-        finished = await asyncio.to_thread(sender.finish, digest=digest, reuse_kv=True, in_flight="finish")
+        await asyncio.to_thread(sender.send, weights)
+        assert "their digests differ" in message(await asyncio.to_thread(sender.finish, digest="other"))
+        await waits_for_whole_weights(engine)
+        begin = {"reuse_kv": True, "in_flight": "finish", "update_info": describe(weights)}
+        await asyncio.to_thread(sender.post, "/start_weight_update", begin)
+        await asyncio.to_thread(sender.send, weights)
+        finished = await asyncio.to_thread(sender.finish)
+        assert finished.status_code == 200, finished.text
+        await asyncio.to_thread(sender.start)
+        await asyncio.to_thread(sender.send, weights)
+        finished = await asyncio.to_thread(sender.finish, digest=finished.json()["digest"])
         assert finished.status_code == 200, finished.text
         await asyncio.to_thread(sender.start)
         await asyncio.to_thread(sender.post, "/shutdown_weight_transfer_engine", {})

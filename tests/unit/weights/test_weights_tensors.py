@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unbroken.errors import InvalidInputError, WeightsError
-from unbroken.weights.files import FileReceiver, FileSource, write_tensors
+from unbroken.weights.files import FileSource, write_tensors
 
 WEIGHTS = {"embed": torch.arange(6.0).view(2, 3), "norm": torch.ones(3), "head": torch.arange(6.0).view(2, 3)}
 TIED = ("head", "embed")
@@ -23,8 +23,8 @@ def test_weights_that_fill_several_files_are_read_as_they_were_written(tmp_path:
     source = write(tmp_path, WEIGHTS)
     assert len(source.paths()) == 2
     assert source.shapes() == {"embed": (2, 3), "norm": (3,), "head": (2, 3)}
-    received = FileReceiver("cpu").receive(FileSource.from_object(source.to_object()), tied=TIED)
-    found = dict(received.tensors)
+    received = FileSource.from_object(source.to_object()).read("cpu", tied=TIED)
+    found = dict(received)
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
@@ -32,12 +32,12 @@ def test_weights_that_fill_several_files_are_read_as_they_were_written(tmp_path:
 def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path, WEIGHTS | {"head": torch.zeros(2, 3)})
     with pytest.raises(WeightsError, match="'head' and 'embed' are tied in the model, but their values differ"):
-        FileReceiver("cpu").receive(source, tied=TIED)
+        source.read("cpu", tied=TIED)
 
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has no \*\.safetensors files"):
-        FileReceiver("cpu").receive(FileSource(tmp_path))
+        FileSource(tmp_path).read("cpu")
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
@@ -46,14 +46,14 @@ def test_a_broken_file_is_named_before_the_first_tensor_is_handed_out(tmp_path: 
     last = source.paths()[-1]
     data = last.read_bytes()
     last.write_bytes({"cut": data[:-1], "header": data[:8] + b"x" + data[9:], "empty": b""}[damage])
-    for read in (source.shapes, lambda: FileReceiver("cpu").receive(source)):
+    for read in (source.shapes, lambda: source.read("cpu")):
         with pytest.raises(WeightsError, match=f"weight file {last} cannot be read"):
             read()
 
 
 def test_files_that_are_removed_while_they_are_loaded_are_read_to_the_end(tmp_path: Path) -> None:
     source = write(tmp_path, WEIGHTS)
-    received = iter(FileReceiver("cpu").receive(source).tensors)
+    received = iter(source.read("cpu"))
     next(received)
     for path in source.paths():
         path.unlink()

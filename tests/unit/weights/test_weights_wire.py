@@ -16,10 +16,9 @@ from unbroken.weights.sources import TensorSpec, WeightStream, check_stream, mak
 from unbroken.weights.wire import (
     BufferPacking,
     PackedGroup,
-    PackedReceiver,
-    PackedSource,
     Rendezvous,
     Transport,
+    WireReceiver,
     listen,
     open_fields,
     pickle_unique_id,
@@ -71,18 +70,19 @@ def test_a_stream_that_is_made_while_it_is_read_goes_on_where_it_stopped() -> No
 
 
 @contextmanager
-def meeting(num_workers: int) -> Iterator[tuple[PackedGroup, list[PackedReceiver]]]:
+def meeting(num_workers: int) -> Iterator[tuple[PackedGroup, list[WireReceiver]]]:
     """A trainer and the workers of an engine."""
     listener = listen("127.0.0.1")
     rendezvous = Rendezvous(
         host="127.0.0.1", port=listener.getsockname()[1], first_rank=1, world_size=1 + num_workers,
         transport=Transport.GLOO, join_timeout_s=10.0, timeout_s=10.0,
     )  # fmt: skip
-    receivers = [PackedReceiver(CPU, rank=rank) for rank in range(num_workers)]
+    receivers = [WireReceiver(CPU, rank=rank) for rank in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as threads:
-        machines = [threads.submit(receiver.open, open_fields(rendezvous)) for receiver in receivers]
+        joining = [threads.submit(receiver.open, open_fields(rendezvous)) for receiver in receivers]
         group = PackedGroup(rendezvous, rank=0, device=CPU, listener=listener)
-        assert len({machine.result() for machine in machines}) == 1
+        for one in joining:
+            one.result()
     yield group, receivers
     for receiver in receivers:
         receiver.close()
@@ -90,50 +90,43 @@ def meeting(num_workers: int) -> Iterator[tuple[PackedGroup, list[PackedReceiver
 
 
 def transfer(
-    group: PackedGroup, receivers: list[PackedReceiver], keepers: dict[int, bool]
+    group: PackedGroup, receivers: list[WireReceiver], weights: list[tuple[str, torch.Tensor]], load: Any
 ) -> tuple[list[int], list[Any]]:
-    """Send the weights; returns the trainer's sums, and what each worker answers."""
-    stream = WeightStream.of(WEIGHTS)
+    """Send the weights; returns the trainer's sums, and what each worker returns."""
+    stream = WeightStream.of(weights)
     tensors = [spec.to_object() for spec in stream.specs]
     with ThreadPoolExecutor(len(receivers)) as threads:
-        taken = [threads.submit(receiver.take, tensors, PACKING, keepers) for receiver in receivers]
+        taken = [threads.submit(receiver.take, tensors, PACKING, load) for receiver in receivers]
         sums = send(group, stream, BufferPacking(**PACKING), check=lambda: None)  # type: ignore[arg-type]
         return sums, [one.result() for one in taken]
 
 
-def source(**more: Any) -> PackedSource:
-    return PackedSource(specs=WeightStream.of(WEIGHTS).specs, **more)
-
-
 def test_what_came_has_the_sums_of_what_was_sent() -> None:
-    with meeting(1) as (group, (receiver,)):
-        sums, (taken,) = transfer(group, [receiver], {0: False})
-        assert taken == {"sums": sums, "files": []}
-        weights = dict(receiver.receive(source()).tensors)
-    assert list(weights) == ["norm", "embed", "head"]
-    assert all(torch.equal(weights[name], tensor) for name, tensor in WEIGHTS)
+    loaded: list[tuple[str, torch.Tensor]] = []
+    with meeting(2) as (group, receivers):
+        sums, taken = transfer(group, receivers, WEIGHTS, loaded.extend)
+        assert taken == [sums, sums]
+        assert transfer(group, receivers, WEIGHTS, None) == (sums, [[], []])  # dropped, and the group lives
+    assert [name for name, _ in loaded].count("head") == 2
+    assert all(torch.equal(tensor, dict(WEIGHTS)[name]) for name, tensor in loaded)
 
 
-def test_of_the_workers_of_one_machine_one_keeps_the_bytes_and_the_others_open_them() -> None:
-    with meeting(3) as (group, receivers):
-        sums, (first, *others) = transfer(group, receivers, {0: True})
-        assert first["sums"] == sums
-        assert others == [None, None]
-        assert [sum(spec["name"] != "" for spec in tensors) for _, _, tensors in first["files"]] == [2, 1]
-        assert not any(receiver._weights for receiver in receivers[1:])
-        found = [receiver.receive(source(shared={1: first["files"], 2: first["files"]})) for receiver in receivers]
-        for received in found:  # they load after all have received
-            weights = dict(received.tensors)
-            assert all(torch.equal(weights[name], tensor) for name, tensor in WEIGHTS)
-        with pytest.raises(WeightsError, match="cannot open the weights that another one received"):
-            receivers[1].receive(source(shared={1: first["files"]}))  # the files are gone
+@pytest.mark.parametrize("cause", ["weights that are not finite", "a model that cannot load"])
+def test_a_sender_does_not_wait_for_a_worker_that_takes_no_more(cause: str) -> None:
+    def fail(weights: Any) -> None:
+        next(weights)
+        raise ZeroDivisionError("no room")
 
-
-def test_tied_weights_that_differ_are_refused() -> None:
-    with meeting(1) as (group, (receiver,)):
-        transfer(group, [receiver], {0: False})
-        with pytest.raises(WeightsError, match="'head' and 'embed' are tied in the model, but their values differ"):
-            receiver.receive(source(), tied=("head", "embed"))
+    broken = [WEIGHTS[0], ("embed", torch.full((5, 4), float("inf"))), WEIGHTS[2]]
+    finite = cause != "weights that are not finite"
+    with (
+        meeting(1) as (group, receivers),
+        pytest.raises(
+            ZeroDivisionError if finite else WeightsError,
+            match="no room" if finite else "'embed' has numbers that are not",
+        ),
+    ):
+        transfer(group, receivers, WEIGHTS if finite else broken, fail if finite else list)
 
 
 def test_weights_that_were_announced_otherwise_are_not_sent() -> None:
