@@ -325,7 +325,7 @@ class BroadcastPublisher:
         try:
             result = await asyncio.shield(working)
             _, late = await asyncio.wait(tasks.values(), timeout=self._timeout_s)
-            if late or any(map(_has_failed, tasks.values())):
+            if late or any(map(_find_error, tasks.values())):
                 raise WeightsError(
                     f"{len(late)} of {len(tasks)} servers did not answer within {self._timeout_s:g} s" if late else ""
                 )
@@ -392,22 +392,23 @@ def _find_dtype(servers: Sequence[Server]) -> str | None:
 def _find_device(device: str) -> torch.device:
     import torch
 
-    found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
-def _has_failed(task: asyncio.Future[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def _find_error(call: asyncio.Future[Any]) -> str | None:
+    """Why a call has failed, in a line; None if it has not."""
+    if not call.done():
+        return None
+    if call.cancelled():
+        return "the trainer gave up"
+    error = call.exception()
+    return None if error is None else (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _check_calls(calls: Iterable[asyncio.Future[Any]]) -> None:
     """Raise `WeightsError` if a call has failed or was given up; runs in the thread that sends."""
-    for call in calls:
-        if call.done() and call.cancelled():
-            raise WeightsError("the trainer gave up")
-        if _has_failed(call):
-            error = call.exception()
-            raise WeightsError((str(error).splitlines() or [type(error).__name__])[0])
+    if reason := next(filter(None, map(_find_error, calls)), None):
+        raise WeightsError(reason)
 
 
 def _gpu_uuid(device: str) -> str:

@@ -51,7 +51,7 @@ class MemorySource(SharedSource):
         size = _row_bytes(self.specs)
         kind, where, *rest = self.handles[rank]
         try:
-            row = map_file(where, size) if kind == _HOST else _open_on_gpu(where, rest, size)
+            row = _map_file(where, size) if kind == _HOST else _open_on_gpu(where, rest, size)
         except (RuntimeError, OSError) as error:
             raise WeightsError(f"the new weights are in memory that a worker cannot open: {error}") from error
         weights = dict(_split(row, self.specs))
@@ -83,15 +83,18 @@ class WeightRow:
         import torch
 
         self._specs = tuple(specs)
-        self._file: HostFile | None = None
+        self._descriptor: int | None = None
+        """Of a file in memory, without a name: nothing is left of it when the processes are gone, however they end."""
         size = _row_bytes(specs)
         try:
             if device.type == _CUDA:
                 row = torch.empty(size, dtype=torch.uint8, device=device)
             else:
-                self._file = HostFile(size)
-                row = self._file.row
+                self._descriptor = os.memfd_create("unbroken-weights")
+                os.ftruncate(self._descriptor, size)
+                row = _map_file(self._path, size)
         except (RuntimeError, OSError) as error:
+            self.close()
             raise WeightsError(
                 f"the new weights need {size / 2**30:.1f} GiB more on {device} while they load, which are not free"
             ) from error
@@ -110,12 +113,18 @@ class WeightRow:
     def close(self) -> None:
         """Free the memory; what a worker has open stays until the worker frees it too. Idempotent."""
         self._row, self._places = None, {}
-        if self._file is not None:
-            self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def _path(self) -> str:
+        """Where other processes open the file."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def _handle(self) -> Handle:
-        if self._file is not None:
-            return [_HOST, self._file.path]
+        if self._descriptor is not None:
+            return [_HOST, self._path]
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
@@ -126,36 +135,7 @@ class WeightRow:
         return [_CUDA, _gpu_uuid(self._row.device), *arguments[7:10], *arguments[11:]]
 
 
-class HostFile:
-    """A file in memory, without a name: nothing is left of it when the processes are gone, however they end."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """Make it, of 1 byte or more; `OSError` if there is no room."""
-        self._descriptor: int | None = os.memfd_create("unbroken-weights")
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        """Where other processes open it."""
-        try:
-            os.ftruncate(self._descriptor, num_bytes)
-            self._row: torch.Tensor | None = map_file(self.path, num_bytes)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def row(self) -> torch.Tensor:
-        """Its bytes."""
-        assert self._row is not None
-        return self._row
-
-    def close(self) -> None:
-        """Let it be opened no more; who has its bytes keeps them. Idempotent."""
-        self._row = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def map_file(path: str, num_bytes: int) -> torch.Tensor:
+def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     """Map a file in memory, as bytes."""
     import torch
 

@@ -144,7 +144,7 @@ def check_floating(specs: Iterable[TensorSpec]) -> None:
     """Raise `SamplingError` for a weight that has no floating-point numbers: a model would round what it is given."""
     for spec in specs:
         if not spec.is_floating:
-            raise SamplingError(f"weight {spec.name!r} must have a floating-point dtype, got {spec.dtype}")
+            raise SamplingError(f"weight {spec.name!r} must have floating-point numbers, got {spec.dtype}")
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:

@@ -304,7 +304,7 @@ def _spoil(run: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("some", "a version of the weights must have all of them: 19 are missing, first"),
-        ("integers", "must have floating-point numbers, got torch.int32"),
+        ("integers", "must have floating-point numbers, got int32"),
         ("nan", "has numbers that are not finite"),
         ("inf", "has numbers that are not finite"),
         ("text", "policy_version must be an integer in .*, got '2'"),

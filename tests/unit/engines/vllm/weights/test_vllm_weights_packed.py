@@ -263,7 +263,7 @@ async def test_fields_of_our_own_trainer_refuse_early_and_compare_digests(shared
             ({"policy_version": before}, "must rise above"),
             ({"update_info": describe(weights[1:])}, "1 of"),
             ({"update_info": describe([*weights, ("oops", weights[0][1])])}, "no weight named 'oops'"),
-            ({"update_info": describe([(name, weight.int()) for name, weight in weights])}, "floating-point dtype"),
+            ({"update_info": describe([(name, weight.int()) for name, weight in weights])}, "floating-point numbers"),
         ):
             assert reason in message(await asyncio.to_thread(sender.http.post, "/start_weight_update", json=body))
         assert (engine.policy_version, await greedy(engine)) == (before, old)
