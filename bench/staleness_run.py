@@ -23,8 +23,7 @@ from unbroken.demo import lookup
 from unbroken.demo.config import WarmUpConfig
 from unbroken.demo.model import write_warm_model
 from unbroken.runs import engines
-from unbroken.weights.base import WeightUpdate
-from unbroken.weights.in_process import InProcessPublisher
+from unbroken.weights.base import InProcessPublisher, WeightUpdate
 
 
 class LatePublisher(InProcessPublisher):

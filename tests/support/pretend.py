@@ -22,9 +22,9 @@ from unbroken.training.groups import GroupSource
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch
 from unbroken.training.metrics.stats import StepStats
-from unbroken.transfer.sources import WeightStream
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 from unbroken.weights.base import WeightUpdate
+from unbroken.weights.sources import WeightStream
 from virtual_clock import run_on_virtual_clock
 
 LIMIT_S = 10**7
