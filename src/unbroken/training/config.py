@@ -300,7 +300,7 @@ class TrainerConfig:
     max_policy_k3: float | None = None
     """The largest k3 of the sampler's logprobs to the trainer's, by weights of one version, that is taken for rounding:
     above it they have two policies, which ends the run (I9). None: in a run, the bound of its arithmetic
-    (docs/training.md); a trainer alone checks nothing. `inf` lets a run go on whatever it is."""
+    (docs/engines.md); a trainer alone checks nothing. `inf` lets a run go on whatever it is."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time."""
@@ -445,7 +445,7 @@ class LoopConfig:
     sampled again: they come from an engine that was restarted and has its first weights."""
     max_staleness: int = 0
     """With 0, a step samples, trains and publishes in turn. Above it the engine samples while the trainer trains, and
-    an id is trained at most this many policy versions after the one that sampled it (docs/training.md)."""
+    an id is trained at most this many policy versions after the one that sampled it (docs/sampling-ahead.md)."""
     adapt_ahead: bool = True
     """With max_staleness: sample only as far ahead as keeps the trainer busy. Otherwise always as far as it allows, and
     all ids are about that old."""

@@ -199,7 +199,7 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
     if config.max_staleness > trainer.max_steady_staleness and trainer.is_main_process:
         _logger.warning(
             "loop.max_staleness is %d: with this loss runs held up to %d, and above some unlearned what they had "
-            "learned; divide the learning rate by 4, or watch mismatch/k3 (docs/training.md, Sampling while training)",
+            "learned; divide the learning rate by 4, or watch mismatch/k3 (docs/sampling-ahead.md)",
             config.max_staleness,
             trainer.max_steady_staleness,
         )

@@ -113,7 +113,7 @@ class Trainer:
 
     @property
     def max_steady_staleness(self) -> int:
-        """The largest `max_staleness` with which no run of several seeds collapsed (docs/training.md)."""
+        """The largest `max_staleness` with which no run of several seeds collapsed (docs/sampling-ahead.md)."""
         return 8 if self.objective.get_old_logprobs(self._config) is OldLogprobs.SAMPLER else 4
 
     @property

@@ -1,4 +1,4 @@
-"""The commands of docs/training.md for several processes on a CPU, in the environment that a user has."""
+"""The commands of docs/models.md for several processes on a CPU, in the environment that a user has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of a GPU is estimated before anything is loaded; the table of docs/training.md is the estimate."""
+"""What a run needs of a GPU is estimated before anything is loaded; the table of docs/models.md is the estimate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.models import tiny_qwen3
 from unbroken.training.config import OptimizerConfig, OptimizerName, TrainerConfig
 from unbroken.training.memory import GIB, Layout, ModelSizes, count_pass_bytes, describe_shortage, estimate_memory
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "training.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 SHAPES = {
     "Qwen3-0.6B": (1024, 28, 16, 3072, True),
     "Qwen3-1.7B": (2048, 28, 16, 6144, True),
