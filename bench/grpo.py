@@ -64,7 +64,7 @@ from unbroken.runs.collector import Collector, Problems, Sampler
 from unbroken.runs.config import EngineConfig, EngineKind, RolloutConfig, WeightTransport
 from unbroken.runs.engines import RunEngine, open_engine
 from unbroken.runs.processes import Rank
-from unbroken.threads import attend_to_loop
+from unbroken.threads import keep_loop_responsive
 from unbroken.training.config import LoopConfig, OptimizerConfig, TrainerConfig
 from unbroken.training.loop import train
 from unbroken.training.metrics.mismatch import Mismatch, mismatch_of_rows
@@ -181,7 +181,7 @@ async def run(arguments: argparse.Namespace, folder: Path, output: Path) -> None
             engine = open_with_files(config, folder, output)
         found = await stack.enter_async_context(engine)
         print(f"engine started in {time.perf_counter() - started:.0f} s", flush=True)
-        stack.enter_context(attend_to_loop())
+        stack.enter_context(keep_loop_responsive())
         if arguments.sampling_only:
             for name in arguments.settings.split(","):
                 await sample_only(arguments, name, make_collector(found, folder, arguments, name))

@@ -151,7 +151,7 @@ class StopTokenError(TemplateError):
     def __init__(self, kinds: str) -> None:
         super().__init__(
             f"stop_token_ids must have an id that ends a turn of {kinds}, got none: the tokenizer's eos_token and the "
-            "ids of generation_config.json are missing, or the template also writes them inside a turn that goes on. "
+            "ids of generation_config.json are missing, or the template also writes them inside a turn that continues. "
             "Pass the id that the model samples last: stop_token_ids=[...] of TemplateRenderer or load_renderer, "
             "rollouts.sampling.stop_token_ids in a run, or eos_token_id in generation_config.json"
         )

@@ -1,4 +1,4 @@
-"""Calls a function in a process of its own, which is killed if a call takes too long or too much memory.
+"""Calls a function in a separate process, which is killed if a call takes too long or too much memory.
 
 A chat template is a program from outside, and Jinja's sandbox bounds neither its time nor its memory:
 

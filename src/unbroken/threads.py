@@ -1,5 +1,5 @@
-"""Daemon threads for blocking functions and for an event loop, which gets its turn, a renderer's lock, and a process
-that ends in any case.
+"""Daemon threads for blocking functions, and one for an event loop; an event loop that responds in time, a lock for a
+renderer, and the end of a process that does not end by itself.
 
 It imports little: commands load it at their start.
 """
@@ -26,8 +26,8 @@ _SWITCH_S = 0.0005
 
 
 @contextmanager
-def attend_to_loop() -> Iterator[None]:
-    """Let this process's event loop wait for little but work, in the block.
+def keep_loop_responsive() -> Iterator[None]:
+    """Keep this process's event loop from waiting for the garbage collector and for other threads, in the block.
 
     The garbage collector does not look at what is loaded before it: with torch and vLLM that took 0.5 s each time. A
     thread hands the interpreter over after 0.5 ms instead of 5: a request needs the loop about ten times.

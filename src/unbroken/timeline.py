@@ -122,7 +122,7 @@ class Timeline:
     ) -> None:
         """`name` is the process's. `clock` is in seconds, and its 0 is `origin_s` after the year 1970 began.
 
-        Each start of a process that continues a file has a number of its own there: what a killed one has not ended
+        Each start of a process that continues a file has its own number there: what a killed one has not ended
         stays apart.
         """
         self._file = file

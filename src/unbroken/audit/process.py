@@ -1,4 +1,4 @@
-"""Runs an audit in a process of its own."""
+"""Runs an audit in a separate process."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _CALM_S, _MAX_WAIT_S = 60.0, 60.0
 """How long a part waits at most before it starts again, and after how long without an end the wait is short again."""
 _STOP_S = 90.0
 _MAX_FAILURES = 3
-"""Gangs that end in a row without a step that was trained, after which the run ends."""
+"""How many times in a row the trainers may end without having trained a step; then the run ends."""
 _LOCAL = "local"
 
 

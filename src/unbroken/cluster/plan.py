@@ -76,7 +76,7 @@ class ClusterOptions:
         if 0 < self.samplers < num_ranks:
             raise InvalidInputError(
                 f"--samplers must be at least the trainer processes of --trainers {self.trainers}, {num_ranks}, "
-                f"because each has samplers of its own, got {self.samplers}"
+                f"because each has its own samplers, got {self.samplers}"
             )
         if self.gateways and not is_postgres_url(self.gateway_store or ""):
             raise InvalidInputError(
@@ -249,7 +249,7 @@ def make_plan(recipe: Path, options: ClusterOptions, own: Sequence[str]) -> Plan
 
 
 def _check_engine(recipe: Recipe, config: RunConfig, own: Sequence[str]) -> None:
-    """Refuse a recipe that has engines of its own; the default kind stands for none."""
+    """Refuse a recipe that has its own engines; the default kind stands for none."""
     from unbroken.runs.config import EngineKind
     from unbroken.runs.settings import read_options
 

@@ -91,7 +91,7 @@ class PartState:
 
 
 class Process:
-    """A command in a session of its own. All of it is killed when the process that started it is gone."""
+    """A command in its own session. All of it is killed when the process that started it is gone."""
 
     def __init__(self, command: Command, work_dir: Path) -> None:
         self._command = command

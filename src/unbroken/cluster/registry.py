@@ -145,7 +145,7 @@ class Registry:
 
 
 def _append(path: Path, event: ClusterEvent) -> None:
-    """Write an event at the end of a log, on a line of its own also behind one that was never finished."""
+    """Write an event at the end of a log, on its own line also behind one that was never finished."""
     with path.open("a+b") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 1))
         begin = b"" if log.read(1) in (b"", b"\n") else b"\n"

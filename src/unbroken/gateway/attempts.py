@@ -77,7 +77,7 @@ class PendingTurn:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was sampled and recorded, or failed, or is being cancelled: nobody can read it any more."""
+        """Whether it was sampled and recorded, or failed, or is being cancelled: no further request can join it."""
         return self._work is not None and (self._work.done() or self._work.cancelling() > 0)
 
     @property

@@ -3,7 +3,7 @@
     environment = "unbroken.integrations.mcp:McpEnv"
     environment_arguments.server = { command = ["python", "server.py"] }   # or { url = "http://..." }
 
-Each rollout has a session of its own, which for a command is a process of its own. An `McpSession` that several
+Each rollout has its own session, which for a command is its own process. An `McpSession` that several
 environments get is shared: it is open while any of them is.
 """
 
@@ -120,7 +120,7 @@ class McpEnv(ToolEnv):
         reward: RewardFunction | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
-        """Create an episode with a session of its own with `server`, or with a shared `session`.
+        """Create an episode with its own session of `server`, or with a shared `session`.
 
         Without `reward` it is 0, for runs whose `[[rewards]]` are added to it.
 
@@ -146,7 +146,7 @@ class McpEnv(ToolEnv):
 
 
 class _Connection:
-    """A connected client. Only the task that opened it may close it, so a task of its own does both."""
+    """A connected client. Only the task that opened it may close it, so a separate task does both."""
 
     def __init__(self, server: McpServer) -> None:
         self.tools: tuple[Tool, ...] = ()

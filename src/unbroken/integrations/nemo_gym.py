@@ -36,7 +36,7 @@ _STATUSES = {404: ToolStatus.UNKNOWN_TOOL, 422: ToolStatus.INVALID_ARGUMENTS}
 class NeMoGymEnv(ToolEnv):
     """An example with its tools, which the server runs, until a reply has no calls. Its verifier gives the reward.
 
-    Each rollout has a session of its own. The calls of a turn are made one after the other, in order, and their answers
+    Each rollout has its own session. The calls of a turn are made one after the other, in order, and their answers
     are the server's, also where it refuses.
     """
 

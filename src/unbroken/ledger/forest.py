@@ -83,7 +83,7 @@ class Match:
     """The keys of the request's messages; for a `BrokenReply` to it."""
 
     def unfold(self) -> Match:
-        """The same with the reasoning of all replies in a field of its own, where a text has it.
+        """The same with the reasoning of all replies in a separate field, where a text has it.
 
         Many templates cut a text at `</think>`, and such a text cannot be rendered as it is.
         """

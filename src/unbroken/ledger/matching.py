@@ -282,7 +282,7 @@ def _is_beginning(text: str, reasoning: str, streamed: MessageForm) -> bool:
 
 
 def unfold_reasoning(message: Message) -> Message:
-    """A message whose reasoning is a field of its own; the same message if its text has none."""
+    """A message whose reasoning is a separate field; the same message if its text has none."""
     content = message.get("content")
     if message["role"] != "assistant" or has_images(content) or _CLOSING not in get_text(content):
         return message

@@ -66,7 +66,7 @@ class TokenTree:
         """The numbers of the nodes at whose end nothing is attached, in order."""
         self._has_images = False
         self._last_ids: tuple[Position, TokenIds] | None = None
-        """The path that was asked for last: the next prompt goes on behind it."""
+        """The path that was asked for last: the next prompt continues it."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -343,7 +343,7 @@ class BranchIndex:
         self._differing: dict[tuple[Position | None, _Start], list[int]] = defaultdict(list)
         """The nodes attached at a position that begin so, oldest first."""
         self._repeating: dict[int, list[int]] = defaultdict(list)
-        """The nodes attached to a node that begin as it goes on."""
+        """The nodes attached to a node that begin as it continues."""
 
     def add(self, node: Node) -> None:
         """Add the tree's next node."""
@@ -388,7 +388,7 @@ class _Prompt:
         self._offsets = [image.offset for image in self._images]
 
     def get_start(self, offset: int) -> _Start:
-        """What begins at `offset`; the end of the prompt is like no id."""
+        """What begins at `offset`; at the end of the prompt, -1, which is no id."""
         if offset == len(self._ids):
             return (-1, None)
         images = self._find_images(offset, offset + 1)

@@ -34,7 +34,7 @@ class TemplateLimits:
     """Limits on a chat template, far above what a conversation of a million tokens needs.
 
     They bound neither time nor memory: a template belongs to the operator's own model. `unbroken audit` runs other
-    people's templates in a process of its own.
+    people's templates in a separate process.
 
     Raises:
         InvalidInputError: a limit is not positive.

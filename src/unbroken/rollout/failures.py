@@ -17,7 +17,7 @@ _LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 def must_propagate(error: BaseException) -> bool:
     """Whether an exception must be raised again: a cancellation of the current task, its closing, the user's interrupt.
 
-    A `CancelledError` is not enough: user code that cancels a task of its own and awaits it also raises one.
+    A `CancelledError` is not enough: user code that cancels a task that it made and awaits it also raises one.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -1,7 +1,7 @@
 """The command `unbroken agent NAME TASK`: one rollout of a known agent, recorded as a row that can be trained on.
 
 The task becomes a data set of one row, OUTPUT/task.jsonl, which `unbroken eval` evaluates: it opens the engine and the
-gateway, checks the policy, keeps the rollout, and goes on where an earlier call with the same output ended.
+gateway, checks the policy, keeps the rollout, and continues where an earlier call with the same output ended.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class EngineConfig:
     urls: tuple[str, ...] = ()
     """For server: the servers' addresses."""
     urls_file: Path | None = None
-    """For server, instead of urls: a file with one address a line, read again while the run goes on. A server that is
+    """For server, instead of urls: a file with one address a line, read again during the run. A server that is
     added is used once it has the newest weights; one that is removed, or does not answer, is left out."""
     api_key_file: Path | None = None
     """A file with the servers' API key, if they need one."""
@@ -194,7 +194,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if refused := sorted(_NOT_KWARGS.intersection(self.kwargs)):
             raise InvalidInputError(
-                f"kwargs must be without {', '.join(refused)}: model_settings has fields of its own for some, the "
+                f"kwargs must be without {', '.join(refused)}: model_settings has its own fields for some, the "
                 "trainer places the model and trains its weights as they are, and models are those that transformers "
                 f"has, got {dict(self.kwargs)}"
             )
@@ -237,7 +237,7 @@ class EvaluationConfig:
     sampling: SamplingParams | None = None
     """How to sample in evaluations, without restriction; if left out, as in `rollouts`."""
     engine: EngineConfig | None = None
-    """Servers for evaluations alone (kind server), which get each version that is evaluated while training goes on;
+    """Servers for evaluations alone (kind server), which get each version that is evaluated while training continues;
     if left out, the training's engine."""
 
     def __post_init__(self) -> None:

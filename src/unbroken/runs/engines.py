@@ -8,7 +8,7 @@ through its server.
         ▲ new weights, sleep                                 ▲
       trainer                                              HttpEngine              trainer
 
-The engine has a thread with an event loop of its own: a process that waits for the others blocks its loop, while they
+The engine has a thread with its own event loop: a process that waits for the others blocks its loop, while they
 still sample. vLLM's own way to run in several processes (`external_launcher`) needs the same requests in the same order
 in each, which rollouts with tools do not have.
 """

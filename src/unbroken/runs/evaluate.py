@@ -358,7 +358,7 @@ class _Evaluation:
             number, output = len(evaluator.read_kept()), self.config.output
             self.console.print(
                 f"{number} of {evaluator.num_problems} problems of {evaluator.name} are answered, and kept in "
-                f"{evaluator.output}: the same command with --output {output} goes on",
+                f"{evaluator.output}: the same command with --output {output} continues",
                 soft_wrap=True,
             )
             raise

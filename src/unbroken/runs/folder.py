@@ -176,8 +176,8 @@ def _check_same_files(folder: Path, before: Mapping[str, str | None], files: Map
 def digest_files(settings: Mapping[str, Any], *, code: str = "") -> dict[str, str]:
     """The SHA-256 of each file that settings name, by the name: data, code, and the tokenizer in a model's folder.
 
-    Settings that may change when a run goes on name none that matters. `code` is the user's own Python recipe, if it is
-    one, wherever it lies.
+    Settings that may change when a run continues name none that matter. `code` is the user's own Python recipe, if it
+    is one, wherever it lies.
     """
     texts = _find_texts([value for name, value in settings.items() if not may_change(name)])
     paths = {str(path): path for text in texts for path in _list_files(text)}
@@ -296,5 +296,5 @@ def _write(path: Path, recipe: str, settings: Mapping[str, Any], files: Mapping[
 
 
 def may_change(name: str) -> bool:
-    """Whether a field of the config may have another value when the run goes on."""
+    """Whether a field of the config may have another value when the run continues."""
     return name in _MAY_CHANGE or name.startswith(tuple(each for each in _MAY_CHANGE if each.endswith(".")))

@@ -122,7 +122,7 @@ class Comparison:
         return config
 
     async def measure(self) -> list[NumericsReport]:
-        """Compare with each setting: with vLLM in a process of its own, for a process chooses its kernels once."""
+        """Compare with each setting: with vLLM in a separate process, for a process chooses its kernels once."""
         if self.values.get("engine.kind") is not EngineKind.COLOCATED:
             reports = []
             for numerics in Numerics:

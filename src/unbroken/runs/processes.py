@@ -253,7 +253,7 @@ class _Others:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, server: socket.socket, token: str) -> None:
-        # sock_accept, cancelled while a connection waits, prints an error of its own.
+        # sock_accept, cancelled while a connection waits, prints its own error.
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
         with server, self._open(server):
             server.setblocking(False)

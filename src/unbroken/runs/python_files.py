@@ -65,7 +65,7 @@ class FunctionName(str):
 
 
 class CommandWord(FunctionName):
-    """A word of a command, which runs in a folder of its own: a word with a dot or a slash that names a file stands for
+    """A word of a command, which runs in its own folder: a word with a dot or a slash that names a file stands for
     that file, by a path that is relative to the TOML file, or to the working directory on a command line.
     """
 

@@ -51,7 +51,7 @@ from unbroken.runs.records.files import FOLDER
 from unbroken.runs.records.recorder import Recorder
 from unbroken.runs.samplers import SamplerOpener, SamplerProcesses
 from unbroken.runs.settings import describe
-from unbroken.threads import attend_to_loop
+from unbroken.threads import keep_loop_responsive
 from unbroken.timeline import Timeline, TraceFile
 from unbroken.training.checkpoints import Checkpoints, find_checkpoints
 from unbroken.training.config import TrainerConfig
@@ -313,9 +313,9 @@ async def _train(
         alone = evaluations if background is None else background
         observer = _make_observer(config, run, records, models, evaluations, background)
         if not trainer.from_main_process(bool(find_checkpoints(checkpoints.folder))):
-            await observer.check_policies()  # a run that goes on does so once its engines have its weights
+            await observer.check_policies()  # a run that continues does so once its engines have its weights
         await alone.evaluate(0, "before")
-        stack.enter_context(attend_to_loop())
+        stack.enter_context(keep_loop_responsive())
         await train(
             collector,
             trainer=trainer,

@@ -467,7 +467,7 @@ def _unknown_field(shown_name: str, name: str, section: Section) -> InvalidInput
         return InvalidInputError(f"{shown_name} must be left out: {why}")
     inside = [each for each in known if each.startswith(name + ".")]
     if inside:
-        return InvalidInputError(f"{shown_name} has fields of its own: give one of {', '.join(inside)}")
+        return InvalidInputError(f"{shown_name} has its own fields: give one of {', '.join(inside)}")
     similar = [each for each in known if _last(name) in (_last(each), _initials(each))]
     similar = similar or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if shown_name.startswith("--"):

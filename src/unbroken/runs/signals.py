@@ -41,7 +41,7 @@ def run_command(work: Callable[[], object], *, advice: str) -> int:
 
 
 def run_until_terminated(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run `main` in an event loop of its own, and return its result.
+    """Run `main` in its own event loop, and return its result.
 
     Raises:
         Terminated: SIGTERM came. A step that is still computed in a thread holds up the process for 15 s at most.

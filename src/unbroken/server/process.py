@@ -38,7 +38,7 @@ from unbroken.server.config import ServerConfig, format_url
 from unbroken.server.context import MakeRenderer
 from unbroken.server.http.guard import MAX_HEAD_BYTES
 from unbroken.server.options import AppOptions, CheckEngine, ServeOptions, name_option
-from unbroken.threads import attend_to_loop
+from unbroken.threads import keep_loop_responsive
 
 _ANSWER_S = 5.0
 """Seconds to answer the requests that were not finished when the server stopped."""
@@ -219,7 +219,7 @@ async def _run_app(app: FastAPI, listeners: Sequence[socket.socket], options: Ap
     if watch is not None:
         watch.add_done_callback(lambda _: server.handle_exit(signal.SIGTERM, None))
     _give_memory_back()
-    with attend_to_loop():
+    with keep_loop_responsive():
         await server.serve(sockets=list(listeners))
     if server.server_state.tasks:  # cancelled, and being answered
         await asyncio.wait(server.server_state.tasks, timeout=_ANSWER_S)

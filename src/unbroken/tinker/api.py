@@ -340,7 +340,7 @@ class TinkerApi:
     async def _save(
         self, run: TrainingRun, kind: str, body: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
     ) -> Made:
-        """Save a model in a folder of its own: one that is replaced is whole until the new one's row is written."""
+        """Save a model in its own folder: one that is replaced is whole until the new one's row is written."""
         name = f"{body.seq_id:06}" if body.path is None else body.path
         if not re.fullmatch(r"(?!\.)[\w.-]{1,200}", name, re.ASCII):
             rule = "must have 1 to 200 letters, digits and . _ -, and not begin with a dot"
@@ -553,7 +553,7 @@ class TinkerApi:
 
 
 def _write(folder: Path, model_id: str, backend: Models, *, state: bool = False) -> int:
-    """Write what engines take of a model, and with `state` what training goes on from; returns the bytes of all.
+    """Write what engines take of a model, and with `state` what training continues from; returns the bytes of all.
     `StoreError` if the disk does not take it, and nothing is left of it.
     """
     try:

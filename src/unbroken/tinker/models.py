@@ -303,7 +303,7 @@ class Models:
 
 
 class TrainerProcess:
-    """`Models` in a process of its own, which may have another GPU. It ends with this one, however that ends."""
+    """`Models` in a separate process, which may have another GPU. It ends with this one, however that ends."""
 
     def __init__(self, source: str | Path, device: str) -> None:
         """Start it; `device` is what CUDA_VISIBLE_DEVICES is there."""

@@ -30,7 +30,7 @@ class TinkerOptions:
     """Where this server, and no other, keeps checkpoints and sampled sequences: a folder, or a postgresql:// URL for
     their rows, with the files of checkpoints in --tinker-files."""
     tinker_files: Path | None = None
-    """Folder for the files of checkpoints if --tinker-store is a database, which has a folder of its own in it (default
+    """Folder for the files of checkpoints if --tinker-store is a database, which has its own folder in it (default
     runs/tinker)."""
     tinker_keep_days: float = 30.0
     """Days that a sampled sequence is kept, as is a training run that ended without a checkpoint: a span that names an
@@ -48,7 +48,7 @@ class TinkerOptions:
     """Train all weights (rank 0), of one model at a time, instead of adapters: an engine that has sampled from other
     whole weights takes no adapters any more."""
     tinker_device: str | None = None
-    """Train in a process of its own on this GPU, as CUDA_VISIBLE_DEVICES names it; without it, where the server is."""
+    """Train in a separate process on this GPU, as CUDA_VISIBLE_DEVICES names it; without it, where the server is."""
     tinker_idle_s: float = 300.0
     """Seconds after which a client that gives no sign of life has its models freed; the SDK gives one every 10 s."""
     tinker_max_models: int = 8

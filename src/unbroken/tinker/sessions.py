@@ -213,7 +213,7 @@ class TrainingRun:
         is_new = self._next <= number < self._next + MAX_OPEN and number not in self._waiting
         if not is_new and await self._promises.find(request_id) is None:
             rule = f"seq_id of {self.model_id} must lie in [{self._next}, {self._next + MAX_OPEN}), got {number}"
-            raise HttpError(400, f"{rule}: calls are numbered from 1, also of a client that goes on with a model")
+            raise HttpError(400, f"{rule}: calls are numbered from 1, also of a client that continues with a model")
         is_next = number == self._next
         promise = await self._promises.start(request_id, kind, body, is_new=is_new, is_next=is_next)
         if is_new:

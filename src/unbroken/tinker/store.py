@@ -212,7 +212,7 @@ def _begin(cursor: Cursor) -> str:
 
 
 class TinkerStore:
-    """The store of one server. Blocks: the server calls it in a thread of its own."""
+    """The store of one server. Blocks: the server calls it in a separate thread."""
 
     def __init__(
         self, location: str | Path, *, files: Path | None = None, keep_days: float = 30, sessions: str | None = None

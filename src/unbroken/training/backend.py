@@ -731,7 +731,7 @@ class TrainerBackend:
         """Halve the pass size after a process ran out of memory, whose longest row has `longest` ids.
 
         Raises:
-            TrainingError: that row had a pass of its own already.
+            TrainingError: that row had its own pass already.
         """
         size = self._pass_size or MAX_PASS_IDS
         if longest >= size:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop, from which a killed run goes on as if it had not been killed.
+"""Checkpoints of a training loop, from which a killed run continues as if it had not been killed.
 
     checkpoints/step-00000005/    the trainer after 5 steps (state.py), the metrics of the fifth, the caller's state
 
@@ -7,8 +7,8 @@ blocks; a thread of each writes the copy while the next steps are made. On resum
 its metrics written again, in place of a line that may be there already, and later lines go: each step is in the metrics
 once, whenever the run was killed.
 
-Servers may have weights of steps that are lost with a killed run. They take no older version, so the run goes on with a
-version above theirs (`loop.train`). The first checkpoint is that of the first step, and is waited for before its
+Servers may have weights of steps that are lost with a killed run. They take no older version, so the run continues with
+a version above theirs (`loop.train`). The first checkpoint is that of the first step, and is waited for before its
 weights are published: without any, new weights of this run could not be distinguished from those of another.
 """
 

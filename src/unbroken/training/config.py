@@ -286,7 +286,7 @@ class TrainerConfig:
     """Maximum ids in one forward pass, padding included and shared ones counted once; a longer row is not cut and has a
     pass of its own. None: 12,288, or on a GPU half of it, a quarter, and so on, until a pass fits into what is free in
     the first step beside gradients and optimizer; with `compile`, a GPU begins with 24,576, and with half for models as
-    wide as 2,048 or wider. A pass that runs out of memory halves it, and the step goes on (not with FSDP2, whose
+    wide as 2,048 or wider. A pass that runs out of memory halves it, and the step continues (not with FSDP2, whose
     processes wait for each other in every pass)."""
     packing: Packing = Packing.AUTO
     shared_prefixes: SharedPrefixes = SharedPrefixes.AUTO
@@ -294,7 +294,8 @@ class TrainerConfig:
     """With exact, the engine that a run makes computes so too, and a step ends the run if a logprob has other bits than
     the sampler's, by the same weights."""
     sampler_tensor_parallel: int = 1
-    """With exact numerics: of the vLLM that samples, which rounds as many parts of some sums. A run asks its engine."""
+    """With exact numerics: over how many GPUs the vLLM that samples splits the model. The trainer rounds the same parts
+    of some sums. A run asks its engine."""
     warn_of_inexact: bool = False
     """With exact numerics: warn of such a logprob, and go on; `mismatch/equal_share` counts the equal ones."""
     max_policy_k3: float | None = None

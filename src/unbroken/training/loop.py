@@ -1,4 +1,4 @@
-"""A run of training: what goes on before its first step, which are `training.step`, and after its last one."""
+"""A run of training: what happens before its first step, its steps (`training.step`), and after its last one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def train(
     whose engine another process publishes to, and `metrics` on all but the first, which writes those of all. An error
     of one of them in what it is given is raised on all.
 
-    With `checkpoints`, a killed run goes on after the newest one: its weights are published, the metrics of its last
+    With `checkpoints`, a killed run continues after the newest one: its weights are published, the metrics of its last
     step are written again in place of those from there on, and `observer` sees that step again. If an engine has newer
     weights of a step that was lost (`engine`, `RunObserver.get_newest_version`), the version rises above theirs.
 
@@ -146,9 +146,8 @@ async def _resume(
     return last
 
 
-async def _make_steps(steps: StepRunner, *, is_published: bool) -> None:
-    """Make the steps of a run; one that goes on first does again what a kill may have cut off."""
-    first_step = 0 if steps.last is None else steps.last.num_steps
+async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:
+    """Make the steps of a run; one that continues first does again what a kill may have cut off."""
     try:
         if first_step > 0:
             if not is_published:
@@ -176,7 +175,7 @@ async def _save_after_outage(steps: StepRunner, error: OutageError) -> OutageErr
     num_steps = 0 if steps.last is None else steps.last.num_steps
     return OutageError(
         f"{error}. The run stands after {num_steps} steps in {steps.checkpoints.folder}: start it again once "
-        "the engine is there, and it goes on from there"
+        "the engine is there, and it continues from there"
     )
 
 

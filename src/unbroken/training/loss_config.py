@@ -80,7 +80,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig:
-    """How far the ratio of policy and old policy may go. Each loss has values of its own for what is not given, and
+    """How far the ratio of policy and old policy may go. Each loss has its own values for what is not given, and
     refuses what it does not use.
     """
 

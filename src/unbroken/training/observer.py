@@ -46,7 +46,7 @@ class RunObserver:
         return nullcontext()
 
     async def on_resume(self) -> None:
-        """See that a run goes on: the engines have the trainer's weights again, and nothing was sampled yet.
+        """See that a run continues: the engines have the trainer's weights again, and nothing was sampled yet.
 
         After an `OutageError` it is called again, once the engine is back.
         """

@@ -142,7 +142,7 @@ class GroupQueue:
     engine_version: int
     """The weights that all engines of this process have at least; the trainer begins with the same."""
     num_made: InitVar[int] = 0
-    """Steps that a run has made that goes on."""
+    """Steps that a run has made that continues."""
     state: InitVar[Mapping[str, Any] | None] = None
     """Of the groups after these steps (`StepGroups.state`)."""
     numbers: GroupNumbers = field(init=False)

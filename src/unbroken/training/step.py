@@ -80,7 +80,7 @@ class StepRunner:
         self.timeline.begin(Track.TRAINER, f"step {step}", version=version)
         await check_some_succeeded(groups.sampled, step, self.trainer)
         await self._update(groups)
-        # A checkpoint has the new weights before any engine does. A run that is killed from here on goes on from this
+        # A checkpoint has the new weights before any engine does. A run that is killed from here on continues from this
         # step, or from an earlier one with a version above the engine's.
         await self._save(groups)
         self.log.end_making()
@@ -318,7 +318,7 @@ class StepRunner:
             f"there is, the task is solved and the run is done{model}. If not: take problems that the policy solves "
             "sometimes, more rollouts of each (rollouts.group_size), or limits that let them end (rollouts.limits). "
             f"LoopConfig.max_empty_steps ({self.config.max_empty_steps}) is how many such steps a run may make; with "
-            "none it goes on (--loop.max-empty-steps none)"
+            "none it continues (--loop.max-empty-steps none)"
         )
 
 

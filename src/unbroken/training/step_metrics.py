@@ -83,7 +83,7 @@ class StepLog:
     """
 
     def __init__(self, *, is_ahead: bool, metrics: Metrics | None = None) -> None:
-        """The first step begins now. `metrics` are those of the step after which a run goes on."""
+        """The first step begins now. `metrics` are those of the step after which a run continues."""
         self._is_ahead = is_ahead
         self._metrics: dict[str, float | int | None] = dict(metrics or {})
         self._beside: Metrics = {}
@@ -94,7 +94,7 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the times anew: a run goes on."""
+        """Begin the times anew: a run continues."""
         self._began_s = self._made_s = self._ended_s = time.perf_counter()
         self._spans.clear()
 
@@ -147,7 +147,7 @@ class StepLog:
 
     def end_publication(self, update: WeightUpdate, *, lost_s: float) -> None:
         """The weights were published before the next step, and engines were waited for for `lost_s`."""
-        if not self.is_trained:  # a run goes on after a step that trained nothing
+        if not self.is_trained:  # a run continues after a step that trained nothing
             return
         self._metrics |= update_metrics(update)
         self._add("seconds/outages", lost_s)

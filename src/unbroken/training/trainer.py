@@ -97,7 +97,7 @@ class Trainer:
         self._processes = Processes(accelerator.process_index, self.from_all_processes)
         self._rng = np.random.default_rng(config.seed)
         self._num_steps = 0
-        """Steps made, also before a checkpoint. The version tells nothing: a run that goes on may skip some."""
+        """Steps made, also before a checkpoint. The version tells nothing: a run that continues may skip some."""
         self._entropy_weight = config.entropy_weight
         self._last_entropy: float | None = None
         """Of the last update, with `entropy_control`."""

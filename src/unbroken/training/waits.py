@@ -1,4 +1,4 @@
-"""What a run waits for: its other processes, in a thread, so its event loop goes on; what takes long, in the log."""
+"""What a run waits for: its other processes, in a thread, so its event loop runs; what takes long, in the log."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Numerics(StrEnum):
     """Each by its fastest kernels: logprobs of the same weights differ by rounding."""
     EXACT = "exact"
     """Logprobs of the same weights have the same bits (`unbroken.exactness`): from an embedded engine, on a CPU, in
-    float32. Each row then has a lane of its own, and a step whose logprobs differ ends the run."""
+    float32. Each row then has its own lane, and a step whose logprobs differ ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

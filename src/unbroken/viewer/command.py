@@ -24,7 +24,7 @@ def add_view_parser(commands: Any) -> None:
     view = commands.add_parser(
         "view",
         help="look at a run in a browser: its curves, its rollouts, every token",
-        description="Look at a run in a browser, while it goes on or later: its curves, its rollouts, every token.",
+        description="Look at a run in a browser, while it runs or later: its curves, its rollouts, every token.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(404, {"error": str(error)})
         except ConnectionError:
             raise
-        except Exception as error:  # a record that nobody thought of; the other pages are none the worse
+        except Exception as error:  # a record with an unknown fault: the other pages still work
             self._send_json(500, {"error": f"it cannot be shown: {type(error).__name__}: {error}"[:500]})
 
     def _find_refusal(self) -> str | None:
@@ -157,7 +157,7 @@ def export_page(resources: Resources, folder: Path, *, max_rollouts: int = sys.m
         for name in ASSETS:
             (folder / name).write_bytes(read_asset(name).replace(_SERVED, _EXPORTED))
         for path in resources.list_paths(max_rollouts=max_rollouts):
-            with suppress(LookupError, InvalidInputError):  # a run or gateway that goes on may delete what was listed
+            with suppress(LookupError, InvalidInputError):  # a run or gateway may meanwhile delete what was listed
                 _write_file(folder / "data" / f"{path}.js", to_script(path, resources.get(path)))
                 num_files += 1
         for path in resources.list_images():

@@ -131,7 +131,7 @@ class WeightFiles:
 def write_weights(
     parent: Path, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, file_bytes: int = 2**30
 ) -> WeightFiles:
-    """Write one version into a folder of its own in `parent`, which is there whole or not at all (`atomic_folder`).
+    """Write one version into its own folder in `parent`, which is there whole or not at all (`atomic_folder`).
 
     Tensors are copied to the CPU one file at a time. An existing folder of the version is replaced. If the version
     cannot be written (a full disk, say), nothing is left of it, and `WeightsError` is raised.

@@ -78,7 +78,7 @@ def is_store(location: str) -> bool:
 
 
 class VersionStore:
-    """One trainer's versions. Each process that writes or reads has an object of its own; its methods block."""
+    """One trainer's versions. Each process that writes or reads has its own object; its methods block."""
 
     def __init__(self, url: str, *, full_every: int = 10) -> None:
         """`url` is one of fsspec's. Every `full_every`-th version is written whole: a server that comes reads it, and

@@ -7,7 +7,7 @@ padding. With `buffer_bytes` 8 and weights of 4, 6, 20 and 2 bytes:
 
     chunk 0: 4 + 6 bytes      chunk 1: 20 bytes      chunk 2: 2 bytes
 
-Not packed, each weight is a chunk of its own. A member that loses another or waits too long gets a `WeightsError`, and
+Not packed, each weight is its own chunk. A member that loses another or waits too long gets a `WeightsError`, and
 the group cannot be used again. vLLM itself is not needed: any trainer can send, any engine can receive.
 """
 

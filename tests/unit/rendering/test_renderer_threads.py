@@ -15,7 +15,7 @@ from support.templates import chatml_with
 from support.tokenizers import make_tokenizer
 from unbroken.rendering.encoding.tokenizer import encode_text, read_ids, read_offsets
 from unbroken.rendering.template import TemplateRenderer
-from unbroken.threads import DaemonThreads, RendererLock, attend_to_loop
+from unbroken.threads import DaemonThreads, RendererLock, keep_loop_responsive
 
 WORDS = "the quick brown fox, and 42 «naïve» dogs\n"
 
@@ -119,7 +119,7 @@ async def test_an_exception_in_a_thread_is_raised_and_the_threads_go_on():
 
 def test_within_a_block_for_the_loop_the_garbage_collector_ignores_what_was_there_before():
     interval = sys.getswitchinterval()
-    with attend_to_loop():
+    with keep_loop_responsive():
         assert gc.get_freeze_count() > 0
         assert sys.getswitchinterval() < interval
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (interval, 0)

@@ -113,7 +113,7 @@ class PolicyAdapters:
 
     async def make_room(self, *, num_others: int) -> None:
         """Wait until a version can be dropped, if as many are kept as there is room for."""
-        while not self._has_room(num_others):  # a request ends in a task of its own
+        while not self._has_room(num_others):  # a request ends in its own task
             if self._llm.errored:
                 raise EngineError("vLLM's engine is dead; its log has the reason. Start another")
             await asyncio.sleep(_POLL_S)

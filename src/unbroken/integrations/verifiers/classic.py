@@ -37,7 +37,7 @@ class ClassicEnvironment:
         if environment.requires_group_rollouts and hasattr(environment, "harness"):
             raise InvalidInputError(
                 f"environment {name!r} cannot be trained on: its harness starts and scores whole groups by itself, and "
-                "each attempt needs a session of its own"
+                "each attempt needs its own session"
             )
 
     def rows(self, *, evaluation: bool) -> ClassicRows:

@@ -25,7 +25,7 @@ class TasksetEnvironment:
     config: Any
     """Its `EnvConfig`."""
     agent: str
-    """The agent that is trained: the only one without a client of its own."""
+    """The agent that is trained: the only one without its own client."""
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> TasksetEnvironment:
@@ -43,7 +43,7 @@ class TasksetEnvironment:
         trained = [agent for agent, each in agents.items() if each.client is None]
         if len(trained) != 1:
             raise InvalidInputError(
-                f"environment {name!r} must have exactly one agent without a client of its own, which is trained, got "
+                f"environment {name!r} must have exactly one agent without its own client, which is trained, got "
                 f"{', '.join(trained) or 'none'} of {', '.join(agents)}: give the others a client in "
                 "environment_arguments, such as {judge = {client = {base_url = ...}, model = ...}}"
             )

@@ -18,10 +18,10 @@ MAX_GROUP = 256
 
 
 class SessionWriter:
-    """Commits turns to a store in a thread of its own. For one event loop.
+    """Commits turns to a store in its own thread. For one event loop.
 
     A transaction takes all commits that are waiting when it begins. While it is written, the next ones gather: with one
-    session at work each turn has a transaction of its own, and nobody ever waits for others to come.
+    session at work each turn has its own transaction, and nobody ever waits for others to come.
     """
 
     def __init__(self, store: SessionStore, *, max_waiting: int = 1024) -> None:
@@ -89,7 +89,7 @@ class SessionWriter:
         """Store all at once, or those that can be stored one by one; the error of each."""
         try:
             self._store.commit(commits)
-        except Exception as error:  # of any kind: it belongs to the caller, and the thread goes on
+        except Exception as error:  # of any kind: it belongs to the caller, and the thread continues
             if len(commits) == 1:
                 return [error]
             return [each for commit in commits for each in self._write([commit])]

@@ -133,7 +133,7 @@ class _ArgumentStyle:
 
 
 def _write_tags(opening: str, closing: str) -> Callable[[Mapping[str, Any]], str]:
-    """Write each argument between tags, on lines of its own; `{}` in the opening is the key."""
+    """Write each argument between tags, on its own lines; `{}` in the opening is the key."""
     return lambda arguments: "\n".join(opening.format(key) + value + closing for key, value in arguments.items())
 
 

@@ -1,4 +1,4 @@
-"""An agent that is a command: a process group of its own for each attempt, in a copy of a folder, and a check after it.
+"""An agent that is a command: a separate process group for each attempt, in a copy of a folder, and a check after it.
 
 copy of the workspace ── the agent's command, to its end ── the check, in the same copy ── reward 1 or 0
 """
@@ -110,7 +110,7 @@ class Check:
 class CommandAgent:
     """Starts a command for each attempt, with the session in its environment (`AgentSession.environment`).
 
-    It runs in a folder of its own, without input. When it ends, or is cancelled by a time-out, its whole process group
+    It runs in its own folder, without input. When it ends, or is cancelled by a time-out, its whole process group
     is ended too, and on Linux what has left the group. What it writes is kept as `<logs>/<session id>.log`, and as
     `.err`; what its check writes, as `.check.log` and `.check.err`.
 
@@ -169,7 +169,7 @@ class CommandAgent:
                 words, own = self.known.start(session, instruction=self.instruction, home=home)
             own |= {_ATTEMPT: str(scratch)}
             status = await self._run(words, own, work=work, home=home, output=output, errors=errors)
-            await _finish_in_thread(_end_strays, scratch)  # what goes on would change what is checked
+            await _finish_in_thread(_end_strays, scratch)  # what still runs would change what is checked
             failure = self._describe_failure(words[0], status, _read_end(errors, output)) if status else None
             if self.check is not None:
                 with session.preparation.running():
@@ -287,7 +287,7 @@ def _remove(scratch: tempfile.TemporaryDirectory[str]) -> None:
 def _end_strays(scratch: Path) -> None:
     """End the processes of an attempt that left its process group, found by the variable that all of them inherit.
 
-    Cline 3.0 started a daemon in a group of its own, one for each attempt. Only Linux lists the variables of processes.
+    Cline 3.0 started a daemon in its own group, one for each attempt. Only Linux lists the variables of processes.
     """
     line = f"{_ATTEMPT}={scratch}".encode()
     for _ in range(_MAX_ROUNDS):  # one that is ended may have started another meanwhile

@@ -191,7 +191,7 @@ wire_api = "responses"
 
 
 def read_instruction(messages: Sequence[Message], *, place: str) -> str:
-    """The text of a prompt for an agent, which has a system prompt of its own; an error begins with `place`.
+    """The text of a prompt for an agent, which has its own system prompt; an error begins with `place`.
 
     Raises:
         InvalidInputError: the prompt is anything but one message of the user, of text.

@@ -71,7 +71,7 @@ async def run_agent_group(
     is_scored_later: bool = False,
     group_id: str | None = None,
 ) -> TrajectoryGroup:
-    """Let an agent attempt one task n times concurrently, each in a session of its own.
+    """Let an agent attempt one task n times concurrently, each in its own session.
 
     The sampling parameters are forced on every request of the sessions, but an agent may ask for fewer tokens; with
     `sampling.seed` each session has a seed derived from it. An attempt that takes longer than `limits.timeout_s`, not

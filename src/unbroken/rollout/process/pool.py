@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 
 StartLocal: TypeAlias = Callable[[str, Path], Awaitable[asyncio.subprocess.Process]]
-"""Starts a local sampler, in a session of its own, by its name and the file for its output."""
+"""Starts a local sampler, in its own session, by its name and the file for its output."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

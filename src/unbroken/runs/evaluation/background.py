@@ -235,7 +235,7 @@ class PreparedVersion:
 class EvaluationServers:
     """Servers of evaluations alone, with the publisher of the first process. Made by `open`.
 
-    Each version to evaluate is published to them, while training goes on with the others:
+    Each version to evaluate is published to them, while training continues with the others:
 
         first process    prepare (a copy of the weights) ── announce(1): publish     in a task during the steps
         the others       prepare ──────────────────────── wait_for(1)                then all sample

@@ -98,7 +98,7 @@ class Evaluator:
     async def evaluate_kept(self) -> tuple[Evaluation, list[list[Sample]]]:
         """Evaluate the policy before the first step, in one process, and go on where an earlier call ended.
 
-        Each group is kept in a file of its own once it is sampled; when all are there, one file takes their place.
+        Each group is kept in its own file once it is sampled; when all are there, one file takes their place.
         Raises as `evaluate` does, at the first group that lost its engine.
         """
         folder, kept = self.output / FOLDER / self.name, await asyncio.to_thread(self.read_kept)
@@ -235,7 +235,7 @@ def _check_failures(problems: Sequence[Sequence[Sample]]) -> None:
 
 
 def _make_outage(reason: str) -> OutageError:
-    return OutageError(f"the evaluation lost its engine ({reason}): once the engine is back, the same command goes on")
+    return OutageError(f"the evaluation lost its engine ({reason}): the same command continues once it is back")
 
 
 def _key(line: Mapping[str, Any]) -> tuple[int, str, int, int]:

@@ -34,7 +34,7 @@ def check_sets(sets: Sequence[EvaluationSet], config: EvaluationConfig) -> None:
 def make_evaluators(
     sets: Sequence[EvaluationSet], config: EvaluationConfig, sampler: Sampler, *, seed: int, **shared: Any
 ) -> list[Evaluator]:
-    """Make the evaluator of each set, with seeds of its own."""
+    """Make the evaluator of each set, with its own seeds."""
     return [
         Evaluator(
             name=each.name,
@@ -70,7 +70,7 @@ class Evaluations:
     """Before the first step, the run may still remove later steps from trackers."""
 
     def is_due(self, num_steps: int, *, last: int) -> bool:
-        """Whether to evaluate after `num_steps` steps; `last` has an evaluation of its own, at the end."""
+        """Whether to evaluate after `num_steps` steps; `last` has its own evaluation, at the end."""
         return self.config.every > 0 and num_steps % self.config.every == 0 and num_steps < last
 
     async def evaluate(self, num_steps: int, when: str) -> tuple[Trajectory, ...]:

@@ -73,7 +73,7 @@ class KeptModels:
             self._write(self.output / BEST, step, evaluation=evaluation)
 
     def write_candidate(self, step: int) -> None:
-        """Write the model whose evaluation begins now, while training goes on."""
+        """Write the model whose evaluation begins now, while training continues."""
         self._write(self.output / CANDIDATE, step)
 
     def settle_candidate(self, evaluation: Mapping[str, float], *, by: str) -> None:

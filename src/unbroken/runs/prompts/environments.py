@@ -223,7 +223,7 @@ class AgentConfig:
     module:function or file.py:function."""
     command: tuple[CommandWord, ...] = ()
     """Instead of a function: words of a command, which is run for each attempt, with the session and the row in its
-    environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...). It runs in a folder of its own; a word with a
+    environment (OPENAI_BASE_URL, ANTHROPIC_BASE_URL, UNBROKEN_TASK, ...). It runs in its own folder; a word with a
     dot or a slash that names a file in the TOML file's folder stands for that file, or, if the file is in the
     workspace, for the copy's."""
     name: str | None = None

@@ -128,7 +128,7 @@ _MEDIA = "images are parts of messages"
 _VLLM = "it belongs to vLLM's own servers"
 _PLATFORM = "it belongs to OpenAI's platform: nothing is stored, billed or filtered here"
 _CACHE = "keys and values of older weights are never reused, and others are the engine's own choice"
-_ID = "every answer has an id of its own"
+_ID = "every answer has its own id"
 _TEXT = "texts have no special tokens; the ids have all of them"
 _CHUNKS = "what is sampled is sent at once"
 

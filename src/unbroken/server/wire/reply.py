@@ -6,7 +6,7 @@
     feed        ReplyPiece(TOOL_CALL, call=ReplyCall("3f1c09ab2", "add", '{"a": 1}'))
 
 A whole reply is its pieces, joined. A call that cannot be parsed is content, as in vLLM: its text with its delimiters,
-on lines of its own; `list_malformed` has what no dialect has a form for.
+on its own lines; `list_malformed` has what no dialect has a form for.
 
 A stop string is one of the sampled text, delimiters too, as the engine looks for it. The reply is what the model had
 said before it: the ids up to there are read as if the model had ended there.
@@ -252,7 +252,7 @@ def _cut_text(text: str, surplus: str) -> str:
 
 
 class _ContentLines:
-    """Puts the texts of malformed calls between the content, each on lines of its own."""
+    """Puts the texts of malformed calls between the content, each on its own lines."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -58,7 +58,7 @@ class MetricsWriter:
 
         Raises:
             InvalidInputError: a value is NaN or infinite; nothing was written.
-            MetricsError: the disk is full or fails. A half-written line is removed when the run goes on.
+            MetricsError: the disk is full or fails. A half-written line is removed when the run continues.
         """
         for name, value in metrics.items():
             if value is not None and not math.isfinite(value):
@@ -69,7 +69,7 @@ class MetricsWriter:
         except OSError as error:
             raise MetricsError(
                 f"the metrics of step {step} cannot be written to {self._directory}: {error.strerror or error}. Free "
-                "space and start the run again: with checkpoints it goes on after the newest"
+                "space and start the run again: with checkpoints it continues after the newest"
             ) from error
 
     def log_evaluation(self, num_steps: int, values: Mapping[str, float]) -> None:

@@ -218,7 +218,7 @@ def _compare_gradients(policy: Any, rows: Sequence[Ids]) -> tuple[float, float]:
 
 
 def _score_alone(policy: Any, rows: Sequence[Ids]) -> torch.Tensor:
-    """[N] logprobs of all ids but the first of each row, each in a pass of its own."""
+    """[N] logprobs of all ids but the first of each row, each in its own pass."""
     given = [torch.from_numpy(row.astype(np.int64))[None].to(policy.causal.device) for row in rows]
     return torch.cat(
         [policy(ids_1T, torch.arange(ids_1T.shape[1], device=ids_1T.device)[None] > 0, 1.0)[0] for ids_1T in given]

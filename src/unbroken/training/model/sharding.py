@@ -53,7 +53,7 @@ def make_distributed_config(parallel: ParallelConfig, *, is_bfloat16: bool) -> D
         name = missing[0]
         raise InvalidInputError(
             f"trainer.parallel.{name} = {getattr(parallel, name)} needs transformers {_FIRST_WITH_ALL}, and "
-            f"{installed} is installed, as vLLM requires: take vLLM as a server in an environment of its own "
+            f"{installed} is installed, as vLLM requires: take vLLM as a server in its own environment "
             "(engine.kind server)"
         )
     has_all = Version(installed) >= _FIRST_WITH_ALL

@@ -5,7 +5,7 @@
 A GPU computes it in half precision by `torch.nn.attention.varlen` (FlashAttention), about as fast as a causal kernel
 over rows of one length. Elsewhere each row is attended by itself: slow, and there for tests.
 
-A model gets it under a name of its own (`IMPLEMENTATION`), which is SDPA wherever no borders are given: in padded
+A model gets it under its own name (`IMPLEMENTATION`), which is SDPA wherever no borders are given: in padded
 passes, in copies of the model, and in `generate`. Given a `BlockMask`, it is FlexAttention (`tree_attention`).
 """
 

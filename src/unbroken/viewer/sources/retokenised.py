@@ -50,7 +50,7 @@ def load_template_texts(source: TemplateSource) -> TemplateTexts | None:
 
 
 def retokenise_recorded(shown: Mapping[str, Any], source: TemplateSource) -> dict[str, Any]:
-    """Load what `retokenise_trajectory` needs, and call it: in a process of its own, as the template is not ours."""
+    """Load what `retokenise_trajectory` needs, and call it: in a separate process, as the template is not ours."""
     return retokenise_trajectory(shown, load_template_texts(source))
 
 

@@ -26,7 +26,7 @@ from unbroken.runs.records.files import PART
 from unbroken.viewer.sources.rollouts import StepFiles
 
 _FIRST_S, _MAX_S = 0.05, 1.0
-"""Seconds of reading for the first answer, and for another one, which goes on."""
+"""Seconds for which files are read before the first answer, and before each further one."""
 _COLUMNS = {
     "reward": "reward", "ids": "num_sampled", "turns": "num_turns", "mismatch": "max_abs", "time": "wall_time_s",
     "advantage": "advantage", "truncated": "is_truncated", "parse": "num_bad_calls", "tools": "num_tool_errors",
@@ -66,7 +66,7 @@ class Table:
     def query(self, files: Mapping[int | str, tuple[StepFiles, object]], query: str | None) -> dict[str, Any]:
         """The first rollouts of a query, how many there are, and what there is to choose by; None: all of them.
 
-        `files` has the files of each step and their signature. New ones are read, in the time that an answer has.
+        `files` has the files of each step and their signature. New ones are read for as long as an answer may take.
         """
         asked = dict(parse_qsl(query or ""))
         text, size = asked.get("q", ""), asked.get("size", "")

@@ -54,7 +54,7 @@ async def test_two_rollouts_of_one_agent_are_not_one_trajectory(tmp_path: Path) 
     ("name", "arguments", "words"),
     [
         ("sells", {}, "environment must be one that verifiers 0.4.0 can load, got 'sells': ModuleNotFoundError"),
-        ("cells", {"agents": {"a": None, "b": None}}, "exactly one agent without a client of its own, which is"),
+        ("cells", {"agents": {"a": None, "b": None}}, "exactly one agent without its own client, which is"),
         ("cells", {"taskset": {"infinite": True}}, "environment 'cells' cannot be trained on: its taskset is infinite"),
         ("cells", {"taskset": {"cells": 0}}, "environment 'cells' has no tasks"),
     ],

@@ -188,7 +188,7 @@ def test_further_sampling_parameters_that_are_exact_go_through():
         (["--learning-rate", "3"], r"--learning-rate must .*: did you mean --trainer.optimizer.learning-rate\?"),
         (["--trainer.optimiser.lr", "3"], r"--trainer.optimiser.lr .* mean --trainer.optimizer.learning-rate\?"),
         (["--trainer.optimiser.eps", "3"], r"--trainer.optimiser.eps .* did you mean --trainer.optimizer.eps\?"),
-        (["--trainer", "3"], r"--trainer has fields of its own: give one of trainer.old_logprobs, "),
+        (["--trainer", "3"], r"--trainer has its own fields: give one of trainer.old_logprobs, "),
         (["--qqqqqqqq", "3"], r"--qqqqqqqq must be .*: the fields are output, seed, colour"),
         (["--seed"], r"--seed must be followed by a value"),
         (["--seed", "1", "--seed=2"], r"--seed must be given once, but is given twice"),
