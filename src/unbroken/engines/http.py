@@ -447,7 +447,7 @@ class Failover:
         return list(self.members.values())
 
     def candidates(self, session: str) -> Iterator[EngineServer]:
-        """Those to ask for a conversation, one after the other; those that come meanwhile too."""
+        """Those to ask for a conversation, one after the other; also those that are added later."""
         asked: set[EngineServer] = set()
         while (server := next((each for each in self.order(session) if each not in asked), None)) is not None:
             asked.add(server)

@@ -223,7 +223,7 @@ def compare_listed(sent: MessageForm, delivered: MessageForm, reply: Message) ->
 def _lists_calls(listed: str, text: str, made: Sequence[Any]) -> bool:
     """Whether a list is that of the calls of a reply, or of a reply without any has nothing but what its text says.
 
-    smolagents' `CodeAgent` makes a call of its own of the code in a text, and lists it.
+    smolagents' `CodeAgent` makes a call from the code in a text, and lists it.
     """
     if len(listed) > _MAX_SPELLING * (len(text) + sum(100 + len(str(call["function"])) for call in made)):
         return False

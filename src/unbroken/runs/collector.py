@@ -269,7 +269,7 @@ class Collector(GroupSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumPart:
-    """The part of the problems that one process trains on: the numbers 0, 1, 2, ... of its own."""
+    """The part of the problems that one process trains on: its own numbers 0, 1, 2, ..."""
 
     num_problems: int | None
     """How many different problems it has; None: without end. Greater numbers are those again, in another order."""

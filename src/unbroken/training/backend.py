@@ -578,7 +578,7 @@ class TrainerBackend:
         return Routers.find(causal_lm(model)) if self._config.routing_replay else None
 
     def _freeze(self, reference: Any) -> PolicyLogprobs:
-        """Take over a reference that is a model of its own."""
+        """Take over a reference that is a separate model."""
         frozen = reference.requires_grad_(False)
         routers = self._find_routers(frozen)
         if routers is not None and self._routers is not None:

@@ -102,7 +102,7 @@ class Layout:
     is_base_exact: bool = False
     """Whether the base under adapters is float32."""
     num_copies: int = 0
-    """Further models: a reference of its own, the embedded engine's."""
+    """Further models: a separate reference, the embedded engine's."""
     engine_share: float = 0.0
     """Of the GPU, of an engine that sleeps while a step is trained."""
 

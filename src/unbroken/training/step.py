@@ -8,7 +8,7 @@ With `max_staleness` 0 groups are sampled only while the step waits for them, an
 next ones. Above it this is the same page: the queue samples ahead while a step is made, as far as the bound allows, and
 a copy of the weights is published beside the next step.
 
-Of several processes each makes the step with groups of its own. They meet here and nowhere else: all make the calls of
+Of several processes each makes the step with its own groups. They meet here and nowhere else: all make the calls of
 `training.waits` in the same order. What runs beside a step (the queue, a publication) waits for no other process, which
 may be in the middle of its step; if it fails, the error is kept until they meet, and raised in all.
 """

@@ -13,7 +13,7 @@ class InFlight(StrEnum):
     PAUSE = "pause"
     """They wait while the weights load and continue with the new ones: their ids carry two versions or more."""
     FINISH = "finish"
-    """They finish with the old weights; requests that come meanwhile wait for the new ones."""
+    """They finish with the old weights; new requests wait for the new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

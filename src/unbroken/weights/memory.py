@@ -74,7 +74,7 @@ class MemorySource(SharedSource):
 
 
 class WeightRow:
-    """A row of weights in memory of its own. The owner closes it once the workers have loaded.
+    """A row of weights in its own memory. The owner closes it once the workers have loaded.
 
     Any `device` but a CUDA GPU means the host's memory. Raises `WeightsError` if there is no room.
     """

@@ -341,7 +341,7 @@ class ControlledEngine:
             return await self._calls.rpc(method, *args)
 
     async def _stop_steps(self, mode: Literal["keep", "wait"]) -> None:
-        """Stop the steps, with "wait" once running requests have finished; requests that come meanwhile are kept.
+        """Stop the steps, with "wait" once running requests have finished; new requests are kept.
 
         From vLLM 0.33 on, `AsyncLLM.pause_generation` in mode "wait" refuses them. This is its call of both versions.
         """

@@ -25,7 +25,7 @@ A template that writes text and calls of one message as two turns, each with its
     R1          <｜tool▁calls▁begin｜>..<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜Assistant｜>T<｜end▁of▁sentence｜>
                                                        `- not inside ------------------´
 
-Reasoning is never a turn of its own: its end stands inside, also where the answer has a second header.
+Reasoning is never a separate turn: its end stands inside, also where the answer has a second header.
 """
 
 from __future__ import annotations

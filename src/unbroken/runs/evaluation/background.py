@@ -100,7 +100,7 @@ class BackgroundEvaluations:
     async def evaluate(self, num_steps: int, when: str) -> tuple[Trajectory, ...]:
         """Evaluate before the first step or after the last, as `Evaluations.evaluate` does.
 
-        Servers of its own are waited for (`OutageConfig.wait_s`); if they stay away it is left out, with a warning.
+        Its own servers are waited for (`OutageConfig.wait_s`); if they stay away it is left out, with a warning.
         """
         servers = self._servers
         if servers is None or not self._evaluators or all(each.find(num_steps) for each in self._evaluators):
@@ -184,7 +184,7 @@ class BackgroundEvaluations:
         await asyncio.to_thread(self._evaluations.models.remove_candidate)
 
     async def _must_wait(self, num_steps: int) -> bool:
-        """Whether servers of its own are away; it begins after the first step at which they are back."""
+        """Whether its own servers are away; it begins after the first step at which they are back."""
         if self._servers is None or (fault := await self._servers.find_fault()) is None:
             return False
         due = self._find_due(num_steps)

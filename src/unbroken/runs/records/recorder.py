@@ -42,7 +42,7 @@ class TrainedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorder:
-    """Writes a sample of each step's rollouts; each process writes that of its own."""
+    """Writes a sample of each step's rollouts; each process writes its own rollouts."""
 
     config: RolloutLogConfig
     trainer: Trainer

@@ -158,7 +158,7 @@ def _log_to_mlflow(run_id: str, step: int, values: Mapping[str, float]) -> None:
 
 
 def _log_mlflow_table(run_id: str, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Log a table as an artifact of its own for each step."""
+    """Log a table as a separate artifact for each step."""
     import mlflow
 
     data = {column: [row[k] for row in rows] for k, column in enumerate(columns)}

@@ -76,7 +76,7 @@ class SequenceGroup:
     def gather(self, scores: TokenScores, owners_N: torch.Tensor) -> TokenScores:
         """The scores of all processes, in the order of `owners_N`, the ranks that have them.
 
-        Every process computes the same loss of them, and gets the gradients of its own.
+        Every process computes the same loss of them, and gets its own gradients.
         """
         counts = torch.bincount(owners_N, minlength=self.size).tolist()
         order_N = torch.argsort(torch.argsort(owners_N, stable=True))

@@ -183,7 +183,7 @@ def get_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_root(module: nn.Module) -> None:
-    """Make `module` the outermost of FSDP2's modules in it, so that each pass gathers the next layer meanwhile."""
+    """Make `module` the outermost of FSDP2's modules in it, so that a pass gathers the next layer in time."""
     inner = [each for each in module.modules() if isinstance(each, FSDPModule)]
     if not inner:
         return
