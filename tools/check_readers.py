@@ -86,16 +86,14 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.training.metrics.writer": (2, "metrics of its own run"),
     "unbroken.training.model.pretrained": (2, "what transformers wrote of a config"),
     "unbroken.training.state": (1, "what was written in the same call"),
-    "unbroken.transfer.files": (1, "safetensors, of a regular file"),
-    "unbroken.transfer.memory": (1, "shared memory of a process of ours"),
-    "unbroken.transfer.packed": (1, "/proc"),
     "unbroken.types.recorded": (1, "an .npy in base64, without pickles"),
     "unbroken.types.sampling": (1, "a schema in a body that was checked; deep ones are caught"),
     "unbroken.viewer.assets": (1, "a file of the package"),
     "unbroken.viewer.reports": (1, "a file of the package"),
     "unbroken.viewer.sources.retokenised": (1, "settings that the page made"),
-    "unbroken.weights.files": (2, "digests of files whose sizes were compared, and its own notes"),
+    "unbroken.weights.files": (3, "digests of files whose sizes were compared, regular safetensors, and its own notes"),
     "unbroken.weights.folders": (1, "a folder that is flushed"),
+    "unbroken.weights.memory": (1, "shared memory of a process of ours"),
     "unbroken.weights.store": (7, "files that it has copied with limits, and a folder's lock"),
 }
 """How often a module reads at most, and whose it is."""

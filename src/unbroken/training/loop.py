@@ -146,8 +146,9 @@ async def _resume(
     return last
 
 
-async def _make_steps(steps: StepRunner, *, first_step: int, is_published: bool) -> None:
+async def _make_steps(steps: StepRunner, *, is_published: bool) -> None:
     """Make the steps of a run; one that continues first does again what a kill may have cut off."""
+    first_step = 0 if steps.last is None else steps.last.num_steps
     try:
         if first_step > 0:
             if not is_published:
