@@ -109,7 +109,6 @@ class PretendTrainer:
     vocab_size = 64
     is_main_process = True
     can_lack_variance = True
-    max_steady_staleness = 100
 
     def __init__(
         self,

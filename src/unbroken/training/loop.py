@@ -25,6 +25,8 @@ from unbroken.training.waits import fail_together, from_all_processes
 from unbroken.weights.base import WeightPublisher
 
 _logger = logging.getLogger(__name__)
+_MAX_STEADY_STALENESS = 4
+"""The largest `max_staleness` with which no run of several seeds collapsed, whatever corrected for it."""
 
 
 async def train(
@@ -196,10 +198,10 @@ def _check_run(source: GroupSource, trainer: Trainer, observer: RunObserver, con
             "LoopConfig.max_replacements must be 0, because the trainer's objective leaves out no group for its equal "
             f"rewards, got {config.max_replacements:g}"
         )
-    if config.max_staleness > trainer.max_steady_staleness and trainer.is_main_process:
+    if config.max_staleness > _MAX_STEADY_STALENESS and trainer.is_main_process:
         _logger.warning(
-            "loop.max_staleness is %d: with this loss runs held up to %d, and above some unlearned what they had "
+            "loop.max_staleness is %d: runs of several seeds held up to %d, and above it some unlearned what they had "
             "learned; divide the learning rate by 4, or watch mismatch/k3 (docs/sampling-ahead.md)",
             config.max_staleness,
-            trainer.max_steady_staleness,
+            _MAX_STEADY_STALENESS,
         )

@@ -112,11 +112,6 @@ class Trainer:
         return self.objective.has_variance(group, self._config)
 
     @property
-    def max_steady_staleness(self) -> int:
-        """The largest `max_staleness` with which no run of several seeds collapsed (docs/sampling-ahead.md)."""
-        return 8 if self.objective.get_old_logprobs(self._config) is OldLogprobs.SAMPLER else 4
-
-    @property
     def can_lack_variance(self) -> bool:
         """Whether groups can be replaced for their equal rewards (`Objective.can_lack_variance`)."""
         return self.objective.can_lack_variance(self._config)

@@ -41,7 +41,7 @@ def test_each_algorithm_has_its_objective():
 
 def test_a_run_with_staleness_corrects_for_older_weights_unless_its_settings_say_otherwise():
     stale = {"loop": LoopConfig(num_steps=1, max_staleness=1), "output": Path("runs/test")}
-    clip = ClipConfig(low=0.1, high=0.14, dual=2.0)
+    clip = ClipConfig(low=0.2, high=0.28, dual=2.0)
     assert RunConfig(**stale).training == TrainerConfig(old_logprobs=OldLogprobs.SAMPLER, clip=clip)
     tis = TrainerConfig(old_logprobs=OldLogprobs.RECOMPUTE, correction=Correction(kind=CorrectionKind.TIS))
     assert RunConfig(**stale, algorithm=Algorithm.GSPO).training == tis

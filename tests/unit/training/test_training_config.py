@@ -196,9 +196,9 @@ def test_without_warm_up_the_learning_rate_is_full_at_once():
 
 
 def test_stale_rows_get_a_clip_around_the_sampler_that_bounds_bad_ids_too():
-    changed = PolicyGradient().for_stale_rows(TrainerConfig(num_minibatches=2, clip=ClipConfig(low=0.2)))
+    changed = PolicyGradient().for_stale_rows(TrainerConfig(num_minibatches=2, clip=ClipConfig(low=0.1)))
     assert (changed.old_logprobs, changed.correction, changed.num_minibatches) == (OldLogprobs.SAMPLER, None, 2)
-    assert changed.clip == ClipConfig(low=0.2, high=0.14, dual=2.0)
+    assert changed.clip == ClipConfig(low=0.1, high=0.28, dual=2.0)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "sapo"])

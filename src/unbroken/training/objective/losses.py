@@ -160,7 +160,7 @@ _GSPO = PolicyLoss(
 )
 
 LOSSES: Mapping[str, PolicyLoss] = {
-    "clipped": PolicyLoss(function=clipped, stale_clip=ClipConfig(low=0.1, high=0.14, dual=2.0)),
+    "clipped": PolicyLoss(function=clipped, stale_clip=ClipConfig(low=0.2, high=0.28, dual=2.0)),
     "gspo": replace(_GSPO, is_uniform=True),
     "gspo_token": replace(_GSPO, function=gspo_token),
     "cispo": PolicyLoss(function=cispo, clip=ClipConfig(high=4.0), uses=("low", "high")),

@@ -204,8 +204,9 @@ class PolicyGradient(Objective[TrainingSample | TrajectoryRows]):
     def for_stale_rows(self, config: TrainerConfig) -> TrainerConfig:
         """The config with a bound on what ids of older weights do, unless it has one.
 
-        A step sees only later what those before it did. A tight clip around the sampler (`PolicyLoss.stale_clip`) stops
-        the policy meanwhile: an id whose probability has changed enough has no gradient.
+        A step sees only later what those before it did. A clip around the sampler (`PolicyLoss.stale_clip`) stops the
+        policy until then: an id whose probability has changed enough has no gradient, and the dual clip bounds bad ids
+        that have become likely (docs/lab-notes/staleness.md compares it with others).
         Other losses get the trainer's own logprobs before the step, and each id the weight min(trainer / sampler, 2):
         truncated importance sampling, and with several updates a step the decoupled loss (AReaL, arXiv:2505.24298).
         """
