@@ -116,8 +116,8 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "sapo": (_SAMPLER, "--loss=sapo"),
 }
 """What a name adds to the command. `clip` is the synchronous default, 0.2 and 0.28 around the sampler, without a
-correction; `dual` adds a dual clip, and is the default of stale rows; `tight` was that before; `cispo` is around the sampler
-too."""
+correction; `dual` adds a dual clip, and is the default of stale rows; `tight` was that before; `cispo` is around the
+sampler too."""
 SYNCHRONOUS = "synchronous"
 
 
