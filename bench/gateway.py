@@ -46,7 +46,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from kills import free_port
+from server import free_port
 from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.server.process import host_app

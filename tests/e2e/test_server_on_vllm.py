@@ -243,7 +243,7 @@ class _Asker:
 
 
 async def test_health_is_answered_while_a_long_batch_runs(server: Served) -> None:
-    """How fast is measured by `bench/server_health.py`."""
+    """How fast is not measured here: tests are not timed."""
     async with AsyncClient(server.url) as client, httpx.AsyncClient(base_url=server.url, timeout=60) as probe:
         prompts = [[5 + k % 500, 6, 7] for k in range(64)]
         # Half a million ids take minutes: the batch runs when it is cancelled, however slow the probes are.

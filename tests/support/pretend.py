@@ -13,6 +13,7 @@ import numpy as np
 
 from support.loops import Callbacks
 from support.rows import trajectory
+from support.virtual_clock import run_on_virtual_clock
 from unbroken.errors import ServerUnreachableError
 from unbroken.rollout.trajectory import TrajectoryGroup
 from unbroken.timeline import Timeline
@@ -25,7 +26,6 @@ from unbroken.training.metrics.stats import StepStats
 from unbroken.types import FinishReason, SampledSequence, VersionSpan, token_ids
 from unbroken.weights.base import WeightUpdate
 from unbroken.weights.sources import WeightStream
-from virtual_clock import run_on_virtual_clock
 
 LIMIT_S = 10**7
 

@@ -168,7 +168,7 @@ def choose_scored(groups: Sequence[TrajectoryGroup], number: int | None) -> list
 
 
 def _estimate_bytes(group: TrajectoryGroup) -> int:
-    """About how many bytes of a file a group takes (`bench/rollout_files.py`)."""
+    """About how many bytes of a file a group takes, by what files of drawn lengths took."""
     ids = sum(len(node.token_ids) for each in group.trajectories for node in each.tree.nodes)
     return 3 * ids + 9 * group.num_sampled + (1000 + len(str(group.data)) // 2) * len(group.trajectories)
 
