@@ -30,10 +30,9 @@ from unbroken.server import options
 from unbroken.tinker import models
 from unbroken.tinker.options import TinkerOptions
 from unbroken.training import state
-from unbroken.transfer.files import FileReceiver, FileSource, read_tensors, write_tensors
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.models import read_recipe
-from unbroken.weights.files import describe_file, read_manifest, write_weights
+from unbroken.weights.files import FileSource, describe_file, read_manifest, read_tensors, write_tensors, write_weights
 from unbroken.weights.store import VersionStore
 
 WEIGHTS = {"a": torch.ones(4, 4), "b": torch.zeros(3)}
@@ -128,7 +127,7 @@ READERS: dict[str, Reader] = {
     ),
     "weights of a folder": Reader(
         make=lambda place: next(iter(write_tensors(place, WEIGHTS.items(), file_bytes=1 << 20))),
-        read=lambda path: (FileReceiver("cpu").receive(FileSource(path.parent)), [*read_tensors([path])]),
+        read=lambda path: (FileSource(path.parent).read("cpu"), [*read_tensors([path])]),
         kind="weights", says=".safetensors",
     ),
     "newest of a store": Reader(
