@@ -100,7 +100,7 @@ async def test_i6_a_stock_server_samples_with_what_was_published_and_says_so(
             sequence = await greedy(engine, f"b{version}")
             assert sequence.completion_ids.tolist() == greedy_of(new) != old.completion_ids.tolist()
             assert set(sequence.policy_versions.tolist()) == {version}
-        assert "stock vLLM loads weights as they come" in caplog.text
+        assert "stock vLLM has no digest of its weights" in caplog.text
         scores = (await engine.score(PROMPT_IDS)).logprobs
         adapter = [("model.layers.0.self_attn.q_proj.lora_A.weight", new.lm_head.weight[:4])]
         with pytest.raises(InvalidInputError, match=r"trainer\.lora_updates must be merged with stock vLLM"):

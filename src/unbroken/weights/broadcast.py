@@ -10,6 +10,7 @@ the weights can be read again, and otherwise when the caller publishes again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 _LEAVE_S = 10.0
 """How long servers may take to answer once an update has failed."""
 
@@ -238,6 +240,11 @@ class BroadcastPublisher:
 
     async def _meet(self) -> PackedGroup:
         """Form a group with the servers."""
+        if stock := [server.url for server in self._servers if not server.stops_steps]:
+            _log.warning(
+                "%s: stock vLLM has no digest of its weights: an update that ends half-way may leave it with a mixture",
+                ", ".join(stock),
+            )
         listener = listen(self._host)
         rendezvous = Rendezvous(
             host=self._host,
