@@ -220,7 +220,11 @@ async def attempt(session):
         (['rewards = [{function = "mine.py:score"}]'], "helper", "reward function mine.py:score, row "),
         (['environment = "mine.py:Broken"'], "judge", "rollouts of step 0 failed, the first with"),
         (['environment = "mine.py:Broken"', 'curriculum = "mine.py:make"'], "make", "the run's own code failed with"),
-        (['rewards = [{function = "rewards.py:varied"}]', 'loss = "mine.py:loss"'], "loss", "own code failed with"),
+        (
+            ['rewards = [{function = "rewards.py:varied"}]', 'loss = "mine.py:loss"'],
+            "loss",
+            "numbers as a step gives them, and failed",
+        ),
         (['agent.function = "mine.py:attempt"'], "attempt", "rollouts of step 0 failed, the first with"),
     ],
 )

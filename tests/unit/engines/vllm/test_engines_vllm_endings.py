@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.waits import wait_until
-from unbroken.errors import EngineError
+from unbroken.errors import EngineError, IncompleteWeightsError
 from unbroken.types import SampleRequest, SamplingParams, token_ids
 from unbroken.weights.sources import TensorSource
 
@@ -91,7 +91,7 @@ async def test_all_that_waits_for_an_engine_whose_process_dies_ends_with_an_erro
     assert set(multiprocessing.active_children()) == already
 
 
-async def test_an_engine_whose_update_failed_answers_nothing_more(tmp_path: Path) -> None:
+async def test_an_engine_whose_update_ended_half_way_answers_nothing_more(tmp_path: Path) -> None:
     from support.vllm_engines import save_model, tiny_vllm_model
 
     save_model(tmp_path, tiny_vllm_model(tied=False))
@@ -102,10 +102,10 @@ async def test_an_engine_whose_update_failed_answers_nothing_more(tmp_path: Path
     running = [asyncio.create_task(engine.sample(ask("a"))), asyncio.create_task(engine.score(PROMPT_IDS))]
     stuck = engine.stream(ask("b"))
     await anext(stuck)
-    with pytest.raises(EngineError, match="the update to policy version 1 failed"):
+    with pytest.raises(EngineError, match="the update to policy version 1 ended half-way"):
         await engine.update_weights(TensorSource(checkpoint.items()), policy_version=1)
     assert engine.policy_version == 0
-    assert type((await asyncio.gather(*running, return_exceptions=True))[0]) is EngineError
+    assert type((await asyncio.gather(*running, return_exceptions=True))[0]) is IncompleteWeightsError
     for call in (engine.check_health(), engine.sample(ask("c")), engine.resume(), exhaust(stuck)):
         with pytest.raises(EngineError, match="neither the old nor the new ones"):
             await call

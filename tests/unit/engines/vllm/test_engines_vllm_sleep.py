@@ -28,7 +28,7 @@ async def test_an_engine_that_failed_to_wake_answers_nothing_more_and_can_be_clo
         with pytest.raises(SamplingError):
             await engine.update_weights(TensorSource(weights), policy_version=1)
     await engine.check_health()
-    with pytest.raises(EngineError, match="the update to policy version 1 failed"):
+    with pytest.raises(EngineError, match="the update to policy version 1 ended half-way"):
         await engine.update_weights(TensorSource(checkpoint.items()), policy_version=1)
     request = SampleRequest(request_id="a", prompt_ids=token_ids([1, 2]), params=SamplingParams(max_tokens=2))
     for call in (
