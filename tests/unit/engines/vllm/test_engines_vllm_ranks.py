@@ -167,12 +167,11 @@ async def test_an_update_is_received_after_the_last_step_only_if_copies_step_tog
 
     engine = _LockstepEngine(in_lockstep=in_lockstep)
 
-    async def receive(rpc: Any) -> str:
+    async def receive(rpc: Any) -> None:
         await rpc("receive_weights")
-        return "digest"
 
     delivery: Any = SimpleNamespace(receive=receive)
-    assert await engine.engine._stop_and_receive(delivery, InFlight.PAUSE) == "digest"
+    await engine.engine._stop_and_receive(delivery, InFlight.PAUSE)
     expected = ["begin stop keep", "end stop keep", "receive_weights"]
     assert engine.calls == (expected if in_lockstep else [expected[0], expected[2], expected[1]])
 
