@@ -29,7 +29,7 @@ OWN: dict[str, tuple[int, str]] = {
     "unbroken.audit.checks.template": (1, "what the audit rendered itself"),
     "unbroken.audit.command": (1, "the user's command line"),
     "unbroken.cli": (1, "/dev/null"),
-    "unbroken.client.calls": (3, "answers of the server that the user named, and ids that were encoded here"),
+    "unbroken.client.calls": (3, "answers that were bounded as they came, and ids that were encoded here"),
     "unbroken.cluster.driver": (2, "logs, metrics and the lock of its own run"),
     "unbroken.cluster.processes": (1, "logs of its own processes"),
     "unbroken.cluster.registry": (4, "its own log and state"),

@@ -45,6 +45,10 @@ _read_url = lru_cache(256)(httpx.URL)
 _REFUSALS = frozenset({400, 415, 422})
 """Statuses of a server that does not take a form of body; nothing was sampled then."""
 _RETRIED_STATUSES = frozenset({429, 502, 503})
+MAX_ANSWER_BYTES = 2 << 30
+"""Of one answer, or one event of a stream, unpacked: the experts of sixteen long completions have 1.6 GB."""
+MAX_ERROR_BYTES = 1 << 20
+"""Of an answer with another status than 200."""
 
 
 class Calls:
@@ -107,7 +111,7 @@ class Calls:
         """Whether a path answers with 200, or with an error of this code, within 5 s. Never retried."""
         try:
             answer = await self._read("GET", path, timeout_s=5.0)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, ServerError):
             return False
         return answer.status_code == 200 or (or_code is not None and f'"code":"{or_code}"' in answer.text)
 
@@ -188,7 +192,7 @@ class Calls:
                 response = await self._open("POST", path, content, headers)
                 if response.status_code == 200:
                     return _read_events(response, self.base_url, echo)
-                await response.aread()
+                response = await _read_whole(response, self.base_url)
             except httpx.TransportError as error:
                 raise unreachable_error(self.base_url, error, 1) from error
             if response.status_code != 503 or attempt == self._max_retries:
@@ -255,7 +259,7 @@ class Calls:
         return compact.encode(body), {"Content-Type": compact.MEDIA_TYPE}
 
     async def _abandon(self, headers: Mapping[str, str]) -> None:
-        with suppress(httpx.HTTPError, RuntimeError):  # RuntimeError: this client was closed meanwhile
+        with suppress(httpx.HTTPError, ServerError, RuntimeError):  # RuntimeError: this client was closed meanwhile
             await self._read("POST", "/v1/abandon", headers=headers, timeout_s=5.0)
 
     async def _try(
@@ -293,12 +297,7 @@ class Calls:
         timeout_s: float | None = None,
     ) -> httpx.Response:
         """Send a request and read the whole answer. `timeout_s` replaces the usual times."""
-        response = await self._open(method, path, content, headers, timeout_s=timeout_s)
-        try:
-            await response.aread()
-        finally:
-            await response.aclose()
-        return response
+        return await _read_whole(await self._open(method, path, content, headers, timeout_s=timeout_s), self.base_url)
 
     async def _open(
         self,
@@ -320,20 +319,50 @@ class Calls:
         return response
 
 
-async def _read_lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+async def _read_whole(response: httpx.Response, base_url: str) -> httpx.Response:
+    """Read an answer to its end and close it; `ServerError` if it is longer than the limit for its status."""
+    max_bytes = MAX_ANSWER_BYTES if response.status_code == 200 else MAX_ERROR_BYTES
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for part in response.aiter_bytes():
+            num_bytes += len(part)
+            _check_length(num_bytes, max_bytes, response, base_url)
+            parts.append(part)
+    finally:
+        await response.aclose()
+    # The bytes are unpacked: with that header they would be unpacked again.
+    headers = [field for field in response.headers.raw if field[0].lower() != b"content-encoding"]
+    return httpx.Response(response.status_code, headers=headers, content=b"".join(parts), request=response.request)
+
+
+def _check_length(num_bytes: int, max_bytes: int, response: httpx.Response, base_url: str) -> None:
+    if num_bytes > max_bytes:
+        raise ServerError(
+            f"an answer must have at most {max_bytes} bytes, and that of {base_url} to {response.url.path} with status "
+            f"{response.status_code} is longer"
+        )
+
+
+async def _read_lines(response: httpx.Response, base_url: str) -> AsyncGenerator[bytes]:
     """The lines of an answer. Only a line feed ends one: JSON may contain what else Python takes for an end."""
-    rest = b""
+    begun: list[bytes] = []
+    num_bytes = 0
     async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line
-    yield rest
+        first, *others = part.split(b"\n")
+        num_bytes += len(first)
+        _check_length(num_bytes, MAX_ANSWER_BYTES, response, base_url)
+        begun.append(first)
+        for line in others:
+            yield b"".join(begun)
+            begun, num_bytes = [line], len(line)
+    yield b"".join(begun)
 
 
 async def _read_events(response: httpx.Response, base_url: str, echo: bytes) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a stream, which must end with `[DONE]`, and close the response."""
     try:
-        async for line in _read_lines(response):
+        async for line in _read_lines(response, base_url):
             if not line.startswith(b"data: "):
                 continue
             data = line[len(b"data: ") :].rstrip(b"\r")

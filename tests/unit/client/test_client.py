@@ -1,6 +1,7 @@
 """The client against a live server: what it returns, what it retries, what its errors say."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from support.servers import MODEL, encode, listening, make_app, scripted_engine
 from unbroken import compact
-from unbroken.client import AsyncClient, Client
+from unbroken.client import AsyncClient, Client, calls
 from unbroken.client.connections import Connections
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import (
@@ -310,3 +311,74 @@ async def test_a_user_in_the_url_is_sent_as_a_header_and_shown_nowhere() -> None
         AsyncClient("http://me:pass@server", api_key="key")
     with pytest.raises(InvalidInputError, match="api_key must be printable"):
         AsyncClient("http://server", api_key="key\n")
+
+
+class _Answers(httpx.AsyncBaseTransport):
+    """Answers with a status and parts of a body, and counts the parts that were asked for."""
+
+    def __init__(self, status: int, parts: list[bytes], **headers: str) -> None:
+        self._answer, self._parts, self.num_read, self.is_closed = (status, headers), parts, 0, False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        status, headers = self._answer
+        return httpx.Response(status, headers=headers, stream=_Parts(self))
+
+
+class _Parts(httpx.AsyncByteStream):
+    def __init__(self, answers: _Answers) -> None:
+        self._answers = answers
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._answers._parts:
+            self._answers.num_read += 1
+            yield part
+
+    async def aclose(self) -> None:
+        self._answers.is_closed = True
+
+
+ANSWER_LIMITS = {"MAX_ANSWER_BYTES": 1000, "MAX_ERROR_BYTES": 100}
+
+
+@pytest.mark.parametrize(("status", "most"), [(200, 1000), (500, 100), (400, 100)])
+@pytest.mark.parametrize("call", ["post", "get", "get_bytes", "post_without_retry", "open_stream", "health"])
+async def test_an_answer_without_end_is_refused_by_every_call_before_it_is_read_on(
+    monkeypatch: pytest.MonkeyPatch, status: int, most: int, call: str
+) -> None:
+    for name, value in ANSWER_LIMITS.items():
+        monkeypatch.setattr(calls, name, value)
+    answers = _Answers(status, [b"[" * 50] * 1000)
+    async with AsyncClient("http://server", max_retries=0, transport=answers) as client:
+        if call == "health":
+            assert not await client.health()
+        else:
+            body = {"body": {}} if call.startswith(("post", "open")) else {}
+            with pytest.raises(ServerError, match=rf"at most {most} bytes.*server to /path with status {status}"):
+                answer = await getattr(client._calls, call)("/path", **body)
+                async for _ in answer:
+                    pass
+    assert answers.is_closed
+    assert answers.num_read == most // 50 + 1
+
+
+async def test_an_answer_is_counted_as_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_ANSWER_BYTES", 1000)
+    for number, is_short in ((900, True), (100_000, False)):
+        packed = gzip.compress(json.dumps(" " * (number - 2)).encode())
+        assert len(packed) < 500
+        answers = _Answers(200, [packed], **{"Content-Encoding": "gzip"})
+        async with AsyncClient("http://server", transport=answers) as client:
+            if is_short:
+                assert await client._calls.get("/path") == " " * (number - 2)
+            else:
+                with pytest.raises(ServerError, match="at most 1000 bytes"):
+                    await client._calls.get("/path")
+
+
+async def test_a_stream_may_be_longer_than_one_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_ANSWER_BYTES", 100)
+    event = b'data: {"a": "' + b"x" * 60 + b'"}\n\n'
+    parts = [event[:30], event[30:], *[event] * 98, b"data: [DONE]\n\n"]
+    async with AsyncClient("http://server", transport=_Answers(200, parts)) as client:
+        events = [each async for each in await client._calls.open_stream("/path", {})]
+    assert events == [{"a": "x" * 60}] * 99
