@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from unbroken.engines.directory import FileDirectory
 from unbroken.images.decoder import encode_picture
 from unbroken.images.loader import ImageLoader
 from unbroken.integrations.nemo_gym import Examples
+from unbroken.ledger.records import SessionRecord
+from unbroken.ledger.store import open_store, open_store_reader
 from unbroken.rendering.encoding.text_codec import TokenTexts
 from unbroken.rendering.loader import load_stop_token_ids
 from unbroken.runs import config, evaluate, folder
@@ -29,6 +32,7 @@ from unbroken.runs.settings import load_toml
 from unbroken.server import options
 from unbroken.tinker import models
 from unbroken.tinker.options import TinkerOptions
+from unbroken.tinker.store import ModelFacts, TinkerStore
 from unbroken.training import state
 from unbroken.viewer.resources import open_runs
 from unbroken.viewer.sources.models import read_recipe
@@ -108,6 +112,52 @@ def _read_addresses(place: Path) -> None:
 def _make_image(place: Path) -> Path:
     (place / "a.png").write_bytes(encode_picture(Image.new("RGB", (8, 8))).data)
     return place / "a.png"
+
+
+def _make_sessions(place: Path) -> Path:
+    store = open_store(str(place))
+    now = time.time()
+    store.create(
+        SessionRecord(
+            session_id="s", key_digest=b"k" * 32, created_s=now, expires_s=now + 60,
+            settings={"a": 1},
+        )
+    )  # fmt: skip
+    store.close()
+    return place / "sessions.sqlite3"
+
+
+def _use_sessions(path: Path) -> None:
+    store = open_store(str(path.parent))
+    try:
+        for record in store.list_sessions():
+            store.load(record.session_id)
+        store.find_by_key(b"k" * 32)
+    finally:
+        store.close()
+
+
+def _read_sessions(path: Path) -> None:
+    reader = open_store_reader(str(path.parent))
+    listed = reader.list_sessions(0, 1000)
+    for each in listed:
+        reader.load(each.session_id)
+
+
+def _make_tinker_store(place: Path) -> Path:
+    store = TinkerStore(str(place), files=place / "files")
+    store.put_model(ModelFacts(model_id="run", base_model="tiny", lora=None), owner="me")
+    store.close()
+    return place / "tinker.sqlite3"
+
+
+def _use_tinker_store(path: Path) -> None:
+    store = TinkerStore(str(path.parent), files=path.parent / "files")
+    try:
+        store.find_model("run", owner="me")
+        store.list_checkpoints(owner="me")
+    finally:
+        store.close()
 
 
 EXAMPLE = {"responses_create_params": {"input": "x"}}
@@ -211,6 +261,13 @@ READERS: dict[str, Reader] = {
     "list of servers": Reader(
         make=lambda place: _write(place / "engines.txt", "http://10.0.0.1:8000\n"), read=_read_addresses, kind="text",
         is_lenient=True,
+    ),
+    "sessions of a gateway": Reader(
+        make=_make_sessions, read=_use_sessions, kind="sqlite", says="sessions.sqlite3", may_be_missing=True,
+    ),
+    "sessions, for a page": Reader(make=_make_sessions, read=_read_sessions, kind="sqlite", says="sessions.sqlite3"),
+    "store of Tinker": Reader(
+        make=_make_tinker_store, read=_use_tinker_store, kind="sqlite", says="tinker.sqlite3", may_be_missing=True,
     ),
     "image": Reader(make=_make_image, read=ImageLoader().load, kind="image", says="image"),
 }  # fmt: skip

@@ -7,10 +7,12 @@ import json
 import os
 import resource
 import shutil
+import sqlite3
 import struct
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ class Reader:
     read: Callable[[Path], Any]
     """Read that file, or the folder of it."""
     kind: str
-    """Of the file: json, lines, gzip, text, toml, weights, image."""
+    """Of the file: json, lines, gzip, text, toml, weights, image, sqlite."""
     says: str = ""
     """What an error names; by default the file."""
     may_be_missing: bool = False
@@ -76,7 +78,7 @@ def list_attacks(reader: Reader, good: bytes) -> Iterator[tuple[str, bytes | Cal
     yield "nothing", lambda path: None, not reader.may_be_missing
     yield "link to itself", lambda path: path.symlink_to(path), True
     yield "3 GiB", _write_sparse, True
-    yield "empty", b"", reader.kind not in ("toml", "text")
+    yield "empty", b"", reader.kind not in ("toml", "text") and not reader.may_be_missing
     yield "half", good[: len(good) // 2], reader.kind not in ("text", "bytes", "toml")
     yield "any bytes", bytes(range(256)) * 100, reader.kind != "bytes"
     match reader.kind:
@@ -94,6 +96,8 @@ def list_attacks(reader: Reader, good: bytes) -> Iterator[tuple[str, bytes | Cal
             yield "deep keys", b"a = " + b"{a=" * 50_000 + b"1" + b"}" * 50_000, True
         case "weights":
             yield from _attack_weights()
+        case "sqlite":
+            yield from _attack_sqlite(good)
         case "image":
             yield "a bomb", good[:16] + struct.pack(">II", 60_000, 60_000) + good[24:], True
 
@@ -136,6 +140,28 @@ def _attack_weights() -> Iterator[tuple[str, bytes, bool]]:
         with_header(b'{"a":{"dtype":"F32","shape":[' + shape + b'],"data_offsets":[0,' + shape + b"]}}"),
         True,
     )
+
+
+def _attack_sqlite(good: bytes) -> Iterator[tuple[str, Callable[[Path], object], bool]]:
+    def change(*statements: str) -> Callable[[Path], object]:
+        def write(path: Path) -> None:
+            path.write_bytes(good)
+            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+                for statement in ("PRAGMA foreign_keys = OFF", *statements):
+                    connection.execute(statement)
+
+        return write
+
+    yield "a later version", change("PRAGMA user_version = 1000"), True
+    yield "a version below 0", change("PRAGMA user_version = -1"), True
+    yield "of another program", change(*_find_drops(good), "CREATE TABLE a (b)"), True
+
+
+def _find_drops(database: bytes) -> list[str]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.deserialize(database[:18] + b"\1\1" + database[20:])  # one in memory cannot have a log
+        tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+        return [f"DROP TABLE {name}" for (name,) in connection.execute(tables)]
 
 
 def attack(readers: str, name: str, folder: str, number: int) -> tuple[str, bool, Outcome] | None:

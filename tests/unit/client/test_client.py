@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import httpx
@@ -337,6 +337,11 @@ class _Parts(httpx.AsyncByteStream):
         self._answers.is_closed = True
 
 
+async def _read_all(call: Awaitable[AsyncIterator[object]]) -> None:
+    async for _ in await call:
+        pass
+
+
 ANSWER_LIMITS = {"MAX_ANSWER_BYTES": 1000, "MAX_ERROR_BYTES": 100}
 
 
@@ -354,9 +359,7 @@ async def test_an_answer_without_end_is_refused_by_every_call_before_it_is_read_
         else:
             body = {"body": {}} if call.startswith(("post", "open")) else {}
             with pytest.raises(ServerError, match=rf"at most {most} bytes.*server to /path with status {status}"):
-                answer = await getattr(client._calls, call)("/path", **body)
-                async for _ in answer:
-                    pass
+                await _read_all(getattr(client._calls, call)("/path", **body))
     assert answers.is_closed
     assert answers.num_read == most // 50 + 1
 

@@ -121,8 +121,12 @@ class _Connection:
             self._connection: sqlite3.Connection | None = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=30
             )
-            for setting in _SETTINGS:
-                self._connection.execute(f"PRAGMA {setting}")
+            try:
+                for setting in _SETTINGS:
+                    self._connection.execute(f"PRAGMA {setting}")
+            except BaseException:
+                self._connection.close()
+                raise
         self._waits_for_disk = True
 
     @contextmanager
