@@ -43,9 +43,9 @@ def scripted_engine(reply: str | Callable[[TokenIds], Any], **options: Any) -> S
     return ScriptedEngine(script, vocab_size=len(server_tokenizer()), **{"context_length": 4096, **options})
 
 
-def make_app(engine: Engine, **config: Any) -> Any:
-    """The application over an engine."""
-    return create_app(
+def make_app(engine: Engine, *, make: Callable[..., Any] = create_app, **config: Any) -> Any:
+    """The application over an engine; `make` is another maker with the arguments of `create_app`."""
+    return make(
         engine,
         lambda options: _renderer_with(json.dumps(options, sort_keys=True)),
         TextCodec(server_tokenizer()),

@@ -7,24 +7,39 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import hashlib
 import importlib.util
+import inspect
 import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from support import attacked_readers
 from support.attacks import BODIES, WRONG, Outcome, attack
 from support.gateways import make_gateway
 from support.servers import asgi_client, make_app, scripted_engine
+from support.tinker_loops import make_message
 from unbroken.limited_process import LimitedProcess, ProcessLimits
 from unbroken.server.config import ServerLimits
+from unbroken.server.context import ServerContext
+from unbroken.server.options import ServeOptions
+from unbroken.tinker.api import TinkerApi
+from unbroken.tinker.losses import PROTOBUF
+from unbroken.tinker.options import TinkerOptions
+from unbroken.tinker.sampling import WeightSwitch
+from unbroken.tinker.server import create_tinker_app
+from unbroken.tinker.sessions import TinkerSession
+from unbroken.tinker.store import TinkerStore
 
 LONGEST_S, MOST_BYTES, LONGEST_ERROR = 5.0, 600 << 20, 3000
 
@@ -109,6 +124,18 @@ def list_paths(app: FastAPI) -> list[str]:
     return sorted({path for path in found if path not in NOT_ASKED})
 
 
+def find_problems(answer: httpx.Response, took_s: float) -> list[str]:
+    """What is wrong with the answer to a hostile body."""
+    is_error = answer.status_code >= 400
+    problems = {
+        f"status {answer.status_code}": answer.status_code in (500, 502, 504),
+        f"took {took_s:.1f} s": took_s > LONGEST_S,
+        "a long error": is_error and len(answer.content) > LONGEST_ERROR,
+        "no message": is_error and b"message" not in answer.content,
+    }
+    return [problem for problem, is_there in problems.items() if is_there]
+
+
 async def attack_routes(app: FastAPI, kinds: tuple[str, ...] = ("application/json",)) -> tuple[int, list[str]]:
     """Send each route each body; returns how many were sent, and what went wrong."""
     wrong: list[str] = []
@@ -123,13 +150,8 @@ async def attack_routes(app: FastAPI, kinds: tuple[str, ...] = ("application/jso
                         client.post(url, content=body, headers={"Content-Type": kind}), LONGEST_S * 10
                     )
                     took_s = time.process_time() - began_s
-                    problems = [
-                        f"status {answer.status_code}" if answer.status_code in (500, 502, 504) else "",
-                        f"took {took_s:.1f} s" if took_s > LONGEST_S else "",
-                        "a long error" if answer.status_code >= 400 and len(answer.content) > LONGEST_ERROR else "",
-                        "no message" if answer.status_code >= 400 and b"message" not in answer.content else "",
-                    ]
-                    wrong += [f"{path}: {name}: {each}: {answer.text[:300]}" for each in problems if each]
+                    problems = find_problems(answer, took_s)
+                    wrong += [f"{path}: {name}: {each}: {answer.text[:300]}" for each in problems]
     return number, wrong
 
 
@@ -153,6 +175,87 @@ async def test_a_hostile_body_is_answered_soon_on_every_route_and_never_as_a_fai
             number, wrong = number + number_compact, wrong + wrong_compact
     assert not wrong, "\n".join(wrong)
     assert number > (5000 if kind == "server" else 100)
+
+
+TINKER_MODEL = {"model_id": "x", "seq_id": 1}
+GOOD_TINKER: dict[str, dict[str, Any]] = {
+    "asample": {
+        "sampling_session_id": "x:sample:0", "num_samples": 1, "sampling_params": {"max_tokens": 2},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+    },
+    "create_sampling_session": {"session_id": "x", "sampling_session_seq_id": 1, "base_model": "tiny"},
+    "create_session": {"tags": [], "user_metadata": None, "sdk_version": "0"},
+    "create_model": {"session_id": "x", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}},
+    "optim_step": {**TINKER_MODEL, "adam_params": {"learning_rate": 1e-3}},
+    "save_weights": {**TINKER_MODEL, "path": "a"},
+}  # fmt: skip
+"""What a call of the Tinker API takes."""
+
+
+def list_tinker_bodies() -> Iterator[tuple[str, str, bytes, str]]:
+    """Calls, names, bodies and their types: each field that the SDK's type has with each wrong value, and protobuf."""
+    number = 0
+    for name, call in inspect.getmembers(TinkerApi, inspect.iscoroutinefunction):
+        body = bytes if name.startswith("_") else get_type_hints(call).get("body", bytes)
+        if not issubclass(body, BaseModel):
+            continue
+        yield from ((name, title, content, "application/json") for title, content in BODIES.items())
+        for field in body.model_fields:
+            for title, value in WRONG.items():
+                # A number that came before would be answered as that call was.
+                good = {**GOOD_TINKER.get(name, TINKER_MODEL), "seq_id": (number := number + 1)}
+                yield name, f"{field} is {title}", json.dumps({**good, field: value}).encode(), "application/json"
+    message = make_message("x", 1).SerializeToString()
+    hostile = {
+        **BODIES,
+        "half a message": message[: len(message) // 2],
+        "a message twice": message * 2,
+        "a message without a loss": make_message("x", 1, loss="").SerializeToString(),
+        "a million empty data": message + b"\x1a\0" * 1_000_000,
+        "groups in groups": b"\x0b" * 100_000,
+        "a length of 2**63": b"\x1a" + b"\xff" * 9 + b"\x01",
+    }
+    for kind in (PROTOBUF, "application/json"):
+        yield from (("forward_backward", title, content, kind) for title, content in hostile.items())
+
+
+async def test_a_hostile_body_is_answered_soon_by_every_call_of_the_tinker_api(tmp_path: Path) -> None:
+    def make_api(context: ServerContext, *, switch: WeightSwitch) -> TinkerApi:
+        return TinkerApi(
+            context, switch=switch, store=store, options=TinkerOptions(), serving=ServeOptions(model="tiny"),
+            open_backend=cast(Any, None),  # no model is made
+        )  # fmt: skip
+
+    store = TinkerStore(str(tmp_path / "store"), files=tmp_path / "files")
+    app = make_app(
+        scripted_engine("ok<|im_end|>", allow_forks=True),
+        make=partial(create_tinker_app, make_api, None, lambda folder: folder),
+    )
+    number, num_sampled, wrong = 0, 0, []
+    try:
+        async with app.router.lifespan_context(app), asgi_client(app) as client:
+            session = TinkerSession(session_id="x", owner=hashlib.sha256(b"").hexdigest()[:32])
+            app.state.tinker._sessions["x"] = session
+            session.samplers["x:sample:0"] = app.state.tinker._switch.base
+            for call, name, body, kind in list_tinker_bodies():
+                began_s, number = time.process_time(), number + 1
+                headers = {"Content-Type": kind}
+                answer = await asyncio.wait_for(
+                    client.post(f"/api/v1/{call}", content=body, headers=headers), LONGEST_S * 10
+                )
+                problems = find_problems(answer, time.process_time() - began_s)
+                if call == "asample" and answer.status_code == 200:
+                    num_sampled += 1
+                    made = await client.post(
+                        "/api/v1/retrieve_future", json={"request_id": answer.json()["request_id"]}
+                    )
+                    problems += find_problems(made, 0.0)
+                wrong += [f"{call}: {name}: {each}: {answer.text[:300]}" for each in problems]
+    finally:
+        store.close()
+    assert not wrong, "\n".join(wrong)
+    assert number > 1000
+    assert num_sampled > 20, "some reach the engine"
 
 
 @pytest.mark.parametrize(
