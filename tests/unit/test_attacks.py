@@ -196,7 +196,7 @@ def list_tinker_bodies() -> Iterator[tuple[str, str, bytes, str]]:
     """Calls, names, bodies and their types: each field that the SDK's type has with each wrong value, and protobuf."""
     number = 0
     for name, call in inspect.getmembers(TinkerApi, inspect.iscoroutinefunction):
-        body = bytes if name.startswith("_") else get_type_hints(call).get("body", bytes)
+        body: Any = bytes if name.startswith("_") else get_type_hints(call).get("body", bytes)
         if not issubclass(body, BaseModel):
             continue
         yield from ((name, title, content, "application/json") for title, content in BODIES.items())

@@ -5,6 +5,7 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -357,7 +358,7 @@ async def test_an_answer_without_end_is_refused_by_every_call_before_it_is_read_
         if call == "health":
             assert not await client.health()
         else:
-            body = {"body": {}} if call.startswith(("post", "open")) else {}
+            body: dict[str, Any] = {"body": {}} if call.startswith(("post", "open")) else {}
             with pytest.raises(ServerError, match=rf"at most {most} bytes.*server to /path with status {status}"):
                 await _read_all(getattr(client._calls, call)("/path", **body))
     assert answers.is_closed
