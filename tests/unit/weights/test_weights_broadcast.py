@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -463,7 +464,9 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
 
 async def test_i6_a_server_that_is_killed_in_mid_broadcast_is_named_and_the_other_gets_the_version_whole() -> None:
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVER, stdout=subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = (sys.executable, "-c", _SERVER)
+    killed = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=environment)
     assert killed.stdout is not None
     url = f"http://127.0.0.1:{int(await killed.stdout.readline())}"
 
