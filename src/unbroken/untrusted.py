@@ -1,4 +1,4 @@
-"""The one way in for what somebody else wrote: files, JSON of a server. Each reader has limits, and hangs on nothing.
+"""The one way in for what others wrote: files, JSON of a server. Each reader has limits, and hangs on nothing.
 
     a pipe, a device, a link to one    refused: it is no regular file
     bytes, levels, numbers             refused above a limit that the caller names, with its value
@@ -46,7 +46,7 @@ def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> A
     if len(data) > max_bytes:
         raise InvalidInputError(f"JSON must have at most {max_bytes} bytes, got {len(data)}")
     written = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    if count_values(written, written.count(b"[") + written.count(b"{")) > MAX_VALUES:
+    if count_values(written, count_opened(written)) > MAX_VALUES:
         raise InvalidInputError(f"JSON must have at most {MAX_VALUES} lists, objects and texts, got more")
     try:
         value = json.loads(data, parse_constant=_refuse_constant if is_finite else float)
@@ -58,11 +58,21 @@ def read_json(data: bytes | str, *, max_bytes: int, is_finite: bool = True) -> A
     return value
 
 
+def count_opened(body: bytes) -> int:
+    """The lists and objects of JSON, without parsing it, and these characters inside texts."""
+    return body.count(b"[") + body.count(b"{")
+
+
+def bound_values(body: bytes, num_opened: int) -> int:
+    """At least as many as its lists, objects and texts; `num_opened` is that of `count_opened`."""
+    return num_opened + body.count(b'"') // 2
+
+
 def count_values(body: bytes, num_opened: int) -> int:
     """The lists, objects and texts of JSON, without parsing it; at most one more than `MAX_VALUES`, and 0 if there are
     surely not so many: it has `num_opened` brackets and braces.
     """
-    if num_opened + body.count(b'"') // 2 <= MAX_VALUES:
+    if bound_values(body, num_opened) <= MAX_VALUES:
         return 0
     return sum(1 for _ in itertools.islice(_VALUE.finditer(body), MAX_VALUES + 1))
 
@@ -82,7 +92,7 @@ def check_json(value: Any, *, is_finite: bool = True) -> None:
 
 
 def read_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
-    """Read a whole file that somebody else names or writes.
+    """Read a whole file that others name or write.
 
     Raises:
         OSError: it is not there, or is no regular file: a pipe would be waited for, and some devices never end.

@@ -1,4 +1,4 @@
-"""Every reader of files that somebody else may have written, with a file that is right."""
+"""Every reader of files that others may have written, with a file that is right."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SPARSE_BYTES = 3 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Something that reads a file that somebody else wrote."""
+    """Something that reads a file that others wrote."""
 
     make: Callable[[Path], Path]
     """Write what is right into a folder; returns the file that is attacked."""

@@ -141,7 +141,6 @@ class Session:
         self._dropped_streams: list[str] = []
         """Answers of which the store has pieces that nobody needs any more."""
         self._forget_streams()
-        """Of the last streams that broke: agents send back what they had of them."""
         self._attempts = Attempts()
         self._attempts.add_recorded(state.turns)
 

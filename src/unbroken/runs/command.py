@@ -62,7 +62,7 @@ def add_sampler_parser(commands: Any) -> None:
 
 _EVAL_FIELDS = (
     *("output", "seed", "rollouts.sampling.max_tokens", "rollouts.sampling.temperature", "rollouts.limits.max_turns"),
-    *("environment", "environment_arguments", "data.file", "renderer.name", "engine.kind", "engine.urls"),
+    *("environment", "environment_arguments", "data.file", "engine.kind", "engine.urls"),
 )
 """Fields that `unbroken eval TASK --help` describes."""
 _EVAL_EPILOG = """\

@@ -25,7 +25,7 @@ from unbroken.timeline import Timeline, Track
 from unbroken.training.config import LoopConfig
 from unbroken.training.groups import GroupNumbers, GroupSource
 from unbroken.training.outages import Outages
-from unbroken.training.step_metrics import IdleTimes
+from unbroken.training.step_metrics import IdleTimes, loop_time_s
 from unbroken.training.sums import Sums
 
 SAMPLED = "group in flight"
@@ -206,18 +206,18 @@ class GroupQueue:
         """Wait for the groups of a step that begins with `version`; None once an engine is lost or the run fails."""
         self._is_paused = False
         if self._taken_s is None:
-            self._taken_s = _now_s()
+            self._taken_s = loop_time_s()
         self.fill()
         if (chosen := self._choose(version)) is not None or self._is_stopped:
             return chosen
-        started = _now_s()
+        started = loop_time_s()
         self.idle.set(waits=1)
         with self.timeline.span("wait for groups", step=step):
             while (chosen := self._choose(version)) is None and not self._is_stopped:
                 self._changed.clear()
                 await self._changed.wait()
         self.idle.set(waits=0)
-        self._waited_s += _now_s() - started
+        self._waited_s += loop_time_s() - started
         return chosen
 
     def take(self, chosen: Sequence[LiveGroup], step: int, *, waited_s: float, next_version: int) -> StepGroups:
@@ -234,7 +234,7 @@ class GroupQueue:
         for live in chosen:
             self._record(live)
             self._end_lane(live, QUEUED, "trained", step=step)
-        now_s = _now_s()
+        now_s = loop_time_s()
         since_last_s, self._taken_s = now_s - (now_s if self._taken_s is None else self._taken_s), now_s
         self._adapt_limit(since_last_s=since_last_s)
         replaced, self._replaced = self._replaced, {}
@@ -508,7 +508,3 @@ class GroupQueue:
         self.idle.set(in_flight=self.num_in_flight, queued=self.num_queued)
         self.timeline.count("groups in flight", groups=self.num_in_flight)
         self.timeline.count("groups in the queue", groups=self.num_queued)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -41,7 +41,13 @@ from unbroken.training.observer import RunObserver, StepRollouts
 from unbroken.training.outages import Outages, format_loss
 from unbroken.training.publication import Notices, Snapshot, Snapshots
 from unbroken.training.queue import GroupQueue, StepGroups
-from unbroken.training.step_metrics import StepLog, compare_untrained, compare_zero_variance, explain_empty
+from unbroken.training.step_metrics import (
+    StepLog,
+    compare_untrained,
+    compare_zero_variance,
+    explain_empty,
+    loop_time_s,
+)
 from unbroken.training.trainer import Trainer
 from unbroken.training.waits import fail_together, from_all_processes, in_any_process, log_waiting, raise_together
 from unbroken.weights.base import WeightPublisher
@@ -103,13 +109,13 @@ class StepRunner:
         that cannot come. A group that lost its engine is sampled again as a whole: long rollouts are lost first, and
         without them it would be biased.
         """
-        version, started, lost = self.trainer.policy_version, _now_s(), None
+        version, started, lost = self.trainer.policy_version, loop_time_s(), None
         for _ in range(self.config.outages.max_losses):
             chosen = await self.queue.wait(step, version)
             lost = self.queue.lost
             if not await self._meet():
                 assert chosen is not None, "it waits until there are groups, or something is wrong"
-                groups = self.queue.take(chosen, step, waited_s=_now_s() - started, next_version=version + 1)
+                groups = self.queue.take(chosen, step, waited_s=loop_time_s() - started, next_version=version + 1)
                 await raise_together(self.trainer, self.queue.failure)  # of a source that takes note of its groups
                 return groups
             await self._recover()
@@ -337,7 +343,3 @@ async def check_some_succeeded(groups: Sequence[TrajectoryGroup], step: int, tra
         raise RolloutError(f"all {num_failed} rollouts of step {step} failed, the first with {first}") from cause
     if trainer.is_main_process:
         _logger.warning("%d of %d rollouts of step %d failed, the first with %s", num_failed, num_rollouts, step, first)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -22,6 +22,11 @@ from unbroken.types import Logprobs, TrainingSample
 from unbroken.weights.base import WeightUpdate
 
 
+def loop_time_s() -> float:
+    """The time of the event loop: in tests a virtual one."""
+    return asyncio.get_running_loop().time()
+
+
 class IdleTimes:
     """How long trainer and sampler were idle between two steps, and how many groups waited, in one process.
 
@@ -32,7 +37,7 @@ class IdleTimes:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """The times begin with the first level that is set. The clock is by default that of the event loop."""
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._clock = clock or loop_time_s
         self._levels: dict[str, float] = {"waits": 0, "held": 0, "in_flight": 0, "queued": 0}
         self._sums: dict[str, float] = {}
         self._started_s: float | None = None
@@ -68,7 +73,7 @@ class IdleTimes:
 
 
 _STEP_SPANS = ("log", "after_step", "units", "sleep", "records", "score", "metrics")
-"""Parts that a `StepTimes` measures."""
+"""Parts that a `StepLog` measures."""
 _OTHER_PARTS = ("collect", "outages", "train", "checkpoint", "publish")
 """Parts that are measured where the work is done."""
 

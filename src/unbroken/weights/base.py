@@ -43,9 +43,13 @@ class TakesWeights(Protocol):
     ) -> WeightReceipt:
         """Take new weights between two steps; ids sampled from then on carry `policy_version` (I6).
 
-        Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. KV computed
-        under older weights is recomputed for running requests and dropped from the prefix cache, unless `reuse_kv` is
-        set. Values are not checked: weights with NaN fail the requests they sample for, until the next good weights.
+        Nothing is loaded before all weights are there, so a failed transfer leaves the old ones in use. Those that a
+        sender brings are the exception (`WireSource`): they are loaded as they come, and after an update that ends
+        half-way the engine samples nothing until a whole version comes (`IncompleteWeightsError`).
+
+        KV computed under older weights is recomputed for running requests and dropped from the prefix cache, unless
+        `reuse_kv` is set. Values of `TensorSource` are not checked: weights with NaN fail the requests they sample for,
+        until the next good weights.
 
         A source may have a LoRA adapter instead of whole weights (`weights.adapters`), which is added to the weights
         of the start. An engine that computes it apart from them ends running requests with the adapter that they have.
@@ -53,7 +57,7 @@ class TakesWeights(Protocol):
         Raises:
             SamplingError: the engine does not take such a source, `policy_version` does not rise, a name or shape is
                 not the model's, or `in_flight` is FINISH while the engine is paused; nothing was loaded.
-            WeightsError: the weights did not arrive, or not as they were sent; nothing was loaded.
+            WeightsError: the weights did not arrive, or not as they were sent; nothing was loaded, but of a sender's.
             EngineError: the engine is closed, or has failed while it loaded.
         """
         ...

@@ -23,6 +23,7 @@ from unbroken.errors import EngineError, InvalidInputError, ServerUnreachableErr
 from unbroken.types import InFlight
 from unbroken.weights.adapters import is_adapter
 from unbroken.weights.base import WeightUpdate
+from unbroken.weights.memory import find_gpu_uuid
 from unbroken.weights.sources import WeightStream, check_stream, make_digest
 from unbroken.weights.wire import (
     BufferPacking,
@@ -279,7 +280,7 @@ class BroadcastPublisher:
 
     def _choose_transport(self) -> Transport:
         on_gpus = self._device.startswith("cuda") and all(
-            server.device == "cuda" and _gpu_uuid(self._device) not in server.gpu_uuids for server in self._servers
+            server.device == "cuda" and find_gpu_uuid(self._device) not in server.gpu_uuids for server in self._servers
         )
         return Transport.NCCL if on_gpus else Transport.GLOO
 
@@ -416,9 +417,3 @@ def _check_calls(calls: Iterable[asyncio.Future[Any]]) -> None:
     """Raise `WeightsError` if a call has failed or was given up; runs in the thread that sends."""
     if reason := next(filter(None, map(_find_error, calls)), None):
         raise WeightsError(reason)
-
-
-def _gpu_uuid(device: str) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)

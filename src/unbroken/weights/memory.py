@@ -132,7 +132,7 @@ class WeightRow:
         torch.cuda.synchronize(self._row.device)
         _, arguments = reduce_tensor(self._row)  # type: ignore[no-untyped-call]
         # Of the arguments of `rebuild_cuda_tensor`: memory, its size and offset; then the count and the event.
-        return [_CUDA, _gpu_uuid(self._row.device), *arguments[7:10], *arguments[11:]]
+        return [_CUDA, find_gpu_uuid(self._row.device), *arguments[7:10], *arguments[11:]]
 
 
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _open_on_gpu(uuid: str, rest: Sequence[Any], num_bytes: int) -> torch.Tensor
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    devices = [device for device in range(torch.cuda.device_count()) if _gpu_uuid(device) == uuid]
+    devices = [device for device in range(torch.cuda.device_count()) if find_gpu_uuid(device) == uuid]
     if not devices:
         raise WeightsError(
             f"the new weights are on GPU {uuid}, which a worker does not see: give engine and trainer the same GPUs "
@@ -176,7 +176,8 @@ def _open_on_gpu(uuid: str, rest: Sequence[Any], num_bytes: int) -> torch.Tensor
     return row
 
 
-def _gpu_uuid(device: Any) -> str:
+def find_gpu_uuid(device: Any) -> str:
+    """The UUID of a CUDA device, by which processes that number their GPUs differently know it."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)

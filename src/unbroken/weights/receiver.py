@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 from unbroken.errors import SamplingError, UnbrokenError, WeightsError
 from unbroken.types import InFlight, WeightReceipt
-from unbroken.weights.sources import TensorSpec, WeightSource, check_version_rises, make_digest
-from unbroken.weights.wire import BufferPacking, Rendezvous, WireReceiver, answer, open_fields
+from unbroken.weights.sources import TensorSpec, WeightSource, check_version_rises, find_repeated, make_digest
+from unbroken.weights.wire import BufferPacking, Rendezvous, WireReceiver, answer, open_fields, read_answers
 
 _T = TypeVar("_T")
 _POLL_S = 1.0
@@ -131,7 +131,7 @@ class WireSource(WeightSource):
                 async with asyncio.timeout(_POLL_S):
                     await self._wait()
             except TimeoutError:
-                _read_answers(await self._call("check_sender"))
+                read_answers(await self._call("check_sender"))
 
     async def take(self, part: AnnouncedWeights, *args: Any) -> None:
         """Have all workers receive and load a part; `args` are the engine's own.
@@ -141,7 +141,7 @@ class WireSource(WeightSource):
         """
         try:
             fields = [spec.to_object() for spec in part.specs]
-            sums = _read_answers(await self._call("take", fields, asdict(part.packing), *args))
+            sums = read_answers(await self._call("take", fields, asdict(part.packing), *args))
             if any(own != sums[0] for own in sums):
                 raise WeightsError("the workers received different weights")
             self._check_going()
@@ -162,12 +162,6 @@ class WireSource(WeightSource):
     async def _wait(self) -> None:
         self._wake.clear()
         await self._wake.wait()
-
-
-def _read_answers(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    if errors := [found["error"] for found in answers if "error" in found]:
-        raise WeightsError(errors[0])
-    return [found["answer"] for found in answers]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -340,7 +334,7 @@ class WeightReceiver:
         await self._end_update("another sender came")
         self._error, self._last_specs = None, ()
         try:
-            _read_answers(await self._call("open", dict(fields)))
+            read_answers(await self._call("open", dict(fields)))
         except WeightsError as error:
             await self._leave(str(error))
             raise
@@ -452,7 +446,7 @@ class WeightReceiver:
         """Receive weights that are not wanted: a sender sends them whatever it is answered."""
         fields = [spec.to_object() for spec in specs]
         try:
-            _read_answers(await self._call("take", fields, asdict(packing), None))
+            read_answers(await self._call("take", fields, asdict(packing), None))
         except WeightsError as error:
             await self._leave(str(error))
 
@@ -503,11 +497,9 @@ def _note_failure(task: asyncio.Task[WeightReceipt]) -> None:
 
 
 def _by_name(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    found = {spec.name: spec for spec in specs}
-    if len(found) < len(specs):
-        names = [spec.name for spec in specs]
-        raise SamplingError(f"weight {max(names, key=names.count)!r} came twice")
-    return found
+    if (repeated := find_repeated([spec.name for spec in specs])) is not None:
+        raise SamplingError(f"weight {repeated!r} came twice")
+    return {spec.name: spec for spec in specs}
 
 
 def make_local_call(device: Callable[[], str]) -> Call:

@@ -128,8 +128,13 @@ def check_stream(stream: WeightStream) -> None:
     names = [spec.name for spec in stream.specs]
     if not names:
         raise InvalidInputError("weights is empty: nothing to send (an iterator that was used up before?)")
-    if len(set(names)) < len(names):
-        raise InvalidInputError(f"weight {max(names, key=names.count)!r} came twice")
+    if (repeated := find_repeated(names)) is not None:
+        raise InvalidInputError(f"weight {repeated!r} came twice")
+
+
+def find_repeated(names: Sequence[str]) -> str | None:
+    """A name that is there several times; None if each is there once."""
+    return None if len(set(names)) == len(names) else max(names, key=names.count)
 
 
 def check_version_rises(new: int, *, current: int) -> None:

@@ -549,6 +549,13 @@ def answer(work: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"}
 
 
+def read_answers(answers: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What each worker's `answer` returned; `WeightsError` with the first error, if there is one."""
+    if errors := [found["error"] for found in answers if "error" in found]:
+        raise WeightsError(errors[0])
+    return [found["answer"] for found in answers]
+
+
 def open_fields(rendezvous: Rendezvous) -> dict[str, Any]:
     """Return a rendezvous as `WireReceiver.open` takes it in another process."""
     return {**asdict(rendezvous), "transport": rendezvous.transport.value}

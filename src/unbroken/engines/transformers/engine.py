@@ -62,7 +62,7 @@ from unbroken.types import (
 )
 from unbroken.weights.adapters import is_adapter
 from unbroken.weights.files import FileSource
-from unbroken.weights.memory import MemorySource
+from unbroken.weights.memory import MemorySource, find_gpu_uuid
 from unbroken.weights.receiver import WeightReceiver, WireSource, make_local_call
 from unbroken.weights.sources import (
     NamedTensors,
@@ -181,7 +181,7 @@ class TransformersEngine:
     async def weight_placement(self) -> WeightPlacement:
         """Return dtype and devices of the weights, for a sender of new ones."""
         device = self._forward.device
-        uuids = (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
+        uuids = (find_gpu_uuid(device),) if device.type == "cuda" else ()
         dtype = str(self._forward.model.dtype).removeprefix("torch.")
         return WeightPlacement(dtype=dtype, device=device.type, gpu_uuids=uuids)
 

@@ -33,6 +33,7 @@ from unbroken.weights.sources import (
     WeightSource,
     check_floating,
 )
+from unbroken.weights.wire import read_answers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,10 +74,11 @@ class Delivery:
                 self.adapted = match_adapter(given, self.shapes.find)
             return
         answers = await rpc("receive_weights", type(self.source).__name__, self.source.to_object(), self.tied)
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
+        try:
+            read_answers(answers)
+        except WeightsError:
             await rpc("drop_weights")
-            raise WeightsError(errors[0])
+            raise
 
     async def load(self, rpc: Rpc) -> None:
         """Have all workers load the weights. If it raises, the model may be a mixture."""
@@ -101,10 +103,11 @@ class Delivery:
         """
         modules = {one.given: one.name.removesuffix(".weight") for one in self.adapted}
         answers = await rpc("keep_adapter", number, modules, max(one.rank for one in self.adapted))
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
+        try:
+            read_answers(answers)
+        except WeightsError as error:
             await rpc("drop_adapter", number)
-            raise WeightsError(f"vLLM does not load the adapter: {errors[0]}")
+            raise WeightsError(f"vLLM does not load the adapter: {error}") from None
         await self.close()
 
     @property

@@ -15,7 +15,7 @@ from unbroken.exactness import ModuleOutputs
 from unbroken.weights.adapters import A, B
 from unbroken.weights.checkpoint import ExpertNames
 from unbroken.weights.files import FileSource
-from unbroken.weights.memory import MemorySource
+from unbroken.weights.memory import MemorySource, find_gpu_uuid
 from unbroken.weights.sources import NamedTensors, SharedSource, TiedNames
 from unbroken.weights.wire import Transport, WireReceiver, answer, make_gloo_broadcast
 
@@ -112,7 +112,7 @@ class WorkerExtension:
 
     def device_uuid(self) -> str:
         """Return which GPU this worker has; empty on a CPU."""
-        return str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
+        return find_gpu_uuid(self.device) if self.device.type == "cuda" else ""
 
     def weight_dtypes(self) -> list[str]:
         """Return the floating-point dtypes of the model's weights."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from unbroken import compact
 from unbroken.errors import InvalidInputError
 from unbroken.types.arrays import MAX_DEPTH, is_deep
-from unbroken.untrusted import MAX_VALUES, count_values
+from unbroken.untrusted import MAX_VALUES, count_opened, count_values
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _IGNORED = "unbroken.ignored"
@@ -87,7 +87,7 @@ class _OrjsonRequest(Request):
             if value is not None:
                 _check_num_prompts(value, most)
                 return value
-        num_opened = body.count(b"[") + body.count(b"{")  # lists and objects, and these characters inside texts
+        num_opened = count_opened(body)
         if count_values(body, num_opened) > MAX_VALUES:
             raise HTTPException(400, f"the body must have at most {MAX_VALUES} lists, objects and texts, got more")
         try:

@@ -20,6 +20,7 @@ import orjson
 
 from unbroken.images.lru_cache import LruCache
 from unbroken.types.arrays import is_deep
+from unbroken.untrusted import bound_values, count_opened
 
 _LISTS = (b'"messages"', b'"input"', b'"contents"')
 """The keys of conversations in the dialects' bodies."""
@@ -46,7 +47,7 @@ class _Known:
     items: list[Any]
     """All of them, parsed. They are shared by all bodies that begin with them, and never changed."""
     num_values: int
-    """As of `count_values`, at least."""
+    """As of `untrusted.bound_values`."""
 
     def cut(self, number: int) -> _Known:
         """The beginning without the last `number` items."""
@@ -79,7 +80,7 @@ class KnownBodies:
         except orjson.JSONDecodeError:
             return None
         items = value.get(known.name) if isinstance(value, dict) else None
-        is_small = known.num_values + count_values(short) <= max_values
+        is_small = known.num_values + bound_values(short, count_opened(short)) <= max_values
         if not isinstance(items, list) or items[:1] != [_STAND_IN] or not is_small or is_deep(value):
             return None
         value[known.name] = [*known.items, *items[1:]]
@@ -116,7 +117,7 @@ class KnownBodies:
                 raw=body[: ends[-1]],
                 ends=ends,
                 items=list(items),
-                num_values=known.num_values + count_values(new),
+                num_values=known.num_values + bound_values(new, count_opened(new)),
             ),
         )
 
@@ -124,11 +125,6 @@ class KnownBodies:
 def _stand_in(body: bytes, start: int, stop: int) -> bytes:
     """The body with a random text for these items."""
     return b'%b"%b"%b' % (body[:start], _STAND_IN.encode(), body[stop:])
-
-
-def count_values(body: bytes) -> int:
-    """The lists, objects and texts of JSON, without parsing it, or more: these characters inside texts count too."""
-    return body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
 
 
 def _find_list(body: bytes) -> tuple[str, int] | None:
