@@ -65,6 +65,12 @@ def asgi_client(app: Any, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
 
+async def metric(client: httpx.AsyncClient, name: str) -> float:
+    """A value of `/metrics`."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
 @asynccontextmanager
 async def listening(app: Any, *, port: int = 0) -> AsyncIterator[str]:
     """Serve the application on a port of this machine, this one or any that is free; yields its base URL."""

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from support.gateways import CHAT, TOOLS, USER, Gateway, ask, error, running_gateway, scripted
-from support.servers import asgi_client, encode, listening, scripted_engine
+from support.servers import asgi_client, encode, listening, metric, scripted_engine
 from support.waits import wait_until
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.gateway.app import _AGENT_PATHS
@@ -302,6 +302,18 @@ async def test_different_requests_at_once_are_all_recorded(tmp_path: Path) -> No
     assert [sum(row["loss_mask"]) for row in rows] == [len(encode(REPLY))] * 8
 
 
+class PausesAfterAFirstChunk(ScriptedEngine):
+    """Stops in mid-stream until it is resumed: a reader that leaves is noticed before its turn can have ended."""
+
+    async def stream(self, request: SampleRequest) -> AsyncGenerator[SampleChunk]:
+        is_first = not self.requests
+        async for chunk in super().stream(request):
+            if is_first:
+                await self.pause()
+                is_first = False
+            yield chunk
+
+
 async def leave_in_mid_stream(url: str, key: str) -> None:
     """Read one event of a stream, and go."""
     async with (
@@ -313,11 +325,19 @@ async def leave_in_mid_stream(url: str, key: str) -> None:
 
 @pytest.mark.parametrize("choice", ["finish", "abort"])
 async def test_a_reader_that_leaves_in_mid_stream(tmp_path: Path, choice: str) -> None:
-    engine = scripted_engine(lambda prompt_ids: [*LONG, *encode(REPLY)], allow_forks=True)
+    engine = PausesAfterAFirstChunk(
+        lambda ids: [*LONG, *encode(REPLY)], vocab_size=5000, context_length=4096, allow_forks=True
+    )
     async with running_gateway(engine, tmp_path) as gateway, listening(gateway.app) as url:
         created = await gateway.create(on_disconnect=choice)
         agent = gateway.agent(created)
         await leave_in_mid_stream(url, created["api_key"])
+
+        async def is_noticed() -> bool:
+            return await metric(gateway.client, "unbroken_requests_aborted_by_client_total") == 1
+
+        await wait_until(is_noticed)
+        await engine.resume()
         async with asyncio.timeout(60):
             while (session := await gateway.look(created))["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

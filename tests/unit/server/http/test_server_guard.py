@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import APIRouter
 
-from support.servers import asgi_client, listening, make_app, scripted_engine
+from support.servers import asgi_client, listening, make_app, metric, scripted_engine
 from support.waits import wait_until
 from unbroken.errors import InvariantError
 from unbroken.server import routes
@@ -24,11 +24,6 @@ LONG = {"prompts": [[1, 2, 3]], "params": {"max_tokens": 4000}}
 
 def slow_engine():
     return scripted_engine(lambda prompt_ids: [5] * 4000)
-
-
-async def metric(client: httpx.AsyncClient, name: str) -> float:
-    lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}])
