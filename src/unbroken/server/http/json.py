@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ COMPACT_PATH = "/v1/sample"
 """The only path that takes bodies in the compact form."""
 IGNORED_HEADER = "X-Unbroken-Ignored"
 """The header of an answer, streams too, that names them."""
+_MAX_NAMES = 50
+_MAX_NAME_LENGTH = 100
+"""Together they stay below the 8 KiB that clients read of a header."""
 
 
 def encode_json(value: Any) -> bytes:
@@ -54,6 +58,15 @@ def note_ignored(request: Request, names: Sequence[str]) -> None:
     request.scope[_IGNORED] = [*request.scope.get(_IGNORED, ()), *names]
 
 
+def _list_in_header(names: Sequence[str]) -> str:
+    """Names that others chose, as a header may have them: in ASCII, escaped as JSON escapes them, and not too many."""
+    listed = [json.dumps(name)[1:-1] for name in names[:_MAX_NAMES]]
+    listed = [name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}..." for name in listed]
+    if len(names) > _MAX_NAMES:
+        listed.append(f"and {len(names) - _MAX_NAMES} more")
+    return ", ".join(listed)
+
+
 class OrjsonRoute(APIRoute):
     """A route whose body is read by orjson or as compact form, and whose answer names the fields that it ignores."""
 
@@ -69,7 +82,7 @@ class OrjsonRoute(APIRoute):
                 scope["headers"] = [*others, (_TYPE, b"application/json")]
             response = await handle(_OrjsonRequest(scope, request.receive))
             if names := request.scope.get(_IGNORED):
-                response.headers[IGNORED_HEADER] = ", ".join(names)
+                response.headers[IGNORED_HEADER] = _list_in_header(names)
             return response
 
         return handle_with_orjson

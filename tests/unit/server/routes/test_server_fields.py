@@ -275,3 +275,14 @@ async def test_what_no_call_can_have_is_refused_where_it_is_rendered_too(path: s
     answer = await post(path, **{**BODIES[CHAT], field: value})
     assert answer.status_code == 400
     assert f"{field} must be" in answer.json()["error"]["message"]
+
+
+async def test_ignored_names_that_no_header_can_have_are_escaped() -> None:
+    names = ["\u0100", "a\r\nSet-Cookie: b", "x" * 5000, *(f"field_{k}" for k in range(60))]
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        answer = await client.post(CHAT, json={"messages": USER, **dict.fromkeys(names, 1)})
+    assert answer.status_code == 200, answer.text
+    listed = answer.headers["X-Unbroken-Ignored"].split(", ")
+    assert listed[:2] == ["\\u0100", "a\\r\\nSet-Cookie: b"]
+    assert listed[2] == "x" * 100 + "..."
+    assert (len(listed), listed[-1]) == (51, "and 13 more")
