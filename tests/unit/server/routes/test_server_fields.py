@@ -283,6 +283,9 @@ async def test_ignored_names_that_no_header_can_have_are_escaped() -> None:
         answer = await client.post(CHAT, json={"messages": USER, **dict.fromkeys(names, 1)})
     assert answer.status_code == 200, answer.text
     listed = answer.headers["X-Unbroken-Ignored"].split(", ")
-    assert listed[:2] == ["\\u0100", "a\\r\\nSet-Cookie: b"]
-    assert listed[2] == "x" * 100 + "..."
     assert (len(listed), listed[-1]) == (51, "and 13 more")
+    few = dict.fromkeys(names[:3], 1)
+    async with asgi_client(make_app(scripted_engine("hi"))) as client:
+        answer = await client.post(CHAT, json={"messages": USER, **few})
+    listed = answer.headers["X-Unbroken-Ignored"].split(", ")
+    assert set(listed) == {"\\u0100", "a\\r\\nSet-Cookie: b", "x" * 100 + "..."}
