@@ -278,14 +278,9 @@ async def test_what_no_call_can_have_is_refused_where_it_is_rendered_too(path: s
 
 
 async def test_ignored_names_that_no_header_can_have_are_escaped() -> None:
-    names = ["\u0100", "a\r\nSet-Cookie: b", "x" * 5000, *(f"field_{k}" for k in range(60))]
+    names = ["\u0100", "a\r\nSet-Cookie: b", "x" * 5000]
     async with asgi_client(make_app(scripted_engine("hi"))) as client:
         answer = await client.post(CHAT, json={"messages": USER, **dict.fromkeys(names, 1)})
     assert answer.status_code == 200, answer.text
-    listed = answer.headers["X-Unbroken-Ignored"].split(", ")
-    assert (len(listed), listed[-1]) == (51, "and 13 more")
-    few = dict.fromkeys(names[:3], 1)
-    async with asgi_client(make_app(scripted_engine("hi"))) as client:
-        answer = await client.post(CHAT, json={"messages": USER, **few})
     listed = answer.headers["X-Unbroken-Ignored"].split(", ")
     assert set(listed) == {"\\u0100", "a\\r\\nSet-Cookie: b", "x" * 100 + "..."}
