@@ -26,7 +26,7 @@ from unbroken.images.loader import find_image_parts
 from unbroken.messages import Message, ToolCall, ToolSchema
 from unbroken.server.http.bodies import BodyModel
 from unbroken.server.http.errors import HttpError, shorten
-from unbroken.server.wire.fields import Fields, is_safe_name
+from unbroken.server.wire.fields import Fields
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -158,8 +158,7 @@ class HostedTool(BodyModel):
 
 def list_hosted(tools: Iterable[object]) -> list[str]:
     """The names of the hosted tools among these, each once, for the header of ignored fields."""
-    names = dict.fromkeys(f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool))
-    return [name for name in names if is_safe_name(name)]
+    return list(dict.fromkeys(f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)))
 
 
 def make_tool(name: str, description: str | None, parameters: Any) -> ToolSchema:

@@ -11,7 +11,6 @@ file (`make fields`), and a test compares it with the fields of vLLM and of Open
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,6 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
     "responseModalities": (None, [], ["TEXT"]),
 }
 """Of the fields whose default is another value, or for which one of the common values asks for something."""
-_SAFE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMED = 20
 
 
@@ -67,13 +65,8 @@ class Fields:
             raise HttpError(
                 400, f"{place or 'the body'} must not have {', '.join(named)}{more}", param=prefix + next(iter(wrong))
             )
-        named = [name for name in sorted(asked) if name not in self.returned and _SAFE_NAME.fullmatch(name)]
+        named = [name for name in sorted(asked) if name not in self.returned]
         return [f"{prefix}{name}" for name in named][:_MAX_NAMED]
-
-
-def is_safe_name(name: str) -> bool:
-    """Whether a header can have this name of a field."""
-    return _SAFE_NAME.fullmatch(name) is not None
 
 
 _MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
@@ -111,10 +104,7 @@ def list_asked(given: Mapping[str, Any] | None, place: str, known: Set[str] = fr
 
 
 def _list_asked(given: Mapping[str, Any], known: Set[str]) -> list[str]:
-    return [
-        name for name, value in given.items()
-        if name not in known and value not in DEFAULTS.get(name, _NO_EFFECT) and _SAFE_NAME.fullmatch(name)
-    ]  # fmt: skip
+    return [name for name, value in given.items() if name not in known and value not in DEFAULTS.get(name, _NO_EFFECT)]
 
 
 def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:

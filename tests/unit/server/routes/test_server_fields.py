@@ -161,10 +161,14 @@ async def test_an_answer_names_the_fields_that_it_ignores(path: str) -> None:
 
 
 async def test_several_are_named_in_streams_too_and_no_name_can_break_the_header() -> None:
-    extra = {"user": "me", "max_tool_calls": 2, "unheard_of": 1, "bad\r\nname": 1, "é": 1, "x" * 99: 1}
-    answer = await post(CHAT, stream=True, **extra)
+    extra = {"user": "me", "max_tool_calls": 2, "unheard_of": 1, "bad\r\nname": 1, "é": 1, "x" * 999: 1}
+    answer = await post(CHAT, stream=True, **extra, chat_template_kwargs={"\u0100": 1})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers["x-unbroken-ignored"] == "max_tool_calls, unheard_of, user"
+    named = answer.headers["x-unbroken-ignored"].split(", ")
+    assert set(named) == {
+        "max_tool_calls", "unheard_of", "user", "bad\\r\\nname", "\\u00e9", "x" * 100 + "...",
+        "chat_template_kwargs.\\u0100",
+    }  # fmt: skip
     answer = await post(RESPONSES, max_tool_calls=2)
     assert answer.headers["x-unbroken-ignored"] == "max_tool_calls"
 
@@ -275,12 +279,3 @@ async def test_what_no_call_can_have_is_refused_where_it_is_rendered_too(path: s
     answer = await post(path, **{**BODIES[CHAT], field: value})
     assert answer.status_code == 400
     assert f"{field} must be" in answer.json()["error"]["message"]
-
-
-async def test_ignored_names_that_no_header_can_have_are_escaped() -> None:
-    names = ["\u0100", "a\r\nSet-Cookie: b", "x" * 5000]
-    async with asgi_client(make_app(scripted_engine("hi"))) as client:
-        answer = await client.post(CHAT, json={"messages": USER, **dict.fromkeys(names, 1)})
-    assert answer.status_code == 200, answer.text
-    listed = answer.headers["X-Unbroken-Ignored"].split(", ")
-    assert set(listed) == {"\\u0100", "a\\r\\nSet-Cookie: b", "x" * 100 + "..."}
