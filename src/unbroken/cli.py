@@ -86,6 +86,8 @@ class _InstallCompletion(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 for success, 1 for an error, 2 for wrong usage; `audit` has more."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stderr.isatty():  # in a log, each state of a library's progress bar would be a line
+        os.environ.setdefault("TQDM_DISABLE", "1")
     parser = _parser(is_short=not any(word.startswith(("--help-all", "--install-completion")) for word in words))
     if words[:1] == ["serve"]:
         words = name_model(words)

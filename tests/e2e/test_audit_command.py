@@ -144,7 +144,7 @@ def test_no_code_of_a_models_folder_is_executed(tmp_path: Path, capsys: pytest.C
     ("arguments", "expected"),
     [
         (("/no/such/folder",), "must be a folder that exists"),
-        (("{folder}",), "must be a folder or hub name of a model with a tokenizer"),
+        (("{folder}",), "the folder has no config.json"),
         (("{model}", "--template", "no_such"), "--template must be a file, or one of the tokenizer's templates"),
         (("--template", "no_such.jinja"), "no_such.jinja cannot be read"),
         (("{bare}",), "no chat template"),

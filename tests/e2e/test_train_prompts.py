@@ -253,7 +253,7 @@ def test_an_exception_in_code_of_the_user_has_its_lines_and_its_traceback_in_a_f
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--model": "/nowhere"}, "model must be a folder or hub name of a model"),
+        ({"--model": "/nowhere"}, "model must be a folder or the hub's name of a model"),
         (
             {"--data.prompt": "question"},
             "must have the column 'question', which prompt names: its columns are prompt, answer",

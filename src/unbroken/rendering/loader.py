@@ -26,6 +26,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.images.processor import ImageInputs, find_model_file, load_image_processor
+from unbroken.model_source import check_model_source
 from unbroken.rendering.base import HistoryPolicy
 from unbroken.rendering.encoding.tokenizer import TokenizerFacts
 from unbroken.rendering.template import TemplateRenderer
@@ -104,6 +105,7 @@ def load_tokenizer(model_or_tokenizer: Any) -> Any:
     if isinstance(tokenizer, TokenizerFacts) and tokenizer.model is not None:
         tokenizer = model_or_tokenizer = tokenizer.model
     if isinstance(tokenizer, (str, Path)):
+        check_model_source(tokenizer)
         from transformers import AutoTokenizer
 
         try:
@@ -180,6 +182,7 @@ def load_tokenizer_facts(model_or_tokenizer: Any) -> TokenizerFacts:
     """
     if not isinstance(model_or_tokenizer, (str, Path)):
         return TokenizerFacts.of(_convert_tekken(model_or_tokenizer))
+    check_model_source(model_or_tokenizer)
     facts = None if "transformers" in sys.modules else _load_elsewhere(model_or_tokenizer)
     if facts is None:
         facts = TokenizerFacts.of(load_tokenizer(model_or_tokenizer), model=model_or_tokenizer)

@@ -148,6 +148,7 @@ def load_model(
 def find_revision(source: str | Path, revision: str | None) -> str | Path:
     """The folder of this revision of a model on the hub, downloaded if need be; without a revision, `source` itself."""
     if revision is None:
+        check_model_source(source)
         return source
     if Path(source).is_dir():
         raise InvalidInputError(f"model_settings.revision must be left out for a model in a folder, got {revision!r}")

@@ -18,6 +18,7 @@ from unbroken.docstrings import first_paragraph, read_field_docs
 from unbroken.engines.base import Engine
 from unbroken.engines.registry import ENGINES
 from unbroken.errors import InvalidInputError
+from unbroken.model_source import check_model_folder
 from unbroken.rendering.base import Renderer
 from unbroken.server.config import ServerConfig, ServerLimits, is_loopback
 from unbroken.untrusted import MAX_FACTS_BYTES, MAX_KEYS_BYTES, read_text
@@ -141,6 +142,7 @@ def name_model(words: list[str]) -> list[str]:
 
 def read_options(arguments: argparse.Namespace, engine_options: list[str]) -> ServeOptions:
     """Convert the options of `unbroken serve`. Raises `InvalidInputError` for an invalid value."""
+    check_model_folder(arguments.model, name="MODEL")
     adapters = tuple(_parse_adapter(text) for text in arguments.adapter)
     shared = read_app_options(arguments, model_name=arguments.model, adapters=tuple(name for name, _ in adapters))
     return ServeOptions(

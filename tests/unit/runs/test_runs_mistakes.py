@@ -51,7 +51,7 @@ MISTAKES = {
     "no tracker": (TASK, ["--trackers.names", "swanlab"], "swanlab is not installed"),
     "no data": (TASK, ["--data.file", "rows.jsonl"], "data.file must name a file that exists, got rows.jsonl: there"),
     "no rewards": (TASK.replace("rewards.py", "r.py"), [], "rewards[0].function must name a file that exists, got"),
-    "no folder": (TASK.replace("nobody", "./nobody"), [], "got './nobody/nothing': no such folder"),
+    "no folder": (TASK.replace("nobody", "./nobody"), [], "got './nobody/nothing': there is no such folder"),
     "no recipe": (None, [], "there is no such file"),
 }
 """The TOML file, options, and a part of the error."""

@@ -16,6 +16,7 @@ from support.fake_renderer import END
 from support.recorded import make_forked, make_row, make_trajectory, write_metrics, write_run, write_step
 from support.rollouts import play
 from support.scripted_env import ScriptedEnv
+from support.servers import server_tokenizer
 from unbroken.engines.scripted import ScriptedEngine
 from unbroken.errors import InvalidInputError
 from unbroken.ledger.export import export_samples, find_trained_paths
@@ -233,6 +234,13 @@ def test_a_model_of_any_name_may_have_no_tokenizer_here(model):
     tokenizers = Tokenizers(None, run=None)
     assert tokenizers.find([model]) is None
     assert tokenizers.find_template([model]) is None
+
+
+def test_a_model_folder_that_is_a_link_is_followed_where_a_run_names_it(tmp_path):
+    server_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    assert Tokenizers(None, run=tmp_path / "run").find([str(tmp_path / "link")]) is not None
 
 
 def test_the_texts_of_byte_level_ids_keep_spaces_and_parts_of_characters():

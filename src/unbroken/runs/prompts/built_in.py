@@ -29,6 +29,7 @@ from typing import Any
 
 from unbroken.errors import InvalidInputError
 from unbroken.messages import Message, ToolSchema
+from unbroken.model_source import check_model_folder
 from unbroken.rollout.agents.command import CommandAgent, CommandReward
 from unbroken.rollout.agents.known import read_instruction
 from unbroken.rollout.agents.session import Agent, AgentTask
@@ -131,10 +132,7 @@ class Config(RunConfig):
 
     def _check_files(self) -> None:
         """Raise `InvalidInputError` for a file or folder that is not there."""
-        if self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir():
-            raise InvalidInputError(
-                f"model must be a folder or hub name of a model, got {self.model!r}: no such folder"
-            )
+        check_model_folder(self.model)
         named: dict[str, Path | str | None] = {name: getattr(self, name) for name in ("environment", "loss")}
         named |= {"advantages": self.advantages, "curriculum": self.curriculum}
         named |= {"agent.function": self.agent.function} if self.agent else {}

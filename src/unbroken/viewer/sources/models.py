@@ -100,11 +100,14 @@ class Tokenizers:
         return next((file for file in self._list_files(models) if _is_usable(file)), None)
 
     def _list_files(self, models: Sequence[str]) -> Iterator[Path]:
-        """Files named `tokenizer.json`. What a run names may be a folder that came with it, so it may have no links."""
+        """Files named `tokenizer.json`.
+
+        What a run names may be a folder that came with it, so no file in it may be a link.
+        """
         named = [Path(model) for model in models]
         if self._run is not None:
             named += [self._run / part for part in _WRITTEN]
-        yield from (folder / _FILE for folder in named if not _has_links(folder))
+        yield from (folder / _FILE for folder in named if not _has_links(folder, self._run))
         for model in filter(_HUB_NAME.fullmatch, models):
             from huggingface_hub import try_to_load_from_cache
 
@@ -121,13 +124,19 @@ def _is_usable(file: Path) -> bool:
         return False
 
 
-def _has_links(folder: Path) -> bool:
-    """Whether a folder is a link or has any, which could lead to any file of this machine."""
+def _has_links(folder: Path, run: Path | None) -> bool:
+    """Whether a folder has links, or came with the run and is one: they could lead to any file of this machine.
+
+    A folder elsewhere may be a link: who named it could as well have named the folder that it leads to.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
         if folder.absolute().is_relative_to(HF_HUB_CACHE):  # all its files are links into itself
             return False
-        return folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*"))
+        came_with_it = run is not None and folder.absolute().is_relative_to(run.absolute())
+        if folder.is_symlink() and came_with_it:
+            return True
+        return any(path.is_symlink() for path in folder.resolve().rglob("*"))
     except (OSError, ValueError):
         return True

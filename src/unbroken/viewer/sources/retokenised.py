@@ -61,7 +61,10 @@ def retokenise_trajectory(shown: Mapping[str, Any], texts: TemplateTexts | None)
     """
     rows = shown["record"].get("rows") or []
     if texts is None:
-        return _refuse(f"The tokenizer and the chat template of {shown.get('model')} are not on this machine.")
+        return _refuse(
+            f"The tokenizer and the chat template of {shown.get('model')} are not on this machine, "
+            "or have links in their folder: `unbroken view RUN --tokenizer FOLDER` names another."
+        )
     if not rows:
         return _refuse("There are no ids.")
     return {"rows": [_try_row(shown, row, texts) for row in rows[:MAX_ROWS]]}
