@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from unbroken.errors import InvalidInputError, UnbrokenError, missing_extra
 from unbroken.exactness import choose_attention
 from unbroken.images.processor import ImageInputs, load_image_processor
+from unbroken.model_source import check_model_source
 from unbroken.rendering.base import Renderer
 from unbroken.rendering.effects import check_options_read
 from unbroken.rendering.loader import load_renderer
