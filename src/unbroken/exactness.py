@@ -38,7 +38,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import ModelOutput
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError
 
 _LONG_ROW, _SHORT_ROW = 72, 5
@@ -84,10 +86,9 @@ def find_length_dependence(model: Any) -> str | None:
 
     The other row has more ids and, in a model of text that takes positions, the last positions of the model's context.
     """
-    kinds = {kind for module in model.modules() for kind in _find_kinds(module).values()}
-    if found := sorted(kind for kind in kinds if kind == "longrope" or "dynamic" in kind):
+    if (kind := _find_unfixed(model)) is not None:
         return (
-            f"its rope_type is {found[0]}. Call `unbroken.exactness.fix_rotary(model, context_length)` first, with the "
+            f"its rope_type is {kind}. Call `unbroken.exactness.fix_rotary(model, context_length)` first, with the "
             "context_length of the engine that samples"
         )
     config, embeddings = model.config.get_text_config(), model.get_input_embeddings().weight
@@ -95,7 +96,7 @@ def find_length_dependence(model: Any) -> str | None:
     ids = (places + 1).remainder(len(embeddings))
     short = ids[:_SHORT_ROW].flip(0)
     takes_positions = config is model.config and "position_ids" in inspect.signature(model.forward).parameters
-    last = (getattr(config, "max_position_embeddings", None) or length) - length
+    last = (DecoderConfig(config).max_positions or length) - length
     positions = {"position_ids": torch.stack([places, places + last])} if takes_positions else {}
     alone = model(input_ids=short[None], use_cache=False).logits[0]
     both = torch.stack([pad(short, (0, length - len(short))), ids])
@@ -145,12 +146,30 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
         InvalidInputError: it has not, with the name of the module; or the model is not in float32 on a CPU, or is a
             mixture of experts; or torch computes with more than two threads.
     """
+    _check_can_be_exact(model, takes_images=takes_images)
+    multiple = find_row_multiple(model.dtype)
+    _check_widths(model, multiple)
+    AttentionInterface.register(EXACT_ATTENTION, attend)
+    AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(EXACT_ATTENTION)
+    name, num_threads = type(model).__name__, torch.get_num_threads()
+    if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
+        raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
+    if (found := find_other_bits(model) or _find_other_product(model)) is not None:
+        # Threads may share a product by its columns in one pass, and by its rows in another (`_find_other_product`).
+        hint = f" with {num_threads} threads; OMP_NUM_THREADS=1 may do" if num_threads > 1 else ""
+        raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row{hint}")
+    return multiple
+
+
+def _check_can_be_exact(model: Any, *, takes_images: bool) -> None:
+    """Refuse by rule what is not exact, or was not tried: images, experts, many threads, GPUs and other types."""
     name = type(model).__name__
     if takes_images:
         raise InvalidInputError(
             f"numerics must be fast with images, which {name} takes here: its text is exact with images = false"
         )
-    if getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+    if DecoderConfig(model.config).num_chosen_experts:
         raise InvalidInputError(f"numerics must be fast for {name}: experts compute as many ids at once as chose them")
     if (num_threads := torch.get_num_threads()) > _MAX_THREADS:
         raise InvalidInputError(
@@ -161,27 +180,24 @@ def attend_exactly(model: Any, *, takes_images: bool) -> int:
         raise InvalidInputError(
             f"numerics must be fast for {name} on {model.device} in {model.dtype}: exact needs a CPU, and float32"
         )
-    multiple = find_row_multiple(model.dtype)
-    if (length := getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0) % multiple:
+
+
+def _check_widths(model: Any, multiple: int) -> None:
+    """Refuse a context and layers that end within a vector, by rule 1; the head's columns are each one id's alone."""
+    name = type(model).__name__
+    if (length := DecoderConfig(model.config).max_positions or 0) % multiple:
         raise InvalidInputError(
             f"numerics must be fast for {name}, whose {length} positions are no multiple of {multiple}"
         )
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
-        width = getattr(module, "out_features", None)
-        if width is not None and module is not head and ".lora_" not in path and width % _WIDTH_MULTIPLE:
+        if not isinstance(module, torch.nn.Linear) or module is head or ".lora_" in path:
+            continue
+        if module.out_features % _WIDTH_MULTIPLE:
             raise InvalidInputError(
-                f"numerics must be fast for {name}: {path} has {width} features, no multiple of {_WIDTH_MULTIPLE}"
+                f"numerics must be fast for {name}: {path} has {module.out_features} features, no multiple of "
+                f"{_WIDTH_MULTIPLE}"
             )
-    AttentionInterface.register(EXACT_ATTENTION, attend)
-    AttentionMaskInterface.register(EXACT_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(EXACT_ATTENTION)
-    if model.config.get_text_config()._attn_implementation != EXACT_ATTENTION:
-        raise InvalidInputError(f"numerics must be fast for {name}, whose attention is code of its own")
-    hint = f" with {num_threads} threads; OMP_NUM_THREADS=1 may do" if num_threads > 1 else ""
-    if (found := find_other_bits(model) or _find_other_product(model)) is not None:
-        raise InvalidInputError(f"numerics must be fast for {name}: {found} has other bits beside a longer row{hint}")
-    return multiple
 
 
 @torch.no_grad()
@@ -261,14 +277,23 @@ class ModuleOutputs:
         return joined
 
     def _keep(self, name: str, module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, (tuple, list)):
-            several = [each for each in output if isinstance(each, torch.Tensor)]
-            is_plain = len(several) == 1 or not any(True for _ in module.children())  # else the sum is kept apart
-            output = several[0] if several and is_plain else None
-        output = getattr(output, "logits", output)
-        if isinstance(output, torch.Tensor) and output.ndim > 1:
-            first = output[0] if output.ndim > 2 else output
+        states = _choose_states(module, output)
+        if isinstance(states, torch.Tensor) and states.ndim > 1:
+            first = states[0] if states.ndim > 2 else states
             self._found.setdefault(name or "the model", []).append(first.detach().cpu())
+
+
+def _choose_states(module: Any, output: Any) -> Any:
+    """What a module computes; None where it is not known which of several tensors that is."""
+    if isinstance(output, ModelOutput):
+        return output.get("logits")
+    if not isinstance(output, (tuple, list)):
+        return output
+    tensors = [each for each in output if isinstance(each, torch.Tensor)]
+    is_leaf = next(module.children(), None) is None
+    # vLLM's blocks return a residual sum beside their states, and their modules are recorded by themselves; its fused
+    # norms return the sum too, and have no modules.
+    return tensors[0] if tensors and (len(tensors) == 1 or is_leaf) else None
 
 
 def attend(
@@ -358,7 +383,7 @@ def attending_by(model: Any, implementation: str) -> Iterator[None]:
 
 def choose_long_length(model: Any) -> int:
     """Ids of the long row of a probe, next to which it shows what depends on the length of a pass."""
-    return min(_LONG_ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG_ROW)
+    return min(_LONG_ROW, DecoderConfig(model.config).max_positions or _LONG_ROW)
 
 
 def get_tolerance(*dtypes: torch.dtype) -> float:
@@ -371,9 +396,18 @@ def get_tolerance(*dtypes: torch.dtype) -> float:
 
 
 def _find_kinds(module: Any) -> dict[str, str]:
-    """The `rope_type` of a rotary module, by kind of layer ("" where it has one for all); empty for other modules."""
+    """The `rope_type` of a rotary module, by kind of layer ("" where it has one for all); empty for other modules.
+
+    It is asked for by name, because each family has its own class of rotary module, and they have no base class.
+    """
     kinds = getattr(module, "rope_type", None)
     return kinds if isinstance(kinds, dict) else {"": kinds} if isinstance(kinds, str) else {}
+
+
+def _find_unfixed(model: Any) -> str | None:
+    """The first `rope_type` by which transformers chooses factors in each pass, by its longest position."""
+    kinds = {kind for module in model.modules() for kind in _find_kinds(module).values()}
+    return min((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), default=None)
 
 
 def _fix_longrope(module: Any, layer: str, context_length: int) -> str:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError, InvariantError
 
 LIVE = -1
@@ -34,14 +35,12 @@ _NUM_PROBE_IDS = 6
 _TOLERANCE = 1e-3
 """Maximum difference of two passes with the same experts, relative to the largest result: kernels may add in any order.
 """
-_NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 _TOP_K_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 
 def has_experts(model: Any) -> bool:
     """Whether a transformers model is a mixture of experts, by its config."""
-    return (_get_first(model.config.get_text_config(), _NUM_EXPERTS_NAMES) or 0) > 1
+    return DecoderConfig(model.config).num_experts > 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,9 +87,9 @@ class Routers:
             InvalidInputError: the model has no experts, or a router that does not choose by one `torch.topk`.
         """
         name = type(model).__name__
-        config = model.config.get_text_config()
-        num_experts, top_k = _get_first(config, _NUM_EXPERTS_NAMES), _get_first(config, _TOP_K_NAMES)
-        if num_experts is None or top_k is None:
+        config = DecoderConfig(model.config)
+        num_experts, top_k = config.num_experts, config.num_chosen_experts
+        if num_experts == 0 or top_k == 0:
             raise InvalidInputError(f"{name} has no routers: its config has no number of experts (num_experts)")
         found = _find_modules(model, num_experts, top_k)
         if not found:
@@ -107,7 +106,7 @@ class Routers:
                     f"choose once in a pass, got {num_calls} times"
                 )
             by_layer[layer] = module
-        routers = cls(by_layer, num_layers=config.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+        routers = cls(by_layer, num_layers=config.num_layers, num_experts=num_experts, top_k=top_k)
         routers._check_on_probe(model)
         return routers
 
@@ -305,8 +304,3 @@ def _find_layer(module_name: str) -> int | None:
     """`model.layers.3.mlp.gate` is of layer 3."""
     match = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", module_name)
     return None if match is None else int(match[1])
-
-
-def _get_first(config: Any, names: tuple[str, ...]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

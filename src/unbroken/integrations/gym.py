@@ -67,6 +67,7 @@ class GymEnv:
         """
         if isinstance(observation, str):
             return observation
+        # An object with `reset` and `step` alone is an environment too, also without these two attributes.
         if getattr(self._env, "render_mode", None) != "ansi":
             return str(observation)
         return _COLOURED.sub(r"[\1]", self._env.render()).strip("\n")

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.distributed.tensor import DTensor
 
 from unbroken.errors import CheckpointError, InvalidInputError, InvariantError, TrainingError, missing_extra
 from unbroken.images.processor import ImageProcessor
@@ -75,6 +74,7 @@ from unbroken.training.model.sharding import (
     fail_together,
     gather_rest,
     gather_tensor,
+    get_mesh,
     get_part,
     on_device,
     raise_together,
@@ -783,7 +783,7 @@ def make_optimizer(policy: PolicyLogprobs, config: OptimizerConfig, device: torc
     }  # fmt: skip
     if config.name is OptimizerName.ADAMW:
         # One operation cannot have parameters of two meshes.
-        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+        meshes = {get_mesh(parameter) for parameter in parameters}
         options |= {"fused": device.type == "cuda" or None} if len(meshes) <= 1 else {"foreach": False}
         return torch.optim.AdamW(parameters, **options)
     try:

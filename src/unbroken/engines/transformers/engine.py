@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
@@ -496,7 +497,7 @@ class TransformersEngine:
 
 
 def _context_length(model_config: Any, config: TransformersEngineConfig) -> int:
-    own_length: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    own_length = DecoderConfig(model_config).max_positions
     length = config.context_length or own_length
     if length is None:
         raise InvalidInputError("the model's config has no max_position_embeddings: set context_length")

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.transformers.images import ImageFeatures, ImageModel, PlainInputs
 from unbroken.engines.transformers.sampling import find_top
 from unbroken.errors import InvalidInputError
@@ -252,12 +253,13 @@ def check_layers(config: Any, context_length: int) -> None:
     """Raise `InvalidInputError` for a model's config with more than a causal mask over slots: other masks, windows,
     recurrent layers.
     """
-    text_config = config.get_text_config()
     if config.is_encoder_decoder:
         raise InvalidInputError("the model must be decoder-only, got an encoder-decoder")
-    window = getattr(text_config, "sliding_window", None)
-    layer_types = getattr(text_config, "layer_types", None) or (["sliding_attention"] if window else [])
-    for kind in sorted(set(layer_types) - {"full_attention"}):
+    decoder = DecoderConfig(config)
+    window = decoder.window
+    # Mistral's config has a window and no kinds of layers: all of them have the window.
+    kinds = decoder.layer_kinds or ({"sliding_attention"} if window else set())
+    for kind in sorted(kinds - {"full_attention"}):
         if kind != "sliding_attention" or window is None or window < context_length:
             raise InvalidInputError(
                 f"the model has {kind} layers (sliding_window={window}), which this engine cannot cache exactly at "

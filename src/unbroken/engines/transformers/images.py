@@ -135,6 +135,7 @@ class ImageModel:
     def _rope(
         self, prompt_ids: TokenIds, spans: Sequence[ImageSpan], images: Sequence[ProcessedImage]
     ) -> NDArray[np.int64] | None:
+        # Only models with multimodal rope have the method.
         get_rope_index = getattr(self._backbone, "get_rope_index", None)
         if get_rope_index is None:
             return None

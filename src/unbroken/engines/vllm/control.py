@@ -27,6 +27,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.engines.checks import (
     check_awake,
     check_can_finish,
@@ -453,7 +454,7 @@ def check_quantization(llm: AsyncLLM) -> None:
             f"an update of the weights with --quantization {name} is not supported, only one with "
             f"{sorted(UPDATABLE_QUANTIZATIONS)}: start vLLM with one of these, or without --quantization"
         )
-    if getattr(llm.model_config.hf_config, "quantization_config", None) is not None:
+    if DecoderConfig(llm.model_config.hf_config).is_quantized:
         raise SamplingError(
             f"an update of the weights needs a checkpoint that is not quantised itself, got {llm.model_config.model!r} "
             f"with --quantization {name}: vLLM quantises trained weights from a bfloat16 checkpoint's form"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import EngineError, SamplingError, WeightsError
 from unbroken.weights.adapters import AdaptedWeight, is_adapter, match_adapter
 from unbroken.weights.checkpoint import WeightShapes, checkpoint_folder
@@ -179,7 +180,7 @@ class Deliveries:
                 revision=config.revision,
                 download_dir=self._llm.vllm_config.load_config.download_dir,
             )
-            tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+            tied = DecoderConfig(config.hf_text_config).is_tied
             self._shapes = await asyncio.to_thread(WeightShapes.of_checkpoint, folder, tied=tied)
         return self._shapes
 

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear, rms_norm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError, missing_extra
 from unbroken.exactness import find_other_bits
 
@@ -77,34 +78,23 @@ def check_config(config: Any) -> None:
     Raises:
         InvalidInputError: they cannot, or it is not known, with the part of the config.
     """
-    text = config.get_text_config()
-    layers = getattr(text, "layer_types", None)
-    size = get_head_size(text)
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    others = sorted(set(layers or ()) - {"full_attention"})
+    text, size = DecoderConfig(config), DecoderConfig(config).head_size
+    rope = (text.get("rope_parameters") or {}).get("rope_type")
+    others = sorted(text.layer_kinds - {"full_attention"})
     refused = {
-        "an encoder": text is not config and not hasattr(config, "vision_config"),
+        "an encoder": config.get_text_config() is not config and not hasattr(config, "vision_config"),
         # vLLM ties the head if either says so, transformers if the whole one does
-        "tie_word_embeddings in its text_config alone": _ties(text) and not _ties(config),
-        "experts": bool(getattr(text, "num_experts_per_tok", None) or getattr(text, "num_local_experts", None)),
+        "tie_word_embeddings in its text_config alone": text.is_tied and not text.is_tied_as_whole,
+        "experts": text.num_chosen_experts > 0 or text.num_experts > 0,
         f"layers of {', '.join(others)}": bool(others),
-        "a sliding_window": not layers and bool(getattr(text, "sliding_window", None)),
+        "a sliding_window": not text.layer_kinds and text.window is not None,
         f"rotary factors of type {rope}": rope in ("longrope", "dynamic"),
-        "attn_logit_softcapping": bool(getattr(text, "attn_logit_softcapping", None)),
-        "quantization_config": bool(getattr(config, "quantization_config", None)),
+        "attn_logit_softcapping": bool(text.get("attn_logit_softcapping")),
+        "quantization_config": text.is_quantized,
         f"attention heads of {size}, not of 64, 128 or 256": size not in _HEADS,
     }
     if found := [name for name, is_refused in refused.items() if is_refused]:
         raise InvalidInputError(f"numerics must be fast with vLLM for {config.model_type}, which has {found[0]}")
-
-
-def get_head_size(config: Any) -> int:
-    """The numbers in an attention head, by the config of a text model."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _ties(config: Any) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _check_machine() -> None:
@@ -186,7 +176,7 @@ def _divide(logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor
 
 def _is_plain_norm(self: Any, module: Any, _: Any) -> bool:
     """Whether the trainer has one kernel for it too (`round_norms`): others stay transformers' on both sides."""
-    return not self.zero_centered and getattr(module, "weight", None) is not None
+    return not self.zero_centered and "weight" in dict(module.named_parameters(recurse=False))
 
 
 def attend_as_vllm(model: Any, num_parts: int) -> None:

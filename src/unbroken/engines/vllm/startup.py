@@ -29,7 +29,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats
 
-from unbroken.engines.vllm.numerics import get_head_size, make_exact
+from unbroken.decoder_config import DecoderConfig
+from unbroken.engines.vllm.numerics import make_exact
 from unbroken.engines.vllm.scheduler import SCHEDULER, split_steps
 from unbroken.engines.vllm.workers import EXTENSION
 from unbroken.errors import EngineError, InvalidInputError
@@ -148,15 +149,15 @@ def _are_whole_graphs_right(args: AsyncEngineArgs) -> bool:
         return False
     own = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(args.model, **own).get_text_config()
+        config = DecoderConfig(AutoConfig.from_pretrained(args.model, **own))
     except (OSError, ValueError):  # vLLM says what is wrong, or reads a config that transformers does not know
         return False
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_window = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
-    is_compressed = getattr(config, "kv_lora_rank", None) is not None
+    # SmolLM3 has a window that it does not use.
+    has_window = config.window is not None and config.get("use_sliding_window") is not False
+    is_compressed = config.get("kv_lora_rank") is not None
     smallest, largest = _WHOLE_GRAPH_HEADS
-    is_proven_size = smallest <= get_head_size(config) <= largest
-    return is_proven_size and layers == {"full_attention"} and not has_window and not is_compressed
+    is_proven_size = smallest <= config.head_size <= largest
+    return is_proven_size and config.layer_kinds <= {"full_attention"} and not has_window and not is_compressed
 
 
 def check_all_copies_are_here(args: AsyncEngineArgs) -> None:
@@ -171,7 +172,7 @@ def check_all_copies_are_here(args: AsyncEngineArgs) -> None:
         "data_parallel_hybrid_lb",
         "data_parallel_multi_port_external_lb",
     ):
-        value = getattr(args, name, None)
+        value = getattr(args, name, None)  # None: an option that this vLLM does not have
         if value is not None and value is not False:  # 0 is a rank
             option = name.replace("_", "-")
             raise InvalidInputError(

@@ -101,6 +101,7 @@ class WorkerExtension:
     def record_outputs(self, file: str | None) -> None:
         """Record what modules compute; or write it to a file, and stop."""
         if file is None:
+            # Names are those of transformers' modules, which vLLM's transformers backend holds as `model`.
             model = self.model_runner.get_model()
             self._outputs = ModuleOutputs(getattr(model, "model", model))
         elif self._rank_of_engine() == 0:
@@ -242,6 +243,8 @@ def keep_adapter(model_runner: Any, number: int, tensors: NamedTensors, modules:
 
     workers_manager = model_runner.lora_manager
     manager = workers_manager._adapter_manager
+    # Only vLLM's models whose names differ from the checkpoint's have the first, and only those with parts that take
+    # no adapter the second; vLLM asks for both in the same way.
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     adapter = workers_manager._lora_model_cls.from_lora_tensors(
         lora_model_id=number,
@@ -286,7 +289,7 @@ def is_loaded_in_place(model: Any, vllm_config: Any) -> bool:
         return False
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method = _get_method(module)
         if method is not None and type(method) not in plain:
             return False
         if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
@@ -321,6 +324,11 @@ def pack_experts_again(model: Any) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        kernel = getattr(_get_method(module), "moe_kernel", None)  # only experts' methods have kernels
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _get_method(module: Any) -> Any:
+    """How a layer of vLLM multiplies by its weights; None of modules without, which no base class tells apart."""
+    return getattr(module, "quant_method", None)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from accelerate.utils import gather_object
+from transformers import ProcessorMixin
 
 from unbroken.engines.base import Engine, RequiresVersion
 from unbroken.errors import InvalidInputError, InvariantError, RolloutError
@@ -131,7 +132,9 @@ class TrlRollouts:
             self._publish(engine, trainer)
         trajectories = run_in_all(lambda: self._sample(prompts, engine, trainer))
         _check_some_trained(trajectories)
-        filler_id = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).pad_token_id
+        processor = trainer.processing_class
+        tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+        filler_id = tokenizer.pad_token_id
         rows = run_in_all(lambda: [TrlRow.of(trajectory, filler_id=filler_id) for trajectory in trajectories])
         return {
             "prompt_ids": [row.prompt_ids for row in rows],

@@ -124,6 +124,7 @@ def check_rewards_skip(reward_funcs: Sequence[Any]) -> None:
     """Raise `InvalidInputError` if a reward function may not return None for rows that are not trained on."""
     for k, function in enumerate(reward_funcs):
         if not getattr(function, _MARK, False):
+            # A reward function may be any callable, such as a `partial` or a reward model, which have no name.
             name = getattr(function, "__name__", type(function).__name__)
             raise InvalidInputError(
                 f"reward_funcs[{k}] must be env_reward or a function with on_trained_rows, got {name}: it would score "

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import linear
+from transformers.integrations import PeftAdapterMixin
 
 from unbroken.errors import InvalidInputError
 from unbroken.training.model.lanes import RowPass
@@ -35,7 +36,8 @@ ADAPTER_NAMES = ("lora_", ".modules_to_save.")
 _UNCHANGED_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `LoraConfig.init_lora_weights` that leave the base unchanged; PiSSA and others subtract from it."""
 
-
+_PLAIN = {"use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none"}
+"""Options of `LoraConfig` with which an adapter is B A alone."""
 _SUMS = "sums-"
 """Begins a checksum; older ones are a CRC-32."""
 
@@ -69,7 +71,7 @@ def check_adapters(model: Any) -> None:
             (`modules_to_save`), dropout, a quantised base, or adapters on tied embeddings.
     """
     if not is_adapted(model):
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if isinstance(model, PeftAdapterMixin) and model._hf_peft_config_loaded:
             raise InvalidInputError(
                 f"{type(model).__name__} has adapters from add_adapter: give the trainer "
                 "peft.get_peft_model(model, config) instead"
@@ -82,7 +84,7 @@ def check_adapters(model: Any) -> None:
         if config.peft_type != PeftType.LORA:
             raise InvalidInputError(f"adapter {name!r} must be a LoRA, got {config.peft_type.value}")
         for option in ("alora_invocation_tokens", "target_parameters", "trainable_token_indices"):
-            if getattr(config, option, None):
+            if getattr(config, option):
                 raise InvalidInputError(
                     f"adapter {name!r} must not have LoraConfig.{option}: how it merges is untested"
                 )
@@ -344,9 +346,8 @@ def check_adapter_alone(model: Any) -> None:
         raise InvalidInputError(f"the model must have one active adapter {rule}, got {list(model.active_adapters)}")
     (active,) = model.active_adapters
     config = model.peft_config[active]
-    options = (("use_dora", False), ("lora_bias", False), ("fan_in_fan_out", False), ("bias", "none"))
-    for option, plain in options:
-        if (value := getattr(config, option, plain)) != plain:
+    for option, plain in _PLAIN.items():
+        if (value := getattr(config, option)) != plain:
             raise InvalidInputError(
                 f"adapter {active!r} must have LoraConfig.{option} {plain!r} {rule}, got {value!r}: an engine adds B A "
                 "to a weight and nothing else. Publish merged weights"
@@ -375,11 +376,11 @@ def gather_adapter(model: Any, *, gather: Any) -> Iterator[tuple[str, torch.Tens
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """The layers that have the active adapter, by the base's own names of them."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora import LoraLayer
 
     (active,) = model.active_adapters
     for name, module in causal_lm(model).named_modules():
-        if isinstance(module, BaseTunerLayer) and active in getattr(module, "lora_A", ()):
+        if isinstance(module, LoraLayer) and active in module.lora_A:
             yield strip_wrappers(name), module
 
 

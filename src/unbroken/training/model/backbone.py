@@ -181,7 +181,7 @@ def _last_hidden(model: Any, router_logits: list[torch.Tensor] | None, **inputs:
         inputs["output_router_logits"] = True
     outputs = get_backbone(model)(**inputs, use_cache=False)
     if router_logits is not None:
-        router_logits.extend(getattr(outputs, "router_logits", None) or ())
+        router_logits.extend(outputs.get("router_logits") or ())
     hidden_BTD: torch.Tensor = outputs.last_hidden_state
     return hidden_BTD
 
@@ -228,14 +228,16 @@ def compute_norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _get_eps(module: Any) -> float | None:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    """Llama's norms and those written after them have `variance_epsilon`, Gemma's and torch's `eps`."""
+    own = vars(module)
+    eps = own.get("variance_epsilon", own.get("eps"))
     return eps if isinstance(eps, float) else None
 
 
 @torch.no_grad()
 def _is_plain_norm(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter):
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if not type(module).__name__.endswith("RMSNorm") or weight is None:
         return False
     if weight.dim() != 1 or weight.dtype not in (torch.float32, torch.bfloat16) or _get_eps(module) is None:
         return False

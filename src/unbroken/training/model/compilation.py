@@ -61,7 +61,7 @@ def compile_blocks(policy: Any) -> None:
 
 def _find_blocks(causal: Any) -> Iterator[nn.Module]:
     """The blocks of the decoder; those of a vision tower run once for each image, and are left alone."""
-    names = set(getattr(causal, "_no_split_modules", None) or ())
+    names = set(causal._no_split_modules or ())
     for module in causal.get_decoder().modules():
         if any(kind.__name__ in names for kind in type(module).__mro__):  # FSDP2 derives a class from the model's
             yield module

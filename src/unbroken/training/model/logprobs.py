@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.nn.functional import linear, pad
 from torch.nn.modules.dropout import _DropoutNd
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import (
     attend_exactly,
@@ -126,7 +127,7 @@ class PolicyLogprobs(nn.Module):
         self.vocab_size: int = embeddings_VD.shape[0]
         self.hidden_size: int = embeddings_VD.shape[1]
         self._chunk_size = chunk_size
-        self._scaling = LogitScaling.from_config(causal.config.get_text_config())
+        self._scaling = LogitScaling.from_config(DecoderConfig(causal.config))
         self._is_float32 = causal.get_output_embeddings().weight.dtype == torch.float32
         self._is_tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
         if self._is_split and not is_plain_matrix(causal.get_output_embeddings()):
@@ -510,7 +511,7 @@ class PolicyLogprobs(nn.Module):
 
     @property
     def _top_k(self) -> int:
-        return int(getattr(self.causal.config.get_text_config(), "num_experts_per_tok", None) or 0)
+        return DecoderConfig(self.causal.config).num_chosen_experts
 
     @torch.no_grad()
     def _check_choices(self, probe_BT: torch.Tensor) -> None:
@@ -519,7 +520,7 @@ class PolicyLogprobs(nn.Module):
         router_logits: list[torch.Tensor] = []
         if self._top_k and hasattr(self.causal.config.get_text_config(), "output_router_logits"):
             outputs = self.causal(input_ids=probe_BT, output_router_logits=True, use_cache=False)
-            expected = float(getattr(outputs, "aux_loss", None) or math.nan)
+            expected = float(outputs.get("aux_loss") or math.nan)
             hidden_states(self.causal, probe_BT, router_logits=router_logits)
         if router_logits:
             choices_2E = count_choices(router_logits, probe_BT[0] >= 0, self._top_k)

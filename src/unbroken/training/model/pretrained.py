@@ -71,7 +71,7 @@ class ModelOrigin:
     def of(model: Any) -> ModelOrigin:
         """Describe a model, with or without adapters."""
         causal = causal_lm(model)
-        source = str(getattr(causal.config, "_name_or_path", None) or "")
+        source = str(causal.config.name_or_path or "")
         active = list(model.active_adapters) if is_adapted(model) else []
         return ModelOrigin(
             source=str(Path(source).absolute()) if source and Path(source).is_dir() else source,
@@ -164,6 +164,7 @@ def _write_whole(folder: Path, model: Any, weights: Iterable[tuple[str, torch.Te
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     (folder / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     # transformers loads the many configs that set a temperature without `do_sample`, and refuses to save them.
+    # Only models that can generate have one.
     (getattr(model, "generation_config", None) or GenerationConfig()).to_json_file(folder / _GENERATION_CONFIG)
     named = _name_as_stored(model, weights, dtype, keeps=form.dtype is None)
     files: list[list[str]] = []

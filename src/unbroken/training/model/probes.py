@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.exactness import choose_long_length, get_tolerance
 from unbroken.training.model.backbone import get_backbone, hidden_states
 from unbroken.training.model.lanes import RowLayout
@@ -44,10 +45,10 @@ def find_packing_obstacle(model: Any, layout: RowLayout) -> str | None:
     """
     if "position_ids" not in inspect.signature(get_backbone(model).forward).parameters:
         return "its forward takes no position_ids"
-    config = model.config.get_text_config()
-    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS):
+    config = DecoderConfig(model.config)
+    if unknown := sorted(config.layer_kinds - _KNOWN_LAYERS):
         return f"it has layers of {', '.join(unknown)}"
-    if getattr(config, "attention_chunk_size", None):
+    if config.has_chunks:
         return "its attention is in chunks"
     try:
         return _compare_with_rows_alone(model, layout)
@@ -131,16 +132,16 @@ def find_tree_obstacle(model: Any) -> str | None:
     inputs = inspect.signature(get_backbone(model).forward).parameters
     if missing := [name for name in ("position_ids", "attention_mask") if name not in inputs]:
         return f"its forward takes no {missing[0]}"
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if unknown := sorted(set(kinds or ()) - {"full_attention"}):
+    config = DecoderConfig(model.config)
+    if unknown := sorted(config.layer_kinds - {"full_attention"}):
         return f"it has layers of {', '.join(unknown)}"
-    if not kinds and getattr(config, "sliding_window", None):
-        return f"its attention has a window of {config.sliding_window} tokens"
-    if getattr(config, "attention_chunk_size", None):
+    if not config.layer_kinds and config.window:
+        return f"its attention has a window of {config.window} tokens"
+    if config.has_chunks:
         return "its attention is in chunks"
     if choose_mask(model) is None:
-        return f"its attention {config._attn_implementation} on {model.device} takes no mask of a tree"
+        attention = model.config.get_text_config()._attn_implementation
+        return f"its attention {attention} on {model.device} takes no mask of a tree"
     return None
 
 

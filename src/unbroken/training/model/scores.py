@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.types import KeptIds
 
 _IMPOSSIBLE = -1e4
@@ -80,12 +81,12 @@ class LogitScaling:
     """Logits become softcap * tanh(logits / softcap) (Gemma)."""
 
     @classmethod
-    def from_config(cls, config: Any) -> LogitScaling:
-        """Read a text config: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
+    def from_config(cls, config: DecoderConfig) -> LogitScaling:
+        """Read a config: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
         return cls(
-            factor=getattr(config, "logit_scale", None) or 1.0,
-            divisor=getattr(config, "logits_scaling", None) or 1.0,
-            softcap=getattr(config, "final_logit_softcapping", None),
+            factor=config.get("logit_scale") or 1.0,
+            divisor=config.get("logits_scaling") or 1.0,
+            softcap=config.get("final_logit_softcapping"),
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

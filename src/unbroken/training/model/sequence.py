@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from unbroken.decoder_config import DecoderConfig
 from unbroken.errors import InvalidInputError
 from unbroken.exactness import choose_long_length, get_tolerance
 from unbroken.training.model.scores import TokenScores
@@ -68,6 +69,7 @@ class SequenceGroup:
         key, value = (states.repeat_interleave(repeats, 1) if repeats > 1 else states for states in (key, value))
         query, key, value = _ToHeads.apply(self, query, key, value)  # type: ignore[no-untyped-call]
         groups = query.shape[1] // key.shape[1]
+        # `is_causal` as transformers' own attention functions read it: modules without it are causal.
         part = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
         states_BTHD, _ = attend(part, query, key, value, mask, **options)
         whole_BHTD: torch.Tensor = _ToIds.apply(self, states_BTHD.transpose(1, 2))  # type: ignore[no-untyped-call]
@@ -128,13 +130,13 @@ def find_sequence_obstacle(model: Any, size: int) -> str | None:
         return "it takes images"
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         return "its forward takes no position_ids"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if kinds or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+    decoder = DecoderConfig(config)
+    kinds = sorted(decoder.layer_kinds - {"full_attention"})
+    if kinds or decoder.window or decoder.has_chunks:
         return f"it has layers of {', '.join(kinds) or 'attention in windows or chunks'}"
     if config._attn_implementation not in ("sdpa", IMPLEMENTATION):
         return f"it attends by {config._attn_implementation}, not by sdpa"
-    heads = config.num_attention_heads
-    return find_bad_heads(heads, getattr(config, "num_key_value_heads", None) or heads, size)
+    return find_bad_heads(decoder.num_heads, decoder.num_key_heads, size)
 
 
 def find_bad_heads(heads: int, key_heads: int, size: int) -> str | None:

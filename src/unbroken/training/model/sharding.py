@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -182,6 +182,11 @@ def get_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def get_mesh(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The processes that have parts of a tensor; None if each has it whole."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
 def make_root(module: nn.Module) -> None:
     """Make `module` the outermost of FSDP2's modules in it, so that a pass gathers the next layer in time."""
     inner = [each for each in module.modules() if isinstance(each, FSDPModule)]
@@ -222,7 +227,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+            by_mesh.setdefault(get_mesh(parameter.grad), []).append(parameter)
     if len(by_mesh) <= 1:
         return float(gather_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
     norms = [
